@@ -1,0 +1,1 @@
+"""secateurs makes trained PyTorch networks smaller by removing whole filters and neurons."""

@@ -1,0 +1,52 @@
+"""Files are whole or absent: written under a temporary name, synced, then renamed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path`; on success it is synced and takes the place of `path`, on error it vanishes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+        sync_folder(path.parent)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write `data` to `path`, whole or not at all."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` in UTF-8, whole or not at all."""
+    write_bytes(path, text.encode())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in `folder` survive a power cut, where the system lets folders be synced."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)
