@@ -1,0 +1,51 @@
+# Every target makes .venv and installs the pinned versions by itself: a fresh clone needs nothing but Python and make.
+
+PYTHON ?= python3
+WORKERS ?= 2
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+LINTED := $(wildcard src tests tools benchmarks)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo check test test-real bench limits clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## Make .venv with the pinned versions (PYTHON=python3.12 picks another Python)
+
+# The build backend is installed as a pinned tool and used without isolation: pip applies no constraints to isolated builds.
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+	@echo "Installing into .venv ..."
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install -c constraints.txt -r requirements-dev.txt
+	@$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@$(BIN)/python -m pip --disable-pip-version-check check
+	@touch $@
+
+demo: $(STAMP) ## Show what secateurs does, from start to end
+	@$(BIN)/secateurs demo
+
+check: $(STAMP) ## Format, lint, types, import direction and architecture
+	@$(BIN)/ruff format --check $(LINTED)
+	@$(BIN)/ruff check --quiet $(LINTED)
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_architecture.py
+
+# Two processes of one torch thread each beat one process of two threads; more threads than cores only fight.
+test: check ## check, then all default tests with coverage of src
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --cov --cov-report=term
+
+test-real: $(STAMP) ## Tests on the real CIFAR-10 and the public weights
+	@$(BIN)/python -m pytest -q -m realdata
+
+bench: $(STAMP) ## Time surgery and what it brings, as ratios
+	@$(BIN)/python -m benchmarks.surgery
+
+limits: $(STAMP) ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
+	@tools/limits
+
+clean: ## Remove the environments and what tools leave behind
+	@rm -rf .venv .venv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -1,0 +1,1 @@
+"""Measurements that make docs/performance.md: run `make bench`."""

@@ -1,0 +1,48 @@
+"""Where and with what a figure was measured: no number without its conditions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Conditions:
+    cpu: str
+    cores: int
+    threads: int
+    python: str
+    torch: str
+    date: str
+
+    def sentence(self) -> str:
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.threads} torch threads, Python {self.python}, torch {self.torch}, "
+            f"{self.date}"
+        )
+
+
+def conditions() -> Conditions:
+    """Those of this process."""
+    return Conditions(
+        cpu=cpu_name(),
+        cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        date=date.today().isoformat(),
+    )
+
+
+def cpu_name() -> str:
+    """The processor's name where Linux tells it, its architecture elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,65 @@
+"""The two modules that compaction adds to a network: `Align`, where live channels differ, and `Constant`, what a folded branch gave."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Align(nn.Module):
+    """Channel j of the result is channel `take[j]` of the input, or zero where that is -1.
+
+    Chooses the cheapest form once: a slice where the channels lie together, a pad where zeros only surround them, otherwise a
+    gather, from the input widened by one zero channel if zeros are needed. The index is not part of the state dict: it follows
+    from the plan.
+    """
+
+    index: Tensor
+
+    def __init__(self, take: Tensor, axis: int) -> None:
+        super().__init__()
+        self.axis = axis
+        self.take = tuple(int(i) for i in take)
+        present = [i for i in self.take if i >= 0]
+        first = next((j for j, i in enumerate(self.take) if i >= 0), 0)
+        self.before, self.after = first, len(self.take) - first - len(present)
+        self.start, self.count = (present[0] if present else 0), len(present)
+        together = present == list(range(self.start, self.start + self.count))
+        inside = all(i >= 0 for i in self.take[first : first + self.count])
+        self.slides = together and inside
+        self.fills = self.count < len(self.take)
+        self.register_buffer("index", take.clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input with its channels picked and widened."""
+        if not self.slides:
+            index = self.index
+            if self.fills:
+                index = torch.where(index < 0, x.shape[self.axis], index)
+                x = self._pad(x, 0, 1)
+            return x.index_select(self.axis, index)
+        if self.start or self.count != x.shape[self.axis]:
+            x = x.narrow(self.axis, self.start, self.count)
+        return self._pad(x, self.before, self.after) if self.fills else x
+
+    def _pad(self, x: Tensor, before: int, after: int) -> Tensor:
+        amounts = [0, 0] * (x.dim() - 1 - self.axis)
+        return F.pad(x, [*amounts, before, after])
+
+    def extra_repr(self) -> str:
+        """Widths and form, for printing."""
+        form = "slice/pad" if self.slides else "gather"
+        return f"{self.count} channels to {len(self.take)}, axis={self.axis}, {form}"
+
+
+class Constant(nn.Module):
+    """One value a channel, broadcast over all else: what a branch without inputs adds to the rest. Trainable."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = nn.Parameter(value)
+
+    def forward(self) -> Tensor:
+        """The values, with length 1 along all axes but the channels'."""
+        return self.value

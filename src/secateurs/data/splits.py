@@ -1,0 +1,156 @@
+"""Train, search and test sets: disjoint, seeded, every class in its share, and recorded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from secateurs.data.examples import Examples, class_labels
+from secateurs.data.seeding import generator_for
+from secateurs.errors import DataError, InvalidInput
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Three disjoint sets: `train` fits weights, `search` chooses cuts, `test` is read once and chooses nothing."""
+
+    name: str
+    train: Examples
+    search: Examples
+    test: Examples
+    classes: tuple[str, ...] = ()  # empty: the targets are not classes
+    origin: Mapping[str, str | int | float | None] = field(default_factory=dict)  # what makes this split again
+    notes: tuple[str, ...] = ()  # what a reader of results has to know about these sets
+
+    def __post_init__(self) -> None:
+        for name, examples in self.splits().items():
+            if len(examples) == 0:
+                raise DataError(f"the {name} set of {self.name!r} is empty: every set needs at least one example")
+        for (name, one), (other_name, other) in combinations(self.splits().items(), 2):
+            common = _common_ids(one, other)
+            if common:
+                raise DataError(
+                    f"{common} examples of {self.name!r} are both in {name} ({len(one)}) and in {other_name} "
+                    f"({len(other)}): sets must be disjoint, or the accuracy measured means nothing"
+                )
+
+    def splits(self) -> dict[str, Examples]:
+        """The three sets by name."""
+        return {"train": self.train, "search": self.search, "test": self.test}
+
+    def digest(self) -> str:
+        """SHA-256 of the contents of all three sets, in order."""
+        return _digest_of({name: examples.digest() for name, examples in self.splits().items()})
+
+    def record(self) -> dict[str, object]:
+        """What provenance keeps of this data: JSON-ready, enough to notice any change of contents or split."""
+        contents = {name: examples.digest() for name, examples in self.splits().items()}
+        sets = {
+            name: {"count": len(examples), "sha256": contents[name], "ids_sha256": examples.ids_digest()}
+            for name, examples in self.splits().items()
+        }
+        return {
+            "name": self.name,
+            "origin": dict(self.origin),
+            "classes": list(self.classes),
+            "notes": list(self.notes),
+            "sets": sets,
+            "sha256": _digest_of(contents),
+        }
+
+
+def split(examples: Examples, sizes: Sequence[int], *, seed: int) -> tuple[Examples, ...]:
+    """Disjoint sets of the given sizes, in source order, every class in each in its share up to rounding.
+
+    The sizes must add up to the number of examples. Targets that are not class numbers are split at random.
+    """
+    if min(sizes, default=0) < 0 or sum(sizes) != len(examples):
+        raise InvalidInput(
+            f"split of {len(examples)} examples into {list(sizes)}: the sizes must add up to their number"
+        )
+    numbered = examples if examples.ids is not None else replace(examples, ids=torch.arange(len(examples)))
+    order = _order(examples, generator_for(seed, "split"), stratified=True)
+    return tuple(numbered.take(rows.sort().values) for rows in torch.split(order, list(sizes)))
+
+
+def split_shares(count: int, *shares: float) -> tuple[int, ...]:
+    """Sizes of the sets that get the given shares of `count` examples, at least one each; the rest comes first."""
+    sizes = tuple(max(1, round(share * count)) for share in shares)
+    rest = count - sum(sizes)
+    if rest < 1 or min(shares) <= 0:
+        raise DataError(f"{count} examples cannot be split into shares {shares} with something left: give more or less")
+    return (rest, *sizes)
+
+
+def subset(examples: Examples, count: int, *, seed: int, stratified: bool = True) -> Examples:
+    """`count` of the examples, in source order; class numbers as targets keep their shares up to rounding.
+
+    With the same seed a smaller subset is part of a larger one.
+    """
+    if not 1 <= count <= len(examples):
+        raise InvalidInput(f"subset of {count} examples: wanted 1 to {len(examples)}")
+    order = _order(examples, generator_for(seed, "subset"), stratified=stratified)
+    return examples.take(order[:count].sort().values)
+
+
+def shared_inputs(one: Examples, other: Examples) -> int:
+    """How many inputs of `one` occur in `other` too, byte for byte."""
+    known = set(_row_digests(other))
+    return sum(row in known for row in _row_digests(one))
+
+
+def overlap_notes(train: Examples, search: Examples, test: Examples) -> tuple[str, ...]:
+    """What to say of inputs that are in two sets byte for byte; a set that is all part of another is an error."""
+    notes = []
+    for name, one, other_name, other in (
+        ("search", search, "train", train),
+        ("test", test, "train", train),
+        ("test", test, "search", search),
+    ):
+        shared = shared_inputs(one, other)
+        if shared == len(one):
+            raise DataError(
+                f"all {shared} inputs of the {name} set are in the {other_name} set too: give disjoint sets"
+            )
+        if shared:
+            notes.append(f"{shared} of {len(one)} {name} inputs are also in {other_name}")
+    return tuple(notes)
+
+
+def stratified_order(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """A random order of the rows of which every prefix holds the same share of each class, up to rounding."""
+    shuffled = torch.randperm(len(labels), generator=generator)
+    by_class = labels[shuffled].argsort(stable=True)
+    counts = labels.unique(return_counts=True)[1]  # type: ignore[no-untyped-call]
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    # the r-th of the n examples of a class belongs at (r + 1/2) / n of the way, whatever the class
+    place = torch.empty(len(labels), dtype=torch.float64)
+    place[by_class] = (torch.arange(len(labels)) - starts + 0.5).double() / counts.repeat_interleave(counts)
+    return shuffled[place.argsort(stable=True)]
+
+
+def _order(examples: Examples, generator: torch.Generator, *, stratified: bool) -> Tensor:
+    labels = class_labels(examples.targets) if stratified else None
+    if labels is None:
+        return torch.randperm(len(examples), generator=generator)
+    return stratified_order(labels.cpu(), generator)
+
+
+def _common_ids(one: Examples, other: Examples) -> int:
+    if one.ids is None or other.ids is None:
+        return 0
+    return int(torch.isin(one.ids, other.ids).sum())
+
+
+def _digest_of(parts: Mapping[str, str]) -> str:
+    return hashlib.sha256("".join(f"{name} {digest};" for name, digest in parts.items()).encode()).hexdigest()
+
+
+def _row_digests(examples: Examples) -> list[bytes]:
+    rows = examples.inputs.detach().cpu().contiguous().flatten(1).view(torch.uint8).numpy()
+    return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]

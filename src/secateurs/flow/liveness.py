@@ -1,0 +1,279 @@
+"""Dead-channel analysis, as in a compiler: forward, what is zero for every input; backward, what nobody reads.
+
+Both passes visit only what the masks reach: a node that is not mentioned has no zero and no dead channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from secateurs.channels import all_of, none_of
+from secateurs.flow import rules
+from secateurs.flow.kinds import Channelwise, Flow, Join, Layer, Opaque, Source
+from secateurs.flow.table import Op, describe, rule_for
+from secateurs.graph import shape_of
+
+
+@dataclass(frozen=True)
+class Flows:
+    """The flow of every node of a graph, and the tensor inputs that it speaks of, in order."""
+
+    of: Mapping[fx.Node, Flow]
+    inputs: Mapping[fx.Node, tuple[fx.Node, ...]]
+    users: Mapping[fx.Node, tuple[fx.Node, ...]]
+
+    def width(self, node: fx.Node) -> int:
+        """Channels of what `node` gives."""
+        axis = self.of[node].axis
+        dims = shape_of(node).dims
+        assert axis is not None and dims is not None
+        return dims[axis]
+
+
+@dataclass(frozen=True)
+class Liveness:
+    """For the nodes that masks reach: channels that are always zero, and channels that somebody needs."""
+
+    zero: Mapping[fx.Node, Tensor]
+    need: Mapping[fx.Node, Tensor]
+
+    def live(self, node: fx.Node, width: int) -> Tensor:
+        """Needed by somebody and not always zero, bool (width,)."""
+        need = self.need.get(node)
+        zero = self.zero.get(node)
+        live = all_of(width) if need is None else need.clone()
+        return live if zero is None else live & ~zero
+
+
+def find_flows(module: fx.GraphModule) -> Flows:
+    """Apply the table of rules to every node, in order: a rule sees where its inputs' channels lie."""
+    shared = _shared_modules(module)
+    flows: dict[fx.Node, Flow] = {}
+    inputs: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    users: dict[fx.Node, list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        if _is_size_query(node) or _is_read_through(node) or not _touches_tensors(node):
+            continue
+        inputs[node] = tuple(_tensor_inputs(node))
+        axes = tuple(flows[i].axis for i in inputs[node])
+        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        flows[node] = _flow(Op(node, called, inputs[node], axes), shared)
+        for source in inputs[node]:
+            users.setdefault(source, []).append(node)
+    return Flows(flows, inputs, {node: tuple(found) for node, found in users.items()})
+
+
+def _flow(op: Op, shared: Mapping[str, str]) -> Flow:
+    node = op.node
+    if node.op in ("placeholder", "get_attr") or (node.op != "output" and not op.inputs):
+        return Source()
+    if node.op == "output":
+        return Opaque("it is the network's output")
+    if op.module is not None:
+        obstacle = shared.get(str(node.target)) or _obstacle(op.module)
+        if obstacle:
+            return Opaque(f"{op.label} {obstacle}")
+    found = rule_for(node, op.module)
+    if found is None:
+        return Opaque(f"no rule for {describe(node, op.module)}")
+    if not shape_of(node).is_tensor:
+        return Opaque(f"{op.label} does not give a single tensor")
+    return found(op)
+
+
+def _obstacle(module: nn.Module) -> str:
+    """Why a module's weights must be left alone even though its class has a rule."""
+    if parametrize.is_parametrized(module):
+        return "computes its weights (torch.nn.utils.parametrize)"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks, which may change what it computes"
+    return ""
+
+
+def _shared_modules(module: fx.GraphModule) -> dict[str, str]:
+    """Modules with weights that are called twice, or whose weights belong to another module or call as well."""
+    calls: dict[str, int] = {}
+    owners: dict[int, set[str]] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            name = str(node.target)
+            calls[name] = calls.get(name, 0) + 1
+            for tensor in module.get_submodule(name).parameters():
+                owners.setdefault(id(tensor), set()).add(name)
+        elif node.op == "get_attr":
+            owners.setdefault(id(_attribute(module, str(node.target))), set()).add(str(node.target))
+    found: dict[str, str] = {}
+    for name, count in calls.items():
+        called = module.get_submodule(name)
+        twins = {other for t in called.parameters() for other in owners[id(t)]} - {name}
+        if count > 1 and (any(True for _ in called.parameters()) or any(True for _ in called.buffers())):
+            found[name] = f"is called {count} times: its filters would have to go from all its calls at once"
+        elif twins:
+            found[name] = f"shares its weights with {', '.join(map(repr, sorted(twins)))}"
+    return found
+
+
+def _attribute(module: nn.Module, path: str) -> object:
+    *parents, name = path.split(".")
+    return getattr(module.get_submodule(".".join(parents)), name)
+
+
+def _touches_tensors(node: fx.Node) -> bool:
+    return shape_of(node).is_tensor or any(True for _ in _tensor_inputs(node))
+
+
+def _tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors that `node` reads, once for each mention; a part of a split reads what was split."""
+    mentioned: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda n: mentioned.append(n) or n)
+    for source in mentioned:
+        if _is_read_through(source):
+            yield from _tensor_inputs(source)
+        elif shape_of(source).is_tensor or not _is_plain(shape_of(source).value):
+            yield source
+
+
+def _is_plain(value: object) -> bool:
+    """A number, or a size: nothing that holds tensors."""
+    if isinstance(value, tuple):
+        return all(_is_plain(v) for v in value)
+    return isinstance(value, int | float | bool | str)
+
+
+def _is_size_query(node: fx.Node) -> bool:
+    """Asks for single sizes or for kinds, not for values: x.shape[0], x.size(0), x.dim(), x.dtype."""
+    if node.op == "call_method" and node.target == "size":
+        return len(node.args) > 1 or "dim" in node.kwargs or _gives_single_items(node)
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1] in ("ndim", "dtype", "device") or (node.args[1] == "shape" and _gives_single_items(node))
+    return node.op == "call_method" and node.target in ("dim", "ndimension")
+
+
+def _gives_single_items(node: fx.Node) -> bool:
+    return all(user.target is rules.operator.getitem and isinstance(user.args[1], int) for user in node.users)
+
+
+def _is_read_through(node: fx.Node) -> bool:
+    """A split of which only single parts are taken."""
+    if node.op not in ("call_function", "call_method") or node.target not in rules.SPLITS:
+        return False
+    return _gives_single_items(node)
+
+
+def analyse(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> Liveness:
+    """What masks (True = kept) behind the given nodes make zero further on, and unneeded further back."""
+    zero = _find_zeros(flows, masks)
+    return Liveness(zero, _find_needs(flows, masks, zero))
+
+
+def _find_zeros(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+    zero: dict[fx.Node, Tensor] = {}
+    for node, flow in flows.of.items():
+        if flow.axis is None:
+            continue
+        ins = flows.inputs[node]
+        reached = any(i in zero for i in ins) or _makes_zeros(flow)
+        found = flow.zeros([zero.get(i) for i in ins]) if reached else None
+        if node in masks:
+            found = ~masks[node] if found is None else found | ~masks[node]
+        if found is not None and bool(found.any()):
+            zero[node] = found
+    return zero
+
+
+def _makes_zeros(flow: Flow) -> bool:
+    """A pad of channels gives zeros of its own."""
+    index = getattr(flow, "index", None)
+    return index is not None and bool((index < 0).any())
+
+
+def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+    need: dict[fx.Node, Tensor] = {}
+    for node in reversed(list(flows.of)):
+        flow = flows.of[node]
+        users = flows.users.get(node, ())
+        if flow.axis is None or not users:
+            continue
+        if node not in masks and not any(u in need or u in zero or _narrows(flows.of[u]) for u in users):
+            continue
+        width = flows.width(node)
+        wanted = none_of(width)
+        for user in users:
+            wanted = wanted | _wanted_by(flows, user, node, need, zero, width)
+        if node in masks:
+            wanted = wanted & masks[node]
+        if not bool(wanted.all()):
+            need[node] = wanted
+    return need
+
+
+def _wanted_by(
+    flows: Flows,
+    user: fx.Node,
+    node: fx.Node,
+    need: Mapping[fx.Node, Tensor],
+    zero: Mapping[fx.Node, Tensor],
+    width: int,
+) -> Tensor:
+    """The channels of `node` that one of its users needs."""
+    flow, ins = flows.of[user], flows.inputs[user]
+    if isinstance(flow, Opaque | Source) or flow.axis is None:
+        return all_of(width)
+    if user not in need and user not in zero and not _narrows(flow):
+        return all_of(width)
+    out = need.get(user)
+    made = flows.width(user)
+    answers = flow.needs(
+        all_of(made) if out is None else out,
+        [zero.get(i) for i in ins],
+        zero.get(user, none_of(made)),
+    )
+    total = none_of(width)
+    for position, source in enumerate(ins):
+        if source is node:
+            answer = answers[position] if position < len(answers) else None
+            if answer is None or len(answer) != width:
+                return all_of(width)
+            total = total | answer
+    return total
+
+
+def _narrows(flow: Flow) -> bool:
+    """Takes only some of its input's channels, whatever happens elsewhere: a slice."""
+    return hasattr(flow, "index")
+
+
+def revivals(flows: Flows, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+    """Where a channel that is zero behind `start` stops being zero without having been read, or meets an opaque op.
+
+    Filters that mix channels read them, so the search ends there; a depthwise filter only hands its channel on.
+    """
+    zero = {start: all_of(flows.width(start))}
+    for node, flow in flows.of.items():
+        ins = flows.inputs[node]
+        if not any(i in zero for i in ins) or node in zero:
+            continue
+        if isinstance(flow, Opaque):
+            yield node, flow.reason
+        elif isinstance(flow, Layer) and not flow.depthwise:
+            if flow.reads_all:
+                yield node, f"{node.target!s} reads along another axis than the channels'"
+        elif flow.axis is not None:
+            found = flow.zeros([zero.get(i) for i in ins])
+            if _revives(flow, zero.get(ins[0]), found):
+                yield node, f"{node.meta.get('name', node.target)!s} turns zero channels into something else"
+            if bool(found.any()):
+                zero[node] = found
+
+
+def _revives(flow: Flow, before: Tensor | None, after: Tensor) -> bool:
+    """Whether an op that hands channels on one by one makes something of a zero one."""
+    if isinstance(flow, Join):
+        return flow.zero_if == "never"
+    if isinstance(flow, Layer):
+        return bool((before is not None) and before.any()) and flow.bias
+    return isinstance(flow, Channelwise) and before is not None and bool((before & ~after).any())

@@ -1,0 +1,140 @@
+"""The table of rules, and how an op looks to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from secateurs.flow.kinds import Flow
+from secateurs.graph import RULED_LEAVES, shape_of
+
+
+@dataclass(frozen=True)
+class Op:
+    """One node as its rule sees it: the module it calls, if any, its tensor inputs with their shapes and channel axes."""
+
+    node: fx.Node
+    module: nn.Module | None
+    inputs: tuple[fx.Node, ...]
+    axes: tuple[int | None, ...]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensor inputs for the example."""
+        return tuple(dims for node in self.inputs if (dims := shape_of(node).dims) is not None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the output for the example."""
+        dims = shape_of(self.node).dims
+        assert dims is not None
+        return dims
+
+    @property
+    def axis(self) -> int | None:
+        """Channel axis of the first input."""
+        return self.axes[0] if self.axes else None
+
+    @property
+    def width(self) -> int:
+        """Channels of the first input, 0 where its channel axis is unknown."""
+        return 0 if self.axis is None else self.shapes[0][self.axis]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position (0 is the tensor the op is called on) or name; nodes that give numbers as their value."""
+        node = self.node
+        value = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+        return resolved(value)
+
+    @property
+    def label(self) -> str:
+        """What the op is called in messages."""
+        return describe(self.node, self.module)
+
+
+def resolved(value: Any) -> Any:
+    """Arguments with the sizes that nodes gave for the example in place of those nodes; tensor nodes stay."""
+    if isinstance(value, fx.Node):
+        shape = shape_of(value)
+        return value if shape.is_tensor else shape.value
+    if isinstance(value, tuple | list):
+        return tuple(resolved(v) for v in value)
+    return value
+
+
+def describe(node: fx.Node, module: nn.Module | None) -> str:
+    """E.g. "GroupNorm at node 'layer1.0.norm'"."""
+    if module is not None:
+        return f"{type(module).__name__} at node {str(node.target)!r}"
+    word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"{word} at node {node.meta.get('name', node.name)!r}"
+
+
+Rule = Callable[[Op], Flow]
+Key = type[nn.Module] | Callable[..., Any] | str
+"""What a rule is for: a module class, a function, or a string: the name of a tensor method, or 'package.module:function'
+for a function of a package that need not be installed."""
+
+RULES: dict[Key, Rule] = {}
+
+
+def rule(*keys: Key) -> Callable[[Rule], Rule]:
+    """Decorator: the function below says how channels flow through these module classes, functions or tensor methods.
+
+    It gets the `Op` and returns a flow of `secateurs.flow`. Tracing leaves module classes with a rule whole.
+
+        @rule(MyActivation)
+        def my_activation(op: Op) -> Flow:
+            return channelwise(op, keeps_zero=True)
+    """
+
+    def register(function: Rule) -> Rule:
+        for key in keys:
+            RULES[key] = function
+            if isinstance(key, type):
+                RULED_LEAVES.add(key)
+        return function
+
+    return register
+
+
+def rule_for(node: fx.Node, module: nn.Module | None) -> Rule | None:
+    """The rule of what `node` calls, or None.
+
+    A module's class must be in the table, or be a subclass that changes nothing about the forward pass.
+    """
+    if module is not None:
+        return _rule_of_class(type(module))
+    if node.op == "call_method":
+        return RULES.get(str(node.target))
+    found = RULES.get(node.target)
+    if found is None and callable(node.target):
+        found = RULES.get(f"{getattr(node.target, '__module__', '')}:{getattr(node.target, '__name__', '')}")
+    return found
+
+
+HARMLESS = {
+    "__init__",
+    "__module__",
+    "__doc__",
+    "__annotations__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "extra_repr",
+}
+
+
+def _rule_of_class(kind: type[nn.Module]) -> Rule | None:
+    """The rule of the class or of a parent from which it overrides nothing that matters."""
+    for parent in kind.__mro__:
+        if parent in RULES:
+            return RULES[parent]
+        overridden = {name for name in vars(parent) if name not in HARMLESS and hasattr(nn.Module, name)}
+        if overridden or any(
+            hasattr(base, name) for base in parent.__bases__ for name in vars(parent) if name not in HARMLESS
+        ):
+            return None
+    return None

@@ -1,0 +1,279 @@
+"""Step 1 of 9: takes an nn.Module and an example input, gives a Graph; the user's model is untouched.
+
+A `Graph` is a torch.fx graph of ordinary modules whose every node knows the shape of what it gives. Normalisation
+(`normalise.py`) has already turned functional layers into modules and in-place ops into plain ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from secateurs.channels import Kept
+from secateurs.errors import InvalidInput, NonFinite, Untraceable
+from secateurs.normalise import align_train_and_eval_, normalise_
+from secateurs.plan import Plan
+
+Leaf = str | type[nn.Module]
+Example = Tensor | tuple[Tensor, ...]
+
+RULED_LEAVES: set[type[nn.Module]] = set()
+"""Module classes with a rule of their own: tracing does not look inside them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A network as ordinary modules joined by a torch.fx graph, with what is needed to go on cutting it.
+
+    `module` is the runnable network. `example` is an input that it takes. `plan` holds the cuts made so far. `ids` gives,
+    for each node that lost channels, which of its original channels are left. `kept` gives, for each parameter and
+    buffer that the last cut narrowed, the entries that survived it.
+    """
+
+    module: fx.GraphModule
+    example: tuple[Tensor, ...]
+    plan: Plan
+    ids: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Kept] = field(default_factory=dict)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        """Run the network."""
+        return self.module(*inputs)
+
+    def with_module(self, module: fx.GraphModule) -> Graph:
+        """The same graph with other weights: `module` must have the same structure."""
+        return replace(self, module=module)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a node gives: the shape of a tensor, or, for anything else, the value itself."""
+
+    dims: tuple[int, ...] | None
+    value: Any = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the node gives one tensor."""
+        return self.dims is not None
+
+
+def shape_of(node: fx.Node) -> Shape:
+    """The recorded shape of what `node` gave for the example input."""
+    shape = node.meta["shape"]
+    assert isinstance(shape, Shape)
+    return shape
+
+
+def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = ()) -> Graph:
+    """Follow `model`'s forward with torch.fx on `example_input` (a tensor, or a tuple of them for several arguments).
+
+    The model is copied, never changed; every submodule of the copy keeps its train or eval mode. `leaves` names submodules
+    (by path or class) to be left whole: tracing does not look inside them, and what they touch is not pruned.
+    """
+    example = as_example(example_input)
+    check_model(model, example)
+    copied = copy.deepcopy(model)
+    modes = {name: module.training for name, module in copied.named_modules()}
+    tracer = _Tracer(copied, leaves)
+    expected = _run(copied.eval(), example)
+    graph = _follow(tracer, copied)
+    module = fx.GraphModule(copied, graph, class_name=type(model).__name__)
+    record_shapes_(module, example)
+    align_train_and_eval_(module, lambda: _follow(tracer, copied.train()), demanded=model.training)
+    normalise_(module)
+    _name_calls_(module)
+    module.eval()
+    _check_same(_run(module, example), expected, type(model).__name__)
+    for name, part in module.named_modules():
+        part.training = modes.get(name, model.training)
+    origin = f"{type(model).__module__}.{type(model).__qualname__}"
+    return Graph(module, tuple(e.detach().clone() for e in example), Plan(model=origin))
+
+
+def as_example(example_input: Example) -> tuple[Tensor, ...]:
+    """The example input as the tuple of the model's positional arguments."""
+    example = (example_input,) if isinstance(example_input, Tensor) else example_input
+    if not isinstance(example, tuple) or not example or not all(isinstance(e, Tensor) for e in example):
+        raise InvalidInput(
+            f"example_input: got {type(example_input).__name__}, wanted a tensor, or a tuple of tensors for a model "
+            f"with several arguments. Pass one batch as the model takes it, e.g. torch.randn(2, 3, 32, 32)."
+        )
+    return example
+
+
+def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
+    """Refuse what cannot be traced rightly: no module, NaN or infinite weights, another device or dtype than the example's."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
+    floating = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.is_floating_point():
+            continue
+        floating.append((name, tensor))
+        if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            raise NonFinite(
+                f"{name!r} holds NaN or infinite values: no cut can be judged on such a network. "
+                f"Load finite weights, or find out where training diverged."
+            )
+    devices = {str(t.device) for _, t in floating}
+    for e in example:
+        if devices and str(e.device) not in devices:
+            raise InvalidInput(
+                f"the example input is on {str(e.device)!r} but the model is on {', '.join(sorted(devices))!r}. "
+                f"Move one of them: example_input.to(...) or model.to(...)."
+            )
+        dtypes = {t.dtype for _, t in floating}
+        if e.is_floating_point() and dtypes and e.dtype not in dtypes:
+            raise InvalidInput(
+                f"the example input is {e.dtype} but the model is {', '.join(sorted(map(str, dtypes)))}. "
+                f"Convert one of them: example_input.to(dtype) or model.to(dtype)."
+            )
+
+
+def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
+    """Run `module` once in eval mode and note at every node the shape of what it gives."""
+    training = {m: m.training for m in module.modules()}
+    try:
+        module.eval()
+        with torch.no_grad():
+            _Recorder(module).run(*example)
+    finally:
+        for part, mode in training.items():
+            part.training = mode
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a graph and writes down what each node gives."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        n.meta["shape"] = Shape(tuple(result.shape)) if isinstance(result, Tensor) else Shape(None, _plain(result))
+        return result
+
+
+def _plain(value: Any) -> Any:
+    """Sizes and numbers as they are, tensors inside a tuple as their shapes: enough for rules, and holds no memory."""
+    if isinstance(value, Tensor):
+        return Shape(tuple(value.shape))
+    if isinstance(value, tuple | list):
+        return tuple(_plain(v) for v in value)
+    return value if isinstance(value, int | float | bool | str) else None
+
+
+class _Tracer(fx.Tracer):
+    """torch.fx's tracer, with the user's leaves and the classes that have a rule left whole."""
+
+    def __init__(self, root: nn.Module, leaves: Iterable[Leaf]) -> None:
+        super().__init__()
+        chosen = list(leaves)
+        self.names = {leaf for leaf in chosen if isinstance(leaf, str)}
+        self.classes = tuple(leaf for leaf in chosen if not isinstance(leaf, str))
+        known = {name for name, _ in root.named_modules()}
+        for name in self.names - known:
+            raise InvalidInput(f"leaves: the model has no submodule {name!r}. Give a path of model.named_modules().")
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return (
+            module_qualified_name in self.names
+            or isinstance(m, self.classes)
+            or type(m) in RULED_LEAVES
+            or super().is_leaf_module(m, module_qualified_name)
+        )
+
+
+def _follow(tracer: _Tracer, model: nn.Module) -> fx.Graph:
+    if isinstance(model, torch.jit.ScriptModule):
+        raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that it was made from.")
+    try:
+        return tracer.trace(model)
+    except Exception as error:
+        raise Untraceable(_untraceable(model, error)) from error
+
+
+def _untraceable(model: nn.Module, error: Exception) -> str:
+    """Names the deepest line of the user's own code in the error's traceback, and the submodule it belongs to."""
+    own = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
+    where = (
+        f'line {own[-1].lineno} of {own[-1].filename}, in {own[-1].name}: "{own[-1].line}"' if own else "its forward"
+    )
+    return (
+        f"torch.fx cannot follow {type(model).__name__}: {where} ({type(error).__name__}: {str(error).splitlines()[0]}). "
+        f"Its outcome depends on the values of a tensor, or it calls what cannot be traced. Rewrite that line, or mark the "
+        f"submodule that holds it as a leaf: trace(model, x, leaves=['path.of.submodule'])."
+    )
+
+
+def _is_library(filename: str) -> bool:
+    path = Path(filename)
+    return Path(torch.__file__).parent in path.parents or Path(__file__).parent in path.parents
+
+
+def _run(module: nn.Module, example: tuple[Tensor, ...]) -> Any:
+    try:
+        with torch.no_grad():
+            return module(*copy.deepcopy(example))
+    except Exception as error:
+        shapes = ", ".join(str(tuple(e.shape)) for e in example)
+        raise InvalidInput(
+            f"{type(module).__name__} does not run on the example input of shape {shapes}: {error}. "
+            f"Pass an input that model(example_input) accepts."
+        ) from error
+
+
+def _check_same(traced: Any, expected: Any, name: str) -> None:
+    """The traced network must give what the model gives: otherwise torch.fx missed a side effect or a random choice."""
+    pairs = zip(tensors_in(traced), tensors_in(expected), strict=True)
+    for ours, theirs in pairs:
+        if ours.is_meta or not theirs.is_floating_point():
+            continue
+        if not bool(torch.isfinite(theirs).all()):
+            raise NonFinite(
+                f"{name} gives NaN or infinite outputs for the example input: nothing can be compared on it."
+            )
+        scale = float(theirs.abs().max()) if theirs.numel() else 0.0
+        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5 * max(scale, 1e-30)):
+            raise Untraceable(
+                f"the traced {name} gives another output than the model itself: its forward is random in eval mode, or "
+                f"changes a tensor in place behind a view. Rewrite that part without in-place changes, or mark the "
+                f"submodule as a leaf: trace(model, x, leaves=['path.of.submodule'])."
+            )
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors inside nested tuples, lists and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [t for v in value for t in tensors_in(v)]
+    return []
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the submodule whose forward made `node`, '' for the model's own."""
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
+    return paths[-1] if paths else ""
+
+
+def _name_calls_(module: fx.GraphModule) -> None:
+    """Give every call of a function a name made of its submodule's path, e.g. 'layer1.0.add'; it survives all cuts."""
+    seen: dict[str, int] = {}
+    for node in module.graph.nodes:
+        node.meta["unread"] = not node.users
+        if node.op not in ("call_function", "call_method"):
+            continue
+        word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
+        name = ".".join(part for part in (module_path(node), word) if part)
+        count = seen.get(name, 0)
+        seen[name] = count + 1
+        node.meta["name"] = f"{name}_{count}" if count else name

@@ -1,0 +1,130 @@
+"""Step 3 of 9: takes a Graph and masks by site, gives the masked network; True = kept.
+
+Also splits the network at a site: the prefix up to the mask, the suffix behind it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from secateurs.errors import UnsupportedOp
+from secateurs.graph import Graph
+from secateurs.sites import Site, check_masks
+
+Masks = Mapping[str | Site, Tensor]
+
+
+class Mask(nn.Module):
+    """Zeroes the channels that are not kept, along `axis`; even infinite values become zero."""
+
+    keep: Tensor
+
+    def __init__(self, keep: Tensor, axis: int) -> None:
+        super().__init__()
+        self.register_buffer("keep", keep.clone())
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as `x`."""
+        shape = [1] * x.dim()
+        shape[self.axis] = -1
+        return x.masked_fill(~self.keep.view(shape), 0)
+
+
+def copy_module(graph: Graph) -> fx.GraphModule:
+    """A copy of the graph's network that shares nothing with it; node metadata comes along."""
+    copied = copy.deepcopy(graph.module)
+    for old, new in zip(graph.module.graph.nodes, copied.graph.nodes, strict=True):
+        new.meta = dict(old.meta)
+    return copied
+
+
+def masked(graph: Graph, masks: Masks) -> fx.GraphModule:
+    """The network with the channels that `masks` drop set to zero at their sites: the same shapes, nothing removed."""
+    checked = check_masks(graph, masks)
+    module = copy_module(graph)
+    nodes = {node.name: node for node in module.graph.nodes}
+    for site, keep in checked.values():
+        node = nodes[site.node]
+        users = list(node.users)
+        name = f"mask_{site.node}"
+        module.add_submodule(name, Mask(keep, site.axis).to(device_of(module)))
+        with module.graph.inserting_after(node):
+            mask = module.graph.call_module(name, (node,))
+        for user in users:
+            user.replace_input_with(node, mask)
+    module.recompile()
+    return module
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where the network's first tensor lies."""
+    first = next((t for t in [*module.parameters(), *module.buffers()]), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+@dataclass(frozen=True)
+class Split:
+    """A network in two parts: `suffix(kept · prefix(x), *carried)` is the masked network.
+
+    `prefix` gives the site's activations first, then what else the suffix needs from before the site.
+    """
+
+    prefix: fx.GraphModule
+    suffix: fx.GraphModule
+    axis: int
+
+
+def split_at(graph: Graph, site: Site) -> Split:
+    """Cut the network's graph behind the site, so that the prefix is run once and the suffix for every mask."""
+    module = graph.module
+    nodes = list(module.graph.nodes)
+    place = next(node for node in nodes if node.name == site.node)
+    behind = _behind(place)
+    if place.op == "output" or not behind:
+        raise UnsupportedOp(f"site {site.name!r}: nothing follows it, so there is no suffix to run.")
+    carried = [
+        n
+        for n in nodes
+        if n not in behind and n is not place and any(u in behind for u in n.users) and n.op != "get_attr"
+    ]
+    return Split(_prefix(module, place, carried, behind), _suffix(module, place, carried, behind), site.axis)
+
+
+def _behind(place: fx.Node) -> set[fx.Node]:
+    """All nodes that depend on `place`."""
+    found: set[fx.Node] = set()
+    open_nodes = [place]
+    while open_nodes:
+        for user in open_nodes.pop().users:
+            if user not in found:
+                found.add(user)
+                open_nodes.append(user)
+    return found
+
+
+def _prefix(module: fx.GraphModule, place: fx.Node, carried: list[fx.Node], behind: set[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node not in behind and node.op != "output":
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output((env[place], *[env[n] for n in carried]))
+    graph.eliminate_dead_code()
+    return fx.GraphModule(module, graph, class_name="Prefix")
+
+
+def _suffix(module: fx.GraphModule, place: fx.Node, carried: list[fx.Node], behind: set[fx.Node]) -> fx.GraphModule:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {place: graph.placeholder("activations")}
+    for node in carried:
+        env[node] = graph.placeholder(f"carried_{node.name}")
+    for node in module.graph.nodes:
+        if node in behind or (node.op == "get_attr" and any(u in behind for u in node.users)):
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    return fx.GraphModule(module, graph, class_name="Suffix")

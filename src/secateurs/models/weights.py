@@ -1,0 +1,138 @@
+"""Weights from files: state dicts of any network, and the public CIFAR-10 ResNets of Y. Idelbayev."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from secateurs.errors import ArtefactError, InvalidInput, suggest
+from secateurs.fetch import Progress, fetch
+from secateurs.home import home
+from secateurs.models.resnet import ResNet, resnet
+
+PUBLIC_MEAN = (0.485, 0.456, 0.406)
+"""Means of red, green, blue (of pixels in [0, 1]) that the public weights were trained with."""
+PUBLIC_STD = (0.229, 0.224, 0.225)
+"""Standard deviations of red, green, blue that the public weights were trained with."""
+
+_ADDRESS = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models/{file}"
+
+# SHA-256 of each file; where only 8 digits are known they are those in the file's name.
+_PUBLIC: Mapping[str, tuple[str, str]] = {
+    "resnet20": ("resnet20-12fca82f.th", "12fca82f0bebc4135bf1f32f6e3710e61d5108578464b84fd6d7f5c1b04036c8"),
+    "resnet32": ("resnet32-d509ac18.th", "d509ac1820d7f25398913559d7e81a13229b1e7adc5648e3bfa5e22dc137f850"),
+    "resnet44": ("resnet44-014dd654.th", "014dd654"),
+    "resnet56": ("resnet56-4bfd9763.th", "4bfd97631478d6b638d2764fd2baff3edb1d7d82252d54439343b6596b9b5367"),
+    "resnet110": ("resnet110-1d1ed7c2.th", "1d1ed7c2"),
+}
+
+
+def public_weights(name: str, *, progress: Progress | None = None) -> Path:
+    """Path of the public CIFAR-10 weights of `name` ("resnet20", …, "resnet110"), downloaded when absent or damaged.
+
+    They lie in `home()/weights`. The whole SHA-256 is checked for depths 20, 32 and 56; for 44 and 110 its first 8
+    digits, which the file's name carries, as torch.hub does.
+    """
+    if name not in _PUBLIC:
+        raise InvalidInput(f"no public weights for {name!r}.{suggest(name, _PUBLIC)}")
+    file, sha256 = _PUBLIC[name]
+    return fetch(_ADDRESS.format(file=file), home() / "weights" / file, sha256=sha256, progress=progress)
+
+
+def load_public(depth: int, *, progress: Progress | None = None) -> ResNet:
+    """The CIFAR-10 ResNet of `depth` 20, 32, 44, 56 or 110 with its public weights, in eval mode.
+
+    It wants pixels in [0, 1] normalised by `PUBLIC_MEAN` and `PUBLIC_STD`.
+    """
+    path = public_weights(f"resnet{depth}", progress=progress)
+    model = resnet(depth)
+    load_weights_(model, path)
+    return model.eval()
+
+
+def load_weights_(model: nn.Module, path: Path) -> None:
+    """Load a state dict from a .safetensors, .th, .pt or .pth file into `model`, all of it or, on error, none of it.
+
+    A file that holds {"state_dict": …} is unwrapped, and the "module." that DataParallel puts before names goes.
+    Every weight must be there and fit; only BatchNorm's `num_batches_tracked`, which old files lack, may be absent.
+    """
+    found = _without_prefix(_read(path))
+    _check_fit(model.state_dict(), found, path)
+    # A fresh dict leaves the file's version marks behind: with them torch would insist on num_batches_tracked.
+    model.load_state_dict(dict(found), strict=True)
+
+
+def _read(path: Path) -> Mapping[str, Tensor]:
+    if not path.is_file():
+        raise ArtefactError(f"no weights at {path}: the file does not exist.")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix in (".th", ".pt", ".pth"):
+        return _read_torch(path)
+    raise ArtefactError(f"cannot read weights from {path}: wanted .safetensors, .th, .pt or .pth, got {path.suffix!r}.")
+
+
+def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
+    try:
+        return dict(safetensors.torch.load_file(path))
+    except Exception as error:  # the Rust reader raises its own class, or OSError, by the kind of damage
+        raise ArtefactError(f"{path} is not a whole safetensors file: {error}. Copy or download it again.") from error
+
+
+def _read_torch(path: Path) -> Mapping[str, Tensor]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a dozen classes, by format and kind of damage
+        raise ArtefactError(
+            f"cannot read {path}: it is damaged, or holds more than tensors, which is never unpickled "
+            f"({_first_line(error)}). Save it again with torch.save(model.state_dict(), path)."
+        ) from error
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ArtefactError(f"{path} holds no state dict: wanted names with tensors, or those under 'state_dict'.")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _without_prefix(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Names as the bare network has them; "module." goes only when all have it: a network may own a part so named."""
+    if all(name.startswith("module.") for name in state):
+        return {name.removeprefix("module."): value for name, value in state.items()}
+    return state
+
+
+def _check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path) -> None:
+    missing = [name for name in wanted if name not in found and not name.endswith(".num_batches_tracked")]
+    unexpected = [name for name in found if name not in wanted]
+    misshapen = [
+        f"{name} is {_shape(found[name])} in the file, {_shape(wanted[name])} in the network"
+        for name in wanted
+        if name in found and found[name].shape != wanted[name].shape
+    ]
+    problems = [
+        f"{what}: {_some(items)}"
+        for what, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+        if items
+    ]
+    if problems:
+        raise ArtefactError(
+            f"{path} does not fit the network; {'; '.join(problems)}. Are they of the same architecture?"
+        )
+
+
+def _shape(tensor: Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "a scalar"
+
+
+def _some(items: Iterable[str], at_most: int = 5) -> str:
+    listed = list(items)
+    more = f", and {len(listed) - at_most} more" if len(listed) > at_most else ""
+    return ", ".join(listed[:at_most]) + more

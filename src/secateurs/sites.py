@@ -1,0 +1,277 @@
+"""Step 2 of 9: takes a Graph and a shortcut position, gives Sites in network order: places where a zeroed channel stays zero.
+
+A layer's site lies behind the activation that follows it. In a residual block the second layer's site lies before the add,
+or behind the add's activation, as the paper's figure has it. A place that looks prunable and is not is kept with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from torch import Tensor, fx
+
+from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
+from secateurs.flow import Channelwise, Flows, Join, Layer, Moved, Opaque, analyse, find_flows, revivals
+from secateurs.graph import Graph, shape_of
+
+Shortcut = Literal["before", "after"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where a channel can be zeroed and stays zero until something reads it.
+
+    `node` is the graph node behind which the mask goes, `axis` the channels' axis there, `layers` the layers that lose
+    a filter for each channel removed, and `original` which of the untouched network's channels are still there.
+    """
+
+    name: str
+    channels: int
+    node: str
+    axis: int
+    layers: tuple[str, ...]
+    original: tuple[int, ...]
+    original_channels: int
+
+
+@dataclass(frozen=True)
+class Unprunable:
+    """A layer that has no site: where, why, and how many MACs (for one example) stay with it."""
+
+    name: str
+    node: str
+    reason: str
+    macs: int
+
+
+class Sites(Sequence[Site]):
+    """The sites of a graph in network order; `unprunable` lists the layers that have none, with reasons."""
+
+    def __init__(self, sites: Iterable[Site], unprunable: Iterable[Unprunable] = ()) -> None:
+        self._sites = tuple(sites)
+        self.unprunable = tuple(unprunable)
+
+    @overload
+    def __getitem__(self, index: int) -> Site: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Site, ...]: ...
+    def __getitem__(self, index: int | slice) -> Site | tuple[Site, ...]:
+        return self._sites[index]
+
+    def __len__(self) -> int:
+        return len(self._sites)
+
+    def __repr__(self) -> str:
+        return f"Sites({list(self._sites)!r}, unprunable={list(self.unprunable)!r})"
+
+
+def find_sites(graph: Graph, shortcut: Shortcut = "before") -> Sites:
+    """All sites of `graph`; `shortcut` says where a residual block's last filters are masked: before or after the add."""
+    if shortcut not in ("before", "after"):
+        raise InvalidInput(f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add).")
+    search = _Search(graph, find_flows(graph.module), shortcut)
+    sites: dict[fx.Node, Site] = {}
+    refused: list[Unprunable] = []
+    for node, flow in search.flows.of.items():
+        if isinstance(flow, Layer):
+            place, reason = search.place(node)
+            if place is None:
+                refused.append(Unprunable(str(node.target), node.name, reason, _macs(graph, node, flow)))
+            elif place not in sites:
+                sites[place] = search.site(node, place)
+    covered = {layer for site in sites.values() for layer in site.layers}
+    order = {node: i for i, node in enumerate(search.flows.of)}
+    found = [sites[place] for place in sorted(sites, key=order.__getitem__)]
+    hidden = [*_opaque_layers(graph, search.flows)]
+    return Sites(found, [u for u in [*refused, *hidden] if u.name not in covered])
+
+
+def find_site(graph: Graph, name: str) -> Site:
+    """The site called `name`, at either shortcut position; `UnknownSite` names the nearest ones, or why there is none."""
+    return resolve(graph, [name])[name]
+
+
+def resolve(graph: Graph, names: Iterable[str | Site]) -> dict[str, Site]:
+    """Look sites up by name in `graph` as it is now: an earlier cut may have narrowed them."""
+    wanted = [n.name if isinstance(n, Site) else n for n in names]
+    found: dict[str, Site] = {}
+    before = find_sites(graph, "before")
+    known = {site.name: site for site in before}
+    refusals = {u.name: u.reason for u in before.unprunable}
+    if any(name not in known for name in wanted):
+        after = find_sites(graph, "after")
+        known |= {site.name: site for site in after if site.name not in known}
+    for name in wanted:
+        if name not in known:
+            raise UnknownSite(_unknown(graph, name, known, refusals))
+        found[name] = known[name]
+    return found
+
+
+def _unknown(graph: Graph, name: object, known: Mapping[str, Site], refusals: Mapping[str, str]) -> str:
+    if name in refusals:
+        return f"{name!r} is not a site: {refusals[str(name)]}."
+    if name in graph.plan.removed():
+        return f"site {name!r} is gone: an earlier cut folded its branch away."
+    return f"no site {name!r} in this graph.{suggest(str(name), known)} find_sites(graph) lists them all."
+
+
+def check_masks(graph: Graph, masks: Mapping[str | Site, Tensor]) -> dict[str, tuple[Site, Tensor]]:
+    """Masks by site name, looked up in `graph` and checked: bool, one value for each channel the site has now."""
+    sites = resolve(graph, masks)
+    checked: dict[str, tuple[Site, Tensor]] = {}
+    for key, keep in masks.items():
+        name = key.name if isinstance(key, Site) else key
+        site = sites[name]
+        if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
+            got = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
+            raise InvalidMask(
+                f"mask of site {name!r}: got {got}, wanted a bool tensor, True = kept. Use mask.bool() if 1 means kept."
+            )
+        if keep.shape != (site.channels,):
+            raise InvalidMask(
+                f"mask of site {name!r}: got shape {tuple(keep.shape)}, wanted ({site.channels},), one value for each channel "
+                f"it has now. An earlier cut may have narrowed it: look it up again with find_sites(graph)."
+            )
+        checked[name] = (site, keep.detach().cpu())
+    return checked
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Walks from a layer to the place behind which its channels can be masked."""
+
+    graph: Graph
+    flows: Flows
+    shortcut: Shortcut
+
+    def place(self, layer: fx.Node) -> tuple[fx.Node | None, str]:
+        """The node behind which the mask of `layer` goes, or None and the reason."""
+        chain = self._chain(layer)
+        add = self._sum_behind(chain)
+        if add is not None and self.shortcut == "after":
+            chain = self._chain(add)
+        elif add is not None and self._is_shortcut(chain[-1], add):
+            return None, "it is the shortcut, which keeps all its channels while masks go before the add"
+        elif self._is_gate(chain):
+            return None, "it is a gate: its filters go with the channels that it multiplies"
+        if self.flows.width(chain[0]) < 2:
+            return None, "it has one filter only"
+        reason = ""
+        for candidate in self._candidates(chain):
+            reason = next((why for _, why in revivals(self.flows, candidate)), "")
+            if not reason:
+                return candidate, ""
+        return None, reason
+
+    def _chain(self, start: fx.Node) -> list[fx.Node]:
+        """`start` and what follows it channel by channel, as long as nobody else reads in between."""
+        chain = [start]
+        while True:
+            users = self.flows.users.get(chain[-1], ())
+            flow = self.flows.of[users[0]] if len(users) == 1 else None
+            follows = isinstance(flow, Channelwise) or (
+                isinstance(flow, Layer) and flow.depthwise and not flow.reads_all
+            )
+            if not follows:
+                return chain
+            chain.append(users[0])
+
+    def _candidates(self, chain: list[fx.Node]) -> list[fx.Node]:
+        """Where the mask may go, best first: from the first activation on, or from the start if there is none."""
+        active = [i for i, n in enumerate(chain) if getattr(self.flows.of[n], "activation", False)]
+        return chain[active[0] :] if active else chain
+
+    def _sum_behind(self, chain: list[fx.Node]) -> fx.Node | None:
+        """The add that a chain without activation runs into (through an alignment), if it does."""
+        if any(getattr(self.flows.of[n], "activation", False) for n in chain):
+            return None
+        users = self.flows.users.get(chain[-1], ())
+        if len(users) == 1 and isinstance(self.flows.of[users[0]], Moved):
+            users = self.flows.users.get(users[0], ())
+        if len(users) != 1:
+            return None
+        flow = self.flows.of[users[0]]
+        return users[0] if isinstance(flow, Join) and flow.zero_if == "all" and len(flow.in_axes) == 2 else None
+
+    def _is_shortcut(self, end: fx.Node, add: fx.Node) -> bool:
+        """Of the two ways into an add, the one with fewer layers of its own is the shortcut."""
+        ways = [self._layers_above(i) for i in self.flows.inputs[add]]
+        mine = 0 if self._leads_to(end, self.flows.inputs[add][0]) else 1
+        own, other = ways[mine] - ways[1 - mine], ways[1 - mine] - ways[mine]
+        return bool(ways[0] & ways[1]) and len(own) < len(other)
+
+    def _leads_to(self, end: fx.Node, operand: fx.Node) -> bool:
+        return operand is end or end in self.flows.inputs[operand]
+
+    def _layers_above(self, node: fx.Node) -> set[fx.Node]:
+        found, open_nodes = set(), [node]
+        seen = set(open_nodes)
+        while open_nodes:
+            current = open_nodes.pop()
+            if isinstance(self.flows.of[current], Layer):
+                found.add(current)
+            for source in self.flows.inputs[current]:
+                if source not in seen:
+                    seen.add(source)
+                    open_nodes.append(source)
+        return found
+
+    def _is_gate(self, chain: list[fx.Node]) -> bool:
+        """Ends in a product with a wider image: squeeze-and-excitation."""
+        users = self.flows.users.get(chain[-1], ())
+        flow = self.flows.of[users[0]] if len(users) == 1 else None
+        if not isinstance(flow, Join) or flow.zero_if != "any":
+            return False
+        mine, whole = shape_of(chain[-1]).dims, shape_of(users[0]).dims
+        assert mine is not None and whole is not None
+        return mine != whole
+
+    def site(self, layer: fx.Node, place: fx.Node) -> Site:
+        """The record of the site behind `place`."""
+        channels = self.flows.width(place)
+        keep = torch.ones(channels, dtype=torch.bool)
+        keep[0] = False
+        dead = analyse(self.flows, {place: keep}).need
+        layers = tuple(str(n.target) for n in dead if isinstance(self.flows.of[n], Layer))
+        ids = self.graph.ids.get(place.name)
+        original = tuple(range(channels)) if ids is None else tuple(ids.tolist())
+        axis = self.flows.of[place].axis
+        assert axis is not None
+        wide = place.meta.get("original_channels", channels)
+        return Site(self._name(layer, place), channels, place.name, axis, layers[::-1], original, wide)
+
+    def _name(self, layer: fx.Node, place: fx.Node) -> str:
+        """The layer's path; for a site behind an add, the path of the add."""
+        chain = self._chain(layer)
+        if place in chain:
+            return str(layer.target)
+        add = self._sum_behind(chain)
+        assert add is not None
+        return str(add.meta["name"])
+
+
+def _macs(graph: Graph, node: fx.Node, flow: Layer) -> int:
+    """MACs of a layer for one example."""
+    weight = graph.module.get_submodule(str(node.target)).weight
+    assert isinstance(weight, Tensor)
+    out, into = shape_of(node).dims, shape_of(node.all_input_nodes[0]).dims
+    assert out is not None and into is not None
+    places = into if flow.transposed else out
+    axis = flow.in_axis if flow.transposed else flow.axis
+    count = weight.numel()
+    for dim, n in enumerate(places):
+        count *= 1 if dim == axis or (dim == 0 and axis > 0) else n
+    return count
+
+
+def _opaque_layers(graph: Graph, flows: Flows) -> Iterable[Unprunable]:
+    """Layers that are opaque themselves: called twice, tied, hooked."""
+    for node, flow in flows.of.items():
+        if isinstance(flow, Opaque) and node.op == "call_module":
+            called = graph.module.get_submodule(str(node.target))
+            if any(True for _ in called.parameters()):
+                yield Unprunable(str(node.target), node.name, flow.reason, 0)

@@ -1,0 +1,28 @@
+"""Step 8 of 9: takes a network, examples and settings, gives the network trained in place, and its history.
+
+The only training loop: deterministic, resumable after every epoch, on any device.
+"""
+
+from __future__ import annotations
+
+from secateurs.training.loop import train_
+from secateurs.training.recalibrate import recalibrate_
+from secateurs.training.schedule import learning_rate
+from secateurs.training.settings import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
+from secateurs.training.state import EpochRecord, History, Kept, TrainState, carry_momentum, restore_
+
+__all__ = [
+    "PAPER_FINETUNE",
+    "PAPER_RESNET",
+    "PAPER_RETRAIN",
+    "EpochRecord",
+    "History",
+    "Kept",
+    "TrainSettings",
+    "TrainState",
+    "carry_momentum",
+    "learning_rate",
+    "recalibrate_",
+    "restore_",
+    "train_",
+]

@@ -1,0 +1,278 @@
+"""The one training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateurs.data.examples import Batch, Examples, map_targets
+from secateurs.data.seeding import generator_for, seeded
+from secateurs.errors import InvalidInput, TrainingError
+from secateurs.evaluate import (
+    Device,
+    Measure,
+    correct,
+    cross_entropy,
+    evaluate,
+    keeping_modes,
+    loss,
+    on_device,
+    total,
+)
+from secateurs.training.augment import augment
+from secateurs.training.objective import Objective, objective_for
+from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
+from secateurs.training.settings import TrainSettings
+from secateurs.training.state import (
+    EpochRecord,
+    History,
+    TrainState,
+    capture,
+    check_fits,
+    named_tensors,
+    restore_,
+    undone_on_error,
+)
+
+
+def train_(
+    module: nn.Module,
+    examples: Examples,
+    settings: TrainSettings,
+    *,
+    search: Examples | None = None,
+    teacher: nn.Module | None = None,
+    loss_fn: Measure | None = None,
+    metric: Measure | None = None,
+    device: Device = None,
+    momentum: Mapping[str, Tensor] | None = None,
+    resume: TrainState | None = None,
+    save: Callable[[TrainState], None] | None = None,
+    on_epoch: Callable[[EpochRecord], None] | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> History:
+    """Train the module in place; ends with the same weights however often it was stopped and resumed after an epoch.
+
+    The loss is cross-entropy and the metric accuracy unless others are given (with a loss of your own and no metric,
+    only losses are recorded). `search` is measured after every epoch and changes nothing. `teacher` is asked only where
+    `settings.distill` is above 0. `momentum` (by parameter name) starts the optimiser. After every epoch `save` gets
+    the state that `resume` takes, then `on_epoch` its record; `on_step` gets the number of optimiser steps done and of
+    those planned. The user's random state, the module's mode and device are as before afterwards; after an error the
+    weights are those of the start of its epoch.
+    """
+    if teacher is module:
+        raise InvalidInput("the teacher is the network that is trained: give a copy of it from before")
+    if len(examples) == 0:
+        raise InvalidInput("training on no examples: wanted at least one")
+    shown = metric if metric is not None or loss_fn is not None else correct
+    objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
+    with ExitStack() as stack:
+        place = stack.enter_context(on_device(module, device))
+        if teacher is not None:
+            stack.enter_context(_answering(teacher, place))
+        stack.enter_context(keeping_modes(module))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_memory_format(module, settings))
+        loop = _Loop(module, examples, settings, objective, shown, place, on_step)
+        records = loop.start(resume, momentum)
+        while loop.step < loop.planned:
+            record = loop.epoch(len(records), lambda: _measure(module, search, loss_fn, shown, settings.batch))
+            records.append(record)
+            if save is not None:
+                save(loop.state(records))
+            if on_epoch is not None:
+                on_epoch(record)
+        return History(tuple(records), {name: buffer.cpu() for name, buffer in loop.momentum().items()})
+
+
+class _Loop:
+    """The moving parts of one training: optimiser, loss scaler, and the number of steps done."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        examples: Examples,
+        settings: TrainSettings,
+        objective: Objective,
+        metric: Measure | None,
+        place: torch.device,
+        on_step: Callable[[int, int], None] | None,
+    ) -> None:
+        self.module, self.examples, self.settings, self.place = module, examples, settings, place
+        self.objective, self.metric, self.on_step = objective, metric, on_step
+        self.per_epoch = steps_in_epoch(len(examples), settings.batch)
+        self.planned = total_steps(settings, self.per_epoch)
+        self.step = 0
+        self.trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+        if not self.trained:
+            raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
+        self.optimiser = torch.optim.SGD(
+            self.trained.values(),
+            lr=settings.lr,
+            momentum=settings.momentum,
+            weight_decay=settings.weight_decay,
+            nesterov=settings.nesterov,
+        )
+        # not all need to be: an attention mask, for one, is a buffer with infinities
+        self.finite = _finite(module)
+        # float16 gradients underflow unless the loss is scaled up for the backward pass
+        self.scaler = torch.amp.GradScaler(place.type, enabled=settings.precision == "float16")
+
+    def start(self, resume: TrainState | None, momentum: Mapping[str, Tensor] | None) -> list[EpochRecord]:
+        """Take up the given state or momentum; gives the epochs that lie behind."""
+        if resume is None:
+            self._set_momentum(momentum or {})
+            return []
+        check_fits(resume, self.settings, examples=len(self.examples))
+        restore_(self.module, resume)
+        self._set_momentum(resume.momentum())
+        if resume.meta["scaler"]:
+            self.scaler.load_state_dict(resume.meta["scaler"])
+        records = resume.records()
+        self.step = records[-1].steps if records else 0
+        return records
+
+    def epoch(self, number: int, measure: Callable[[], tuple[float | None, float | None]]) -> EpochRecord:
+        """One pass over the examples; an error within leaves the weights as they were before it."""
+        with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number):
+            self.module.train()
+            sums = _Sums()
+            rate = self.settings.lr
+            for batch in self._batches(number):
+                rate = learning_rate(self.settings, self.step, self.per_epoch)
+                self._train_on(batch, rate, number, sums)
+                self.step += 1
+                if self.on_step is not None:
+                    self.on_step(self.step, self.planned)
+            self._check_weights(number, rate)
+            search_loss, search_accuracy = measure()
+        accuracy = None if self.metric is None else sums.metric / sums.count
+        return EpochRecord(number, self.step, rate, sums.loss / sums.count, accuracy, search_loss, search_accuracy)
+
+    def momentum(self) -> dict[str, Tensor]:
+        """The optimiser's momentum by parameter name."""
+        buffers = {name: self.optimiser.state[weight].get("momentum_buffer") for name, weight in self.trained.items()}
+        return {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
+
+    def state(self, records: list[EpochRecord]) -> TrainState:
+        """A copy of all that the next epoch depends on."""
+        scaler = self.scaler.state_dict()
+        return capture(self.module, self.momentum(), records, self.settings, examples=len(self.examples), scaler=scaler)
+
+    def _set_momentum(self, momentum: Mapping[str, Tensor]) -> None:
+        if self.settings.momentum == 0:
+            return
+        for name, buffer in momentum.items():
+            weight = self.trained.get(name)
+            if weight is None or weight.shape != buffer.shape:
+                found = "no such parameter" if weight is None else f"a parameter of shape {tuple(weight.shape)}"
+                raise TrainingError(f"momentum of shape {tuple(buffer.shape)} for {name!r}: the network has {found}")
+            self.optimiser.state[weight]["momentum_buffer"] = buffer.to(weight).clone()
+
+    def _batches(self, number: int) -> Iterator[Batch]:
+        """The examples of one epoch in its own order, augmented; a function of seed and epoch alone."""
+        settings, examples = self.settings, self.examples
+        order = torch.randperm(len(examples), generator=generator_for(settings.seed, "order", number))
+        crops = generator_for(settings.seed, "augment", number)
+        steps = min(self.per_epoch, self.planned - number * self.per_epoch)
+        for place in range(steps):
+            start = place * settings.batch
+            end = len(examples) if place == self.per_epoch - 1 else start + settings.batch
+            chosen = examples.take(order[start:end].to(examples.inputs.device))
+            stored = augment(chosen.inputs, settings.augment, pad=settings.pad, generator=crops)
+            inputs = examples.scaled(stored.to(self.place))
+            if settings.channels_last and inputs.ndim == 4:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            yield Batch(inputs, map_targets(lambda part: part.to(self.place), chosen.targets))
+
+    def _train_on(self, batch: Batch, rate: float, number: int, sums: _Sums) -> None:
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        self.optimiser.zero_grad(set_to_none=True)
+        with _precision(self.place, self.settings):
+            outputs = self.module(batch.inputs)
+            value = self.objective(batch.inputs, outputs, batch.targets)
+        found = float(value.detach())
+        if not isfinite(found):
+            raise self._diverged(f"the loss is {found}", number, rate)
+        self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
+        if self.settings.clip_norm is not None:
+            self.scaler.unscale_(self.optimiser)
+            nn.utils.clip_grad_norm_(self.trained.values(), self.settings.clip_norm)
+        self.scaler.step(self.optimiser)
+        self.scaler.update()
+        self.optimiser.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            shown = None if self.metric is None else self.metric(outputs, batch.targets)
+        sums.add(found, shown, len(batch.inputs))
+
+    def _check_weights(self, number: int, rate: float) -> None:
+        for name in sorted(self.finite - _finite(self.module)):
+            raise self._diverged(f"{name!r} is no longer finite", number, rate)
+
+    def _diverged(self, what: str, number: int, rate: float) -> TrainingError:
+        return TrainingError(
+            f"training diverged in epoch {number}, step {self.step} of {self.planned}, at learning rate {rate:g}: "
+            f"{what}. The weights are those of the start of epoch {number}. "
+            f"Lower lr, set clip_norm = 1.0, add warmup epochs, or check that the inputs are finite and scaled."
+        )
+
+
+def _finite(module: nn.Module) -> set[str]:
+    return {name for name, tensor in named_tensors(module).items() if bool(torch.isfinite(tensor).all())}
+
+
+@dataclass
+class _Sums:
+    loss: float = 0.0
+    metric: float = 0.0
+    count: int = 0
+
+    def add(self, loss: float, metric: Tensor | None, count: int) -> None:
+        self.loss += loss * count
+        self.metric += 0.0 if metric is None else float(total(metric, count))
+        self.count += count
+
+
+def _measure(
+    module: nn.Module, search: Examples | None, loss_fn: Measure | None, metric: Measure | None, batch: int
+) -> tuple[float | None, float | None]:
+    if search is None:
+        return None, None
+    chosen = cross_entropy if loss_fn is None else loss_fn
+    if metric is None:
+        return loss(module, search, loss_fn=chosen, batch=batch), None
+    found = evaluate(module, search, loss_fn=chosen, metric=metric, batch=batch)
+    return found.loss, found.accuracy
+
+
+@contextmanager
+def _answering(teacher: nn.Module, device: Device) -> Iterator[None]:
+    with on_device(teacher, device), keeping_modes(teacher):
+        teacher.eval()
+        yield
+
+
+@contextmanager
+def _memory_format(module: nn.Module, settings: TrainSettings) -> Iterator[None]:
+    """The module's weights in channels-last order inside the block, where the settings want that."""
+    if not settings.channels_last:
+        yield
+        return
+    try:
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        yield
+    finally:
+        module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+
+
+def _precision(place: torch.device, settings: TrainSettings) -> AbstractContextManager[Any]:
+    if settings.precision == "float32":
+        return nullcontext()
+    return torch.autocast(place.type, dtype=getattr(torch, settings.precision))

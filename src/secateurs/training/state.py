@@ -1,0 +1,174 @@
+"""Where a training stands after an epoch: plain tensors and plain numbers, fit to be written to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateurs.errors import InvalidInput, TrainingError
+from secateurs.training.settings import TrainSettings
+
+_WEIGHTS, _MOMENTUM = "weights/", "momentum/"
+
+Kept = Mapping[str, tuple[Tensor | None, ...]]
+"""For every parameter of the narrower network, the indices kept along each dimension; None keeps all."""
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """How one epoch went; accuracies are fractions, None where nothing was measured."""
+
+    epoch: int  # counted from 0
+    steps: int  # optimiser steps since the start of the training
+    lr: float  # of the last step
+    loss: float  # mean of what was minimised, while it was
+    accuracy: float | None  # on the training batches as augmented, while the weights moved
+    search_loss: float | None = None
+    search_accuracy: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """All epochs of a training, and the momentum it ended with, by parameter name."""
+
+    epochs: tuple[EpochRecord, ...]
+    momentum: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainState:
+    """A checkpoint: `tensors` is flat and fit for safetensors, `meta` is fit for JSON; both together resume exactly."""
+
+    tensors: dict[str, Tensor] = field(repr=False)
+    meta: dict[str, Any]
+
+    @property
+    def epochs_done(self) -> int:
+        """How many epochs lie behind."""
+        return len(self.meta["epochs"])
+
+    def records(self) -> list[EpochRecord]:
+        """The epochs that lie behind."""
+        return [EpochRecord(**record) for record in self.meta["epochs"]]
+
+    def momentum(self) -> dict[str, Tensor]:
+        """Momentum by parameter name."""
+        return _under(_MOMENTUM, self.tensors)
+
+
+def capture(
+    module: nn.Module,
+    momentum: Mapping[str, Tensor],
+    records: list[EpochRecord],
+    settings: TrainSettings,
+    *,
+    examples: int,
+    scaler: dict[str, Any],
+) -> TrainState:
+    """A copy of all that the next epoch depends on."""
+    tensors = {_WEIGHTS + name: _copy(tensor) for name, tensor in named_tensors(module).items()}
+    tensors |= {_MOMENTUM + name: _copy(tensor) for name, tensor in momentum.items()}
+    meta = {
+        "epochs": [asdict(record) for record in records],
+        "settings": settings_record(settings),
+        "examples": examples,
+        "scaler": scaler,
+    }
+    return TrainState(tensors, meta)
+
+
+def restore_(module: nn.Module, state: TrainState) -> None:
+    """Give the module the weights and buffers of `state`; names and shapes must be the same, or nothing is changed."""
+    weights, own = _under(_WEIGHTS, state.tensors), named_tensors(module)
+    for name in sorted(weights.keys() | own.keys()):
+        got = tuple(weights[name].shape) if name in weights else "nothing"
+        wanted = tuple(own[name].shape) if name in own else "nothing"
+        if got != wanted:
+            raise TrainingError(
+                f"the checkpoint is of another network: it has {got} for {name!r}, the network {wanted}"
+            )
+    copy_into_(module, weights)
+
+
+def check_fits(state: TrainState, settings: TrainSettings, *, examples: int) -> None:
+    """Refuse to go on from a checkpoint that was made with other settings or on another number of examples."""
+    then, now = {**state.meta["settings"]}, settings_record(settings)
+    changed = [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in now if then.get(key) != now[key]]
+    if state.meta["examples"] != examples:
+        changed.append(f"there were {state.meta['examples']} training examples, there are {examples}")
+    if changed:
+        raise TrainingError(f"cannot go on from a checkpoint of another training: {'; '.join(changed)}. Start anew.")
+
+
+def settings_record(settings: TrainSettings) -> dict[str, Any]:
+    """The settings as JSON gives them back."""
+    return {**asdict(settings), "milestones": list(settings.milestones)}
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by name, those that a state dict leaves out included."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def copy_into_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite the module's parameters and buffers by those given."""
+    with torch.no_grad():
+        for name, own in named_tensors(module).items():
+            own.copy_(tensors[name])
+
+
+@contextmanager
+def undone_on_error(module: nn.Module) -> Iterator[None]:
+    """If the block raises, the module gets the weights and buffers back that it had before."""
+    before = {name: tensor.detach().clone() for name, tensor in named_tensors(module).items()}
+    try:
+        yield
+    except BaseException:
+        copy_into_(module, before)
+        raise
+
+
+def carry_momentum(momentum: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
+    """The momentum of the weights that survive a cut: every buffer reduced to the kept indices of its parameter.
+
+    Parameters that are not in `kept` are gone; those without momentum stay without.
+    """
+    return {name: _reduce(name, momentum[name], indices) for name, indices in kept.items() if name in momentum}
+
+
+def _reduce(name: str, buffer: Tensor, indices: tuple[Tensor | None, ...]) -> Tensor:
+    if len(indices) != buffer.ndim:
+        raise InvalidInput(
+            f"{len(indices)} index tensors for {name!r} of shape {tuple(buffer.shape)}: wanted one a dimension"
+        )
+    reduced = buffer
+    for dimension, index in enumerate(indices):
+        if index is not None:
+            reduced = reduced.index_select(dimension, _as_rows(name, index, dimension, buffer).to(buffer.device))
+    return reduced.clone()
+
+
+def _as_rows(name: str, index: Tensor, dimension: int, buffer: Tensor) -> Tensor:
+    size = buffer.shape[dimension]
+    where = f"dimension {dimension} of {name!r}, which has {size}"
+    if index.dtype == torch.bool:
+        if index.shape != (size,):
+            raise InvalidInput(f"mask of shape {tuple(index.shape)} for {where}")
+        return index.nonzero().flatten()
+    if index.ndim != 1 or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < size):
+        raise InvalidInput(f"indices {index.tolist()} for {where}")
+    return index
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # contiguous: a channels-last copy could not be written as safetensors
+    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,0 +1,148 @@
+"""The cut: never beyond the allowed drop, equal to brute force where it promises so, and cheap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from secateurs.errors import InvalidInput, NonFinite
+from secateurs.search import Method, find_cut
+
+METHODS: tuple[Method, ...] = ("bisect", "paper", "scan")
+
+
+def by_count(curve: list[float]) -> Callable[[Tensor], float]:
+    """Accuracy as a function of how many filters are off: curve[m]."""
+    return lambda keep: curve[int((~keep).sum())]
+
+
+def brute_force(curve: list[float], baseline: float, max_drop: float) -> list[int]:
+    """All m within the drop, worked out apart from the code under test (exact in hundredths)."""
+    allowed = round(max_drop * 100)
+    return [0] + [m for m in range(1, len(curve)) if round(baseline * 100) - round(curve[m] * 100) <= allowed]
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> list[float]:
+    """Any accuracies in hundredths, for m = 0 to C - 1: noisy, not monotone, some better than the start."""
+    points = draw(st.lists(st.integers(0, 100), min_size=1, max_size=40))
+    return [draw(st.integers(50, 100)) / 100] + [p / 100 for p in points]
+
+
+@settings(deadline=None, max_examples=200)
+@given(curves(), st.integers(0, 30), st.sampled_from(METHODS))
+def test_the_drop_is_never_exceeded_and_the_method_keeps_its_word(
+    curve: list[float], hundredths: int, method: Method
+) -> None:
+    channels, max_drop = len(curve), hundredths / 100
+    cut = find_cut(range(channels), by_count(curve), baseline=curve[0], max_drop=max_drop, method=method)
+    passing = brute_force(curve, curve[0], max_drop)
+    assert cut.drop <= max_drop
+    assert cut.m in passing
+    assert cut.accuracy == curve[cut.m]
+    assert int(cut.keep.sum()) == channels - cut.m >= 1
+    measured = [m for m, _ in cut.evaluated]
+    assert len(set(measured)) == len(measured)
+    assert all(accuracy == curve[m] for m, accuracy in cut.evaluated)
+    if method == "paper":
+        assert cut.m == max(passing)
+    if method == "scan":
+        assert cut.m == next((m - 1 for m in range(1, channels) if m not in passing), channels - 1)
+    if method == "bisect":
+        assert cut.m == channels - 1 or cut.m + 1 not in passing
+        assert len(measured) <= 1 + math.ceil(math.log2(channels))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 100), min_size=2, max_size=60), st.integers(0, 40))
+def test_all_methods_agree_where_accuracy_falls_steadily(points: list[int], hundredths: int) -> None:
+    curve = [p / 100 for p in sorted(points, reverse=True)]
+    cuts = {
+        find_cut(range(len(curve)), by_count(curve), baseline=curve[0], max_drop=hundredths / 100, method=method).m
+        for method in METHODS
+    }
+    assert cuts == {max(brute_force(curve, curve[0], hundredths / 100))}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_least_important_filters_go_first(method: Method) -> None:
+    importance = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0])
+    order = importance.argsort()
+    worth = importance / 15
+    cut = find_cut(order, lambda keep: float(worth[keep].sum()), baseline=1.0, max_drop=0.25, method=method)
+    # 1/15 + 2/15 = 0.2 fits into 0.25, and 3/15 more does not.
+    assert cut.removed == (1, 3)
+    assert cut.keep.tolist() == [True, False, True, False, True]
+    assert cut.drop == pytest.approx(0.2)
+
+
+def test_a_drop_of_exactly_what_is_allowed_passes() -> None:
+    assert 0.92 - 0.91 > 0.01  # in binary floating point
+    assert find_cut([0, 1], by_count([0.92, 0.91]), baseline=0.92, max_drop=0.01).m == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nan_counts_as_failing(method: Method) -> None:
+    cut = find_cut(range(6), lambda keep: math.nan, baseline=0.9, max_drop=1.0, method=method)
+    assert (cut.m, cut.accuracy, cut.drop) == (0, 0.9, 0.0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("limits", "largest"),
+    [
+        ({}, 9),
+        ({"largest_share": 0.5}, 5),
+        ({"max_remove": 3}, 3),
+        ({"largest_share": 0.29}, 2),
+        ({"max_remove": 0}, 0),
+    ],
+)
+def test_limits_hold(method: Method, limits: dict[str, float], largest: int) -> None:
+    cut = find_cut(range(10), lambda keep: 1.0, baseline=1.0, max_drop=0.0, method=method, **limits)  # type: ignore[arg-type]
+    assert cut.m == largest
+
+
+def test_the_papers_order_puts_filters_back_one_at_a_time() -> None:
+    curve = [0.9, 0.9, 0.9, 0.4, 0.4, 0.4, 0.4, 0.4]
+    cut = find_cut(range(8), by_count(curve), baseline=0.9, max_drop=0.01, method="paper", largest_share=0.75)
+    assert [m for m, _ in cut.evaluated] == [6, 5, 4, 3, 2]
+    assert cut.m == 2
+
+
+def test_nothing_removed_keeps_the_accuracy_it_had_under_a_total_budget() -> None:
+    cut = find_cut(range(4), lambda keep: 0.5, baseline=0.92, max_drop=0.01, accuracy_now=0.915)
+    assert (cut.m, cut.accuracy) == (0, 0.915)
+    assert cut.drop == pytest.approx(0.005)
+
+
+def test_one_filter_is_never_removed() -> None:
+    cut = find_cut([0], lambda keep: 1.0, baseline=1.0, max_drop=1.0)
+    assert (cut.m, cut.keep.tolist(), cut.evaluated) == (0, [True], ())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"order": [0, 0, 1]}, InvalidInput, "order: got .*exactly once"),
+        ({"order": []}, InvalidInput, "order"),
+        ({"order": torch.tensor([1.0, 0.5])}, InvalidInput, "order"),
+        ({"order": torch.zeros(2, 2, dtype=torch.long)}, InvalidInput, "order"),
+        ({"max_drop": -0.1}, InvalidInput, "max_drop: got -0.1"),
+        ({"max_drop": math.nan}, InvalidInput, "max_drop: got nan"),
+        ({"baseline": math.nan}, NonFinite, "baseline: got nan"),
+        ({"method": "bisection"}, InvalidInput, "Did you mean 'bisect'"),
+        ({"largest_share": 1.5}, InvalidInput, "largest_share: got 1.5"),
+        ({"max_remove": -1}, InvalidInput, "max_remove: got -1"),
+    ],
+)
+def test_wrong_arguments_are_explained(wrong: dict[str, object], error: type[Exception], message: str) -> None:
+    arguments = {"order": [0, 1, 2], "measure": lambda keep: 1.0, "baseline": 0.9, "max_drop": 0.01} | wrong
+    with pytest.raises(error, match=message):
+        find_cut(**arguments)  # type: ignore[arg-type]
