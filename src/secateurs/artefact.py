@@ -57,9 +57,7 @@ def load(model: nn.Module, path: str | Path, *, example_input: Tensor | tuple[Te
     plan = _plan(header, path)
     ours = f"{type(model).__module__}.{type(model).__qualname__}"
     if plan.model != ours:
-        raise ArtefactError(
-            f"{path}: holds a {plan.model}, but the model given is a {ours}. Build the class that was pruned."
-        )
+        raise ArtefactError(f"{path}: holds a {plan.model}, but the model given is a {ours}. Build the class that was pruned.")
     example = _example(header, path, model) if example_input is None else example_input
     try:
         graph = replay(trace(model, example), plan)

@@ -93,9 +93,8 @@ def cost(network: Network, example_input: Example | None = None, *, convention: 
 
     Convention "all": every parameter, biases and BatchNorm included; the MACs of every convolution, linear layer and
     matrix product, as torch.utils.flop_counter counts them (1 MAC = 2 FLOPs; taps on padding count; biases, norms,
-    activations and pools do not); the bytes of parameters and buffers as saved (those that
-    no state dict holds do not count). Convention "paper": only the weights
-    of convolution and linear modules, in all three columns.
+    activations and pools do not); the bytes of parameters and buffers as a state dict holds them. Convention "paper":
+    only the weights of convolution and linear modules, in all three columns.
 
     A shared parameter counts once, where it is met first; a layer called twice costs its MACs twice. A traced network
     brings its own example. The example may hold a batch: the MACs are divided by its first dimension. The network is
@@ -256,8 +255,6 @@ def runnable(network: Network, example_input: Example | None) -> tuple[nn.Module
     tensors = (example,) if isinstance(example, Tensor) else tuple(example)
     if not tensors or not all(isinstance(x, Tensor) for x in tensors) or not tensors[0].dim() or not len(tensors[0]):
         got = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in tensors)
-        raise InvalidInput(
-            f"the example input is ({got}), wanted a tensor, or a tuple of tensors, the first with a batch."
-        )
+        raise InvalidInput(f"the example input is ({got}), wanted a tensor, or a tuple of tensors, the first with a batch.")
     owned = next((t.device for t in (*module.parameters(), *module.buffers())), tensors[0].device)
     return module, tuple(x.to(owned) for x in tensors)

@@ -136,9 +136,7 @@ def total(values: Tensor, count: int) -> Tensor:
     return exact.reshape(count, -1).mean(1).sum()
 
 
-def _means(
-    module: nn.Module, examples: Examples, measures: Sequence[Measure], *, batch: int, device: Device
-) -> list[float]:
+def _means(module: nn.Module, examples: Examples, measures: Sequence[Measure], *, batch: int, device: Device) -> list[float]:
     if len(examples) == 0:
         raise InvalidInput("evaluation over no examples: wanted at least one")
     sums = torch.zeros(len(measures), dtype=torch.float64)
@@ -153,6 +151,4 @@ def _means(
 def _expect_tensors(what: str, argument: str, outputs: Any, targets: Any) -> None:
     for name, value in (("outputs", outputs), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise InvalidInput(
-                f"{what} needs a tensor of {name}, got a {type(value).__name__}: give {argument}=… of your own"
-            )
+            raise InvalidInput(f"{what} needs a tensor of {name}, got a {type(value).__name__}: give {argument}=… of your own")

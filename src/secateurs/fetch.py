@@ -45,9 +45,7 @@ class _Interrupted(Exception):
     """The connection broke: what has arrived is on disk, and another attempt may go on from there."""
 
 
-def fetch(
-    url: str, path: Path, *, sha256: str | None = None, md5: str | None = None, progress: Progress | None = None
-) -> Path:
+def fetch(url: str, path: Path, *, sha256: str | None = None, md5: str | None = None, progress: Progress | None = None) -> Path:
     """Return `path`, downloading it from `url` first unless it is there with the right checksum.
 
     A checksum is given in hexadecimal, whole or its first 8 digits or more; without one any file at `path` is good.
@@ -69,9 +67,7 @@ def fetch(
         os.replace(part, path)
         sync_folder(path.parent)
     except OSError as error:
-        raise DownloadError(
-            f"cannot store {url} as {path}: {error}. Free some space, or make the folder writable."
-        ) from error
+        raise DownloadError(f"cannot store {url} as {path}: {error}. Free some space, or make the folder writable.") from error
     return path
 
 
@@ -107,9 +103,7 @@ def _download(url: str, path: Path, part: Path, *, resume: bool, progress: Progr
                 raise DownloadError(f"{url} answered {error.code} {error.reason}. {_by_hand(url, path)}") from error
         except _Interrupted as error:
             if attempt == _ATTEMPTS or _size(part) <= before:
-                raise DownloadError(
-                    f"cannot reach {url}: {error}. Try again later, or: {_by_hand(url, path)}"
-                ) from error
+                raise DownloadError(f"cannot reach {url}: {error}. Try again later, or: {_by_hand(url, path)}") from error
 
 
 def _by_hand(url: str, path: Path) -> str:
@@ -138,9 +132,7 @@ def _transfer(url: str, part: Path, progress: Progress | None) -> None:
 
 def _open(url: str, start: int) -> HTTPResponse | None:
     """Ask for `url` from byte `start` on; None when the server has no such byte, or offers another range."""
-    headers = {"User-Agent": "secateurs", "Accept-Encoding": "identity"} | (
-        {"Range": f"bytes={start}-"} if start else {}
-    )
+    headers = {"User-Agent": "secateurs", "Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
         response = urlopen(Request(url, headers=headers), timeout=_TIMEOUT_SECONDS)
     except HTTPError as error:

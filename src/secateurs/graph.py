@@ -201,9 +201,7 @@ def _follow(tracer: _Tracer, model: nn.Module) -> fx.Graph:
 def _untraceable(model: nn.Module, error: Exception) -> str:
     """Names the deepest line of the user's own code in the error's traceback, and the submodule it belongs to."""
     own = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
-    where = (
-        f'line {own[-1].lineno} of {own[-1].filename}, in {own[-1].name}: "{own[-1].line}"' if own else "its forward"
-    )
+    where = f'line {own[-1].lineno} of {own[-1].filename}, in {own[-1].name}: "{own[-1].line}"' if own else "its forward"
     return (
         f"torch.fx cannot follow {type(model).__name__}: {where} ({type(error).__name__}: {str(error).splitlines()[0]}). "
         f"Its outcome depends on the values of a tensor, or it calls what cannot be traced. Rewrite that line, or mark the "
@@ -235,9 +233,7 @@ def _check_same(traced: Any, expected: Any, name: str) -> None:
         if ours.is_meta or not theirs.is_floating_point():
             continue
         if not bool(torch.isfinite(theirs).all()):
-            raise NonFinite(
-                f"{name} gives NaN or infinite outputs for the example input: nothing can be compared on it."
-            )
+            raise NonFinite(f"{name} gives NaN or infinite outputs for the example input: nothing can be compared on it.")
         scale = float(theirs.abs().max()) if theirs.numel() else 0.0
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5 * max(scale, 1e-30)):
             raise Untraceable(

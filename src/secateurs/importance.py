@@ -25,9 +25,7 @@ from secateurs.errors import InvalidInput, NonFinite, suggest
 
 Transform = Literal["linear", "log", "rank"]
 
-_SMALLEST_LOSS = (
-    1e-12  # `log` treats smaller losses as this one: a loss that underflows to 0 must not swamp all the others
-)
+_SMALLEST_LOSS = 1e-12  # `log` treats smaller losses as this one: a loss that underflows to 0 must not swamp all the others
 _MAX_SWAPS = 1000  # of `best_subset`; every swap raises the prediction, so this ends rounding's circles, not the search
 
 
@@ -74,9 +72,7 @@ def scores(losses: Tensor, transform: Transform = "linear") -> Tensor:
     losses = losses.double()
     finite = losses.isfinite()
     if not bool(finite.any(-1).all()):
-        raise NonFinite(
-            "losses: every one is NaN or infinite. Check the unmasked network's outputs on the scoring data."
-        )
+        raise NonFinite("losses: every one is NaN or infinite. Check the unmasked network's outputs on the scoring data.")
     levels = _transformed(losses, finite, transform)
     low = levels.masked_fill(~finite, math.inf).amin(-1, keepdim=True)
     high = levels.masked_fill(~finite, -math.inf).amax(-1, keepdim=True)
@@ -372,9 +368,7 @@ def _checked(masks: Tensor, scores: Tensor, ridge: float, held_out: float) -> tu
             f"masks {tuple(masks.shape)} and scores {tuple(scores.shape)} do not fit: wanted (..., M, C) and (..., M)."
         )
     if masks.shape[-2] < 2:
-        raise InvalidInput(
-            f"masks: got {masks.shape[-2]}, wanted at least 2 to compare (the paper uses 10 for each filter)."
-        )
+        raise InvalidInput(f"masks: got {masks.shape[-2]}, wanted at least 2 to compare (the paper uses 10 for each filter).")
     if not ridge >= 0:
         raise InvalidInput(f"ridge: got {ridge}, wanted 0 or more.")
     if not 0 < held_out <= 0.5:

@@ -89,9 +89,7 @@ def split_at(graph: Graph, site: Site) -> Split:
     if place.op == "output" or not behind:
         raise UnsupportedOp(f"site {site.name!r}: nothing follows it, so there is no suffix to run.")
     carried = [
-        n
-        for n in nodes
-        if n not in behind and n is not place and any(u in behind for u in n.users) and n.op != "get_attr"
+        n for n in nodes if n not in behind and n is not place and any(u in behind for u in n.users) and n.op != "get_attr"
     ]
     return Split(_prefix(module, place, carried, behind), _suffix(module, place, carried, behind), site.axis)
 

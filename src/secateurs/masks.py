@@ -20,9 +20,7 @@ Design = Literal["exact", "bernoulli", "balanced"]
 
 MASKS_PER_FILTER = 10  # the paper's M = 10 C
 
-_PICKS_PER_ROW = (
-    16  # `balanced` looks at the pairs again after each of so many picks; wide rows pick several filters at once
-)
+_PICKS_PER_ROW = 16  # `balanced` looks at the pairs again after each of so many picks; wide rows pick several filters at once
 
 
 def sample_masks(
@@ -91,9 +89,7 @@ def _deal(times_off: Tensor, pairs_off: Tensor, off_count: int, generator: torch
     """The filters that the next row switches off, bool (B, C)."""
     size, channels = times_off.shape
     dealt = torch.zeros(size, channels, dtype=torch.bool, device=times_off.device)
-    together = _uniform(
-        (size, channels), generator
-    )  # times off with filters already in this row; the fraction breaks ties
+    together = _uniform((size, channels), generator)  # times off with filters already in this row; the fraction breaks ties
     # How often a filter was off decides first: those counts never differ by more than one. Pairs decide within a count.
     ahead = times_off - times_off.amin(-1, keepdim=True)
     postponed = ahead * (off_count * times_off.amax(-1, keepdim=True) + 1)
@@ -114,9 +110,7 @@ def _uniform(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 def _check(channels: int, count: int, off: float, design: str, batch: tuple[int, ...]) -> None:
     if channels < 2:
-        raise InvalidInput(
-            f"channels: got {channels}, wanted 2 or more. A single filter cannot be ranked: leave its site out."
-        )
+        raise InvalidInput(f"channels: got {channels}, wanted 2 or more. A single filter cannot be ranked: leave its site out.")
     if count < 1:
         raise InvalidInput(f"count: got {count}, wanted at least 1 mask (default: {MASKS_PER_FILTER} for each filter).")
     if not 0 < off < 1:

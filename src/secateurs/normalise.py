@@ -49,9 +49,7 @@ class FollowsMode(nn.Module):
         return self.function(*args[: self.position], self.training, *args[self.position + 1 :], **kwargs)
 
 
-def align_train_and_eval_(
-    module: fx.GraphModule, follow_in_train_mode: Callable[[], fx.Graph], *, demanded: bool
-) -> None:
+def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable[[], fx.Graph], *, demanded: bool) -> None:
     """Make the ops whose arguments differ between train and eval mode follow the mode.
 
     `module` was traced in eval mode. Where train mode takes another path through the code, the eval path stays; if train mode
@@ -90,8 +88,8 @@ def _mode_argument(node: fx.Node, twin: fx.Node) -> int | str | None:
 
 def _follow_mode_(module: fx.GraphModule, node: fx.Node, position: int | str) -> None:
     if node.target in DROPOUTS:
-        rate = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
-        _call_module_(module, node, DROPOUTS[node.target](float(rate)), (node.args[0],))  # type: ignore[arg-type]
+        rate = _argument(node, 1, "p", 0.5)
+        _call_module_(module, node, DROPOUTS[node.target](rate), (_argument(node, 0, "input"),))
     else:
         assert callable(node.target)
         _call_module_(module, node, FollowsMode(node.target, position), node.args, node.kwargs)
@@ -102,6 +100,8 @@ def normalise_(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         _refuse_assignment(node)
     _undo_in_place_(module)
+    for node in list(module.graph.nodes):
+        _fuse_shuffle_(module, node)
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in BUILDERS:
             layer = BUILDERS[node.target](module, node)
@@ -130,7 +130,7 @@ def _undo_in_place_(module: fx.GraphModule) -> None:
     for node in changing:
         plain = _plain_form(module, node)
         if node.op != "call_module":
-            node.target = plain  # type: ignore[assignment]
+            node.target = plain
         if node.kwargs.get("inplace") is True:
             node.kwargs = {**node.kwargs, "inplace": False}
         changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
@@ -140,7 +140,7 @@ def _undo_in_place_(module: fx.GraphModule) -> None:
                 user.replace_input_with(changed, node)
     for layer in module.modules():
         if getattr(layer, "inplace", False) is True:
-            layer.inplace = False  # type: ignore[assignment]
+            setattr(layer, "inplace", False)  # noqa: B010  (not every module has it)
 
 
 def _plain_form(module: fx.GraphModule, node: fx.Node) -> Any:
@@ -162,6 +162,44 @@ def _plain_form(module: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
 
 
+def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:
+    """View, transpose, view that only deal the channels out in another order become the module that does so."""
+    turned = _only_source(last, ("view", "reshape", torch.reshape, "flatten", torch.flatten))
+    while turned is not None and turned.target == "contiguous":
+        turned = _only_source(turned, ("contiguous",))
+    first = None if turned is None else _only_source(turned, ("transpose", torch.transpose))
+    source = None if first is None else _only_source(first, ("view", "reshape", torch.reshape), sole=False)
+    if turned is None or first is None or source is None:
+        return
+    before, apart, after = source.meta["shape"].dims, first.meta["shape"].dims, last.meta["shape"].dims
+    swapped = sorted(a for a in turned.args[1:] if isinstance(a, int))
+    if swapped == [1, 2] and before == after and len(apart) == len(before) + 1 and apart[1] * apart[2] == before[1]:
+        shuffled = last.args[0]
+        _call_module_(module, last, nn.ChannelShuffle(apart[1]), (source,))
+        assert isinstance(shuffled, fx.Node)
+        _erase_unread_(module, shuffled)
+
+
+def _erase_unread_(module: fx.GraphModule, node: fx.Node) -> None:
+    """Erase a node that nobody reads any more, and what it alone read."""
+    if node.users or node.op in ("placeholder", "output"):
+        return
+    sources = node.all_input_nodes
+    module.graph.erase_node(node)
+    for source in sources:
+        _erase_unread_(module, source)
+
+
+def _only_source(node: fx.Node, targets: tuple[Any, ...], *, sole: bool = True) -> fx.Node | None:
+    """The tensor that `node` is called on, if it calls one of `targets` (and nobody else reads that tensor)."""
+    if node.op not in ("call_function", "call_method") or node.target not in targets:
+        return None
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or source.meta["shape"].dims is None:
+        return None
+    return source if not sole or len(source.users) == 1 else None
+
+
 def _call_module_(
     module: fx.GraphModule, node: fx.Node, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> None:
@@ -169,7 +207,7 @@ def _call_module_(
     layer.train(module.training)
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-    word = getattr(node.target, "__name__", "op")
+    word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
     base = ".".join(part for part in (paths[-1] if paths else "", word) if part)
     name, count = base, 0
     while _taken(module, name):
@@ -257,9 +295,7 @@ def _build_batch_norm(module: fx.GraphModule, node: fx.Node) -> nn.Module | None
 
 
 def _has_nodes(options: dict[str, Any]) -> bool:
-    return any(
-        isinstance(leaf, fx.Node) for v in options.values() for leaf in (v if isinstance(v, tuple | list) else [v])
-    )
+    return any(isinstance(leaf, fx.Node) for v in options.values() for leaf in (v if isinstance(v, tuple | list) else [v]))
 
 
 def _with_tensors(layer: nn.Module, **tensors: Tensor | None) -> nn.Module:

@@ -65,9 +65,7 @@ class Plan:
                 f"{where}: plan of version {found['secateurs_plan']!r}, this secateurs reads version {VERSION}. "
                 f"Use the release that wrote it, or make the plan again."
             )
-        return Plan(
-            tuple(tuple(_cut(c, where) for c in step) for step in _steps(found, where)), str(found.get("model", ""))
-        )
+        return Plan(tuple(tuple(_cut(c, where) for c in step) for step in _steps(found, where)), str(found.get("model", "")))
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -128,9 +128,7 @@ def _filter_ids(order: Tensor | Sequence[int]) -> list[int]:
     ids = order.tolist() if isinstance(order, Tensor) else [int(i) for i in order]
     if not isinstance(ids, list) or not ids or sorted(ids) != list(range(len(ids))):
         shown = str(ids) if len(str(ids)) < 60 else f"{str(ids)[:60]}…"
-        raise InvalidInput(
-            f"order: got {shown}, wanted every filter id from 0 to C - 1 exactly once, least important first."
-        )
+        raise InvalidInput(f"order: got {shown}, wanted every filter id from 0 to C - 1 exactly once, least important first.")
     return ids
 
 
@@ -145,9 +143,7 @@ def _limit(channels: int, largest_share: float, max_remove: int | None) -> int:
 
 def _check(baseline: float, max_drop: float, method: str) -> None:
     if not math.isfinite(baseline):
-        raise NonFinite(
-            f"baseline: got {baseline}, wanted the accuracy of the network before the cut. Check its outputs."
-        )
+        raise NonFinite(f"baseline: got {baseline}, wanted the accuracy of the network before the cut. Check its outputs.")
     if not max_drop >= 0:
         raise InvalidInput(f"max_drop: got {max_drop}, wanted a fraction of 0 or more (0.005 is half a point).")
     if method not in get_args(Method):

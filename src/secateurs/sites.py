@@ -6,6 +6,7 @@ or behind the add's activation, as the paper's figure has it. A place that looks
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
@@ -13,6 +14,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, fx
 
+from secateurs.cost import count_macs
 from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
 from secateurs.flow import Channelwise, Flows, Join, Layer, Moved, Opaque, analyse, find_flows, revivals
 from secateurs.graph import Graph, shape_of
@@ -164,8 +166,15 @@ class _Search:
         for candidate in self._candidates(chain):
             reason = next((why for _, why in revivals(self.flows, candidate)), "")
             if not reason:
-                return candidate, ""
+                return self._behind_gather(candidate), ""
         return None, reason
+
+    def _behind_gather(self, place: fx.Node) -> fx.Node:
+        """Where an earlier cut left a gather as the only reader, the site is what the gather lets through."""
+        users = self.flows.users.get(place, ())
+        flow = self.flows.of[users[0]] if len(users) == 1 else None
+        aligned = isinstance(flow, Moved) and users[0].op == "call_module" and not bool((flow.index < 0).any())
+        return self._behind_gather(users[0]) if aligned and users[0].meta.get("original_channels") else place
 
     def _chain(self, start: fx.Node) -> list[fx.Node]:
         """`start` and what follows it channel by channel, as long as nobody else reads in between."""
@@ -173,9 +182,7 @@ class _Search:
         while True:
             users = self.flows.users.get(chain[-1], ())
             flow = self.flows.of[users[0]] if len(users) == 1 else None
-            follows = isinstance(flow, Channelwise) or (
-                isinstance(flow, Layer) and flow.depthwise and not flow.reads_all
-            )
+            follows = isinstance(flow, Channelwise) or (isinstance(flow, Layer) and flow.depthwise and not flow.reads_all)
             if not follows:
                 return chain
             chain.append(users[0])
@@ -246,12 +253,8 @@ class _Search:
 
     def _name(self, layer: fx.Node, place: fx.Node) -> str:
         """The layer's path; for a site behind an add, the path of the add."""
-        chain = self._chain(layer)
-        if place in chain:
-            return str(layer.target)
-        add = self._sum_behind(chain)
-        assert add is not None
-        return str(add.meta["name"])
+        add = self._sum_behind(self._chain(layer))
+        return str(layer.target) if add is None or self.shortcut == "before" else str(add.meta["name"])
 
 
 def _macs(graph: Graph, node: fx.Node, flow: Layer) -> int:
@@ -270,8 +273,12 @@ def _macs(graph: Graph, node: fx.Node, flow: Layer) -> int:
 
 def _opaque_layers(graph: Graph, flows: Flows) -> Iterable[Unprunable]:
     """Layers that are opaque themselves: called twice, tied, hooked."""
+    counted: Counter[str] | None = None
     for node, flow in flows.of.items():
         if isinstance(flow, Opaque) and node.op == "call_module":
-            called = graph.module.get_submodule(str(node.target))
-            if any(True for _ in called.parameters()):
-                yield Unprunable(str(node.target), node.name, flow.reason, 0)
+            path = str(node.target)
+            if any(True for _ in graph.module.get_submodule(path).parameters()):
+                macs = counted or count_macs(graph.module, graph.example)
+                counted = macs
+                inside = sum(n for name, n in macs.items() if name == path or name.startswith(f"{path}."))
+                yield Unprunable(path, node.name, flow.reason, inside)

@@ -92,9 +92,7 @@ def latency(
     inputs = [runnable(module, example)[1] for module in modules]
     kinds = sorted({str(tensors[0].device) for tensors in inputs})
     if "meta" in kinds:
-        raise InvalidInput(
-            "a network on the meta device computes nothing, so it has no latency: give it weights first."
-        )
+        raise InvalidInput("a network on the meta device computes nothing, so it has no latency: give it weights first.")
     calls = [caller(module, tensors) for module, tensors in zip(modules, inputs, strict=True)]
     with evaluating(*modules), torch.inference_mode(), using_threads(threads), undisturbed():
         seconds = in_turns(calls, warmup, repeats)

@@ -51,8 +51,12 @@ def compact(graph: Graph, masks: Masks | Plan) -> Graph:
     rewriter.run()
     remaining = dict(graph.ids)
     for node, layout in rewriter.layout.items():
+        wide = node.meta.setdefault("original_channels", widths[node])
         remaining[node.name] = compose(graph.ids.get(node.name), ids(layout))
-        node.meta.setdefault("original_channels", widths[node])
+        stand_in = rewriter.present(node)
+        if stand_in not in flows.of:
+            remaining[stand_in.name] = remaining[node.name]
+            stand_in.meta["original_channels"] = wide
     record_shapes_(module, graph.example)
     cuts = [_planned(site, mask) for site, mask in checked.values() if not bool(mask.all())]
     return Graph(module, graph.example, graph.plan.then(cuts) if cuts else graph.plan, remaining, rewriter.kept)
@@ -72,8 +76,8 @@ def replay(graph: Graph, plan: Plan) -> Graph:
             site = sites[cut.site]
             if site.original_channels != cut.channels:
                 raise PlanError(
-                    f"the plan cuts site {cut.site!r} of {cut.channels} channels, but this network has {site.original_channels} "
-                    f"there. Use the network that the plan was made for."
+                    f"the plan cuts site {cut.site!r} of {cut.channels} channels, but this network has "
+                    f"{site.original_channels} there. Use the network that the plan was made for."
                 )
             gone = torch.tensor(cut.removed, dtype=torch.long)
             masks[cut.site] = ~torch.isin(torch.tensor(site.original, dtype=torch.long), gone)
@@ -114,9 +118,7 @@ def verify(
             pairs = zip(tensors_in(reference(*batch)), tensors_in(candidate(*batch)), strict=True)
         for wanted, got in pairs:
             if wanted.shape != got.shape:
-                raise NotEqual(
-                    f"the compacted network gives shape {tuple(got.shape)}, the masked one {tuple(wanted.shape)}."
-                )
+                raise NotEqual(f"the compacted network gives shape {tuple(got.shape)}, the masked one {tuple(wanted.shape)}.")
             difference = float((wanted - got).abs().max()) if wanted.numel() else 0.0
             worst = max(worst, difference) if difference == difference else float("nan")
             scale = max(scale, float(wanted.abs().max()) if wanted.numel() else 0.0)

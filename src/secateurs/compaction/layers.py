@@ -1,4 +1,4 @@
-"""The two modules that compaction adds to a network: `Align`, where live channels differ, and `Constant`, what a folded branch gave."""
+"""The two modules that compaction adds: `Align`, where live channels differ, and `Constant`, what a folded branch gave."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ def _grouped(flow: Layer, inputs: Tensor, outputs: Tensor) -> Kept:
     a_group = columns.view(flow.groups, -1)
     width = int(a_group.sum(1).max())
     group_of_row = ids(rows) // (len(rows) // flow.groups)
-    local = torch.stack(
-        [ids(group) if bool(group.any()) else torch.zeros(width, dtype=torch.long) for group in a_group]
-    )
+    local = torch.stack([ids(group) if bool(group.any()) else torch.zeros(width, dtype=torch.long) for group in a_group])
     return ids(rows), local[group_of_row]
 
 

@@ -1,4 +1,4 @@
-"""Rewrites a graph so that only live channels exist: narrows modules, aligns where live channels differ, folds what is constant.
+"""Rewrites a graph so that only live channels exist: narrows modules, aligns where they differ, folds what is constant.
 
 The invariant: a channel that is present carries what it carries in the masked network; a channel that is absent is zero there,
 or nobody needs it. So any op may be given more channels than are live, and a missing channel may be filled with zeros.
@@ -20,6 +20,7 @@ from secateurs.compaction.layers import Align, Constant
 from secateurs.compaction.narrow import narrow_channelwise_, narrow_layer_
 from secateurs.errors import EmptyLayer
 from secateurs.flow import Blocks, Channelwise, Concat, Flow, Flows, Join, Layer, Liveness, Moved, Opaque, Source
+from secateurs.flow.table import call_on
 from secateurs.graph import module_path, shape_of
 
 
@@ -55,7 +56,7 @@ class Rewriter:
         found = self.layout.get(node)
         return all_of(width) if found is None else found
 
-    def _present(self, node: fx.Node) -> fx.Node:
+    def present(self, node: fx.Node) -> fx.Node:
         """The node that now gives what `node` gave."""
         while node in self.standing_for:
             node = self.standing_for[node]
@@ -63,21 +64,29 @@ class Rewriter:
 
     def _align(self, reader: fx.Node, source: fx.Node, wanted: Tensor, axis: int) -> None:
         """Make `reader` see `source` laid out as `wanted`."""
-        reader = (
-            reader if source in reader.all_input_nodes else reader.all_input_nodes[0]
-        )  # a part reads through its split
+        reader = reader if source in reader.all_input_nodes else reader.all_input_nodes[0]  # a part reads through its split
         carried = self._carried(source, len(wanted))
-        current = self._present(source)
+        current = self.present(source)
         if torch.equal(carried, wanted):
             reader.replace_input_with(source, current)
             return
         if not bool(carried.any()):
             raise EmptyLayer(self._empty_message(source, reader))
+        take = positions(carried, wanted)
+        before = self._align_at(current, axis)
+        if before is not None:  # two alignments in a row are one
+            take = torch.where(take < 0, -1, torch.tensor(before.take)[take])
+            (current,) = current.all_input_nodes
         with self.module.graph.inserting_before(reader):
-            aligned = self._insert(
-                f"align_{source.name}_to_{reader.name}", Align(positions(carried, wanted), axis), (current,)
-            )
+            aligned = self._insert(f"align_{source.name}_to_{reader.name}", Align(take, axis), (current,))
         reader.replace_input_with(source, aligned)
+
+    def _align_at(self, node: fx.Node, axis: int) -> Align | None:
+        """The alignment along `axis` that this pass put at `node`, if it did."""
+        if node.op != "call_module" or node in self.flows.of:
+            return None
+        layer = self.module.get_submodule(str(node.target))
+        return layer if isinstance(layer, Align) and layer.axis == axis else None
 
     def _insert(self, name: str, layer: torch.nn.Module, args: tuple[Any, ...]) -> fx.Node:
         path, count = name, 0
@@ -103,7 +112,7 @@ class Rewriter:
             return
         if flow.axis is None and not isinstance(flow, Opaque):
             for source in self.flows.inputs[node]:
-                node.replace_input_with(source, self._present(source))
+                node.replace_input_with(source, self.present(source))
             return
         constant = self._constant(node, flow)
         if constant is not None:
@@ -138,9 +147,9 @@ class Rewriter:
             return
         axis = self.flows.of[node].axis
         assert axis is not None
-        with self.module.graph.inserting_after(self._present(node)):
+        with self.module.graph.inserting_after(self.present(node)):
             take = positions(carried, wanted)
-            gathered = self._insert(f"align_{node.name}", Align(take, axis), (self._present(node),))
+            gathered = self._insert(f"align_{node.name}", Align(take, axis), (self.present(node),))
         self.standing_for[node] = gathered
         self.layout[node] = wanted
 
@@ -157,7 +166,7 @@ class Rewriter:
         for source in dict.fromkeys(self.flows.inputs[node]):
             axis = self.flows.of[source].axis
             if axis is None:
-                node.replace_input_with(source, self._present(source))
+                node.replace_input_with(source, self.present(source))
             else:
                 self._align(node, source, all_of(self.flows.width(source)), axis)
 
@@ -170,7 +179,7 @@ class Rewriter:
         wanted = carried if flow.keeps_zero else carried | self.live.live(node, flow.width)
         self._align(node, source, wanted, flow.in_axis)
         for other in others:
-            node.replace_input_with(other, self._present(other))
+            node.replace_input_with(other, self.present(other))
         self._settle(node, wanted)
         if node.op == "call_module" and flow.params and not bool(wanted.all()):
             target = self.module.get_submodule(str(node.target))
@@ -192,7 +201,7 @@ class Rewriter:
             inputs, outputs, groups = balanced(flow, carried, live)
             self._align(node, source, inputs, flow.in_axis)
         elif not flow.reads_all:
-            node.replace_input_with(source, self._present(source))
+            node.replace_input_with(source, self.present(source))
         self._settle(node, outputs)
         if not (bool(inputs.all()) and bool(outputs.all())):
             target = self.module.get_submodule(str(node.target))
@@ -209,11 +218,7 @@ class Rewriter:
             for i, w in zip(inputs, flow.widths, strict=True)
             if w == flow.width and i not in self.constants
         ]
-        same = (
-            bool(wide)
-            and all(torch.equal(w, wide[0]) for w in wide[1:])
-            and not any(i in self.constants for i in inputs)
-        )
+        same = bool(wide) and all(torch.equal(w, wide[0]) for w in wide[1:]) and not any(i in self.constants for i in inputs)
         wanted = wide[0] if same else self.live.live(node, flow.width)
         if flow.zero_if == "never":  # x + 3: what was zero and absent must be there to become 3
             wanted = wanted | self.live.live(node, flow.width)
@@ -225,7 +230,7 @@ class Rewriter:
             elif axis is not None and self.flows.of[source].axis is not None:
                 self._align(node, source, all_of(width), axis)
             else:
-                node.replace_input_with(source, self._present(source))
+                node.replace_input_with(source, self.present(source))
         self._settle(node, wanted)
 
     @_narrow.register
@@ -238,7 +243,7 @@ class Rewriter:
             layout = self._carried(source, width)
             carried.append(layout)
             if bool(layout.any()):
-                parts.append(self._present(source))
+                parts.append(self.present(source))
         node.args, node.kwargs = (parts, flow.axis), {}
         self._settle(node, torch.cat(carried))
 
@@ -247,7 +252,7 @@ class Rewriter:
         (source,) = dict.fromkeys(self.flows.inputs[node])
         carried = self._carried(source, flow.inputs)
         if flow.how == "same":
-            node.replace_input_with(source, self._present(source))
+            node.replace_input_with(source, self.present(source))
             wanted = carried[flow.index]
             self._settle(node, wanted)
             if flow.resize is not None:
@@ -260,7 +265,7 @@ class Rewriter:
         if not straight:
             wanted = self.live.live(node, flow.width)
         take = place[flow.index[wanted]]
-        current = self._present(source)
+        current = self.present(source)
         if not straight:
             with self.module.graph.inserting_before(node):
                 current = self._insert(f"align_{node.name}", Align(take, flow.in_axis), (current,))
@@ -296,7 +301,7 @@ class Rewriter:
         return node in self.layout and not bool(self.layout[node].any())
 
     def _constant(self, node: fx.Node, flow: Flow) -> Tensor | None:
-        """The value that `node` gives for every input, if all that it reads has become zero or constant and it still matters."""
+        """The value that `node` gives for every input, if all that it reads is zero or constant by now and it still matters."""
         inputs = self.flows.inputs[node]
         if flow.axis is None or not inputs or not all(self._is_empty(i) for i in inputs):
             return None
@@ -324,21 +329,12 @@ class Rewriter:
         return self._apply(node, value)
 
     def _apply(self, node: fx.Node, value: Tensor) -> Tensor:
+        called = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        training = called is not None and called.training
         with torch.no_grad():
-            if node.op == "call_module":
-                called = self.module.get_submodule(str(node.target))
-                training = called.training
-                result = called.eval()(value)
-                called.train(training)
-            else:
-                args, kwargs = fx.map_arg(
-                    (node.args, node.kwargs), lambda n: value if shape_of(n).is_tensor else shape_of(n).value
-                )
-                if node.op == "call_method":
-                    result = getattr(value, str(node.target))(*args[1:], **kwargs)
-                else:
-                    assert callable(node.target)
-                    result = node.target(*args, **kwargs)
+            result = call_on(node, called if called is None else called.eval(), value)
+        if called is not None:
+            called.train(training)
         assert isinstance(result, Tensor)
         return result
 
@@ -369,14 +365,9 @@ class Rewriter:
             raise EmptyLayer(self._empty_message(dropped[0], node))
         plain_sum = node.target in (operator.add, torch.add, "add") and not node.kwargs and len(node.args) == 2
         left_out_last = node.target in (operator.sub, torch.sub, "sub") and not node.kwargs and node.args[1] in dropped
-        if (
-            len(inputs) == 2
-            and (plain_sum or left_out_last)
-            and rest[0] not in self.constants
-            and self._fills(rest[0], node)
-        ):
+        if len(inputs) == 2 and (plain_sum or left_out_last) and rest[0] not in self.constants and self._fills(rest[0], node):
             (other,) = rest
-            self.standing_for[node] = self._present(other)
+            self.standing_for[node] = self.present(other)
             self._settle(node, self._carried(other, flow.width))
             return True
         for source in dropped:
@@ -399,9 +390,7 @@ class Rewriter:
         source = next(iter(node.all_input_nodes), None)
         if source is None:
             return
-        asks = (node.op == "call_method" and node.target == "size") or (
-            node.target is getattr and node.args[1] == "shape"
-        )
+        asks = (node.op == "call_method" and node.target == "size") or (node.target is getattr and node.args[1] == "shape")
         if asks and self._changed(source):
             self._fix_size_call(node, source)
         elif node.target is operator.getitem and source.meta.get("asks_size_of") is not None:
@@ -410,7 +399,7 @@ class Rewriter:
     def _fix_size_call(self, node: fx.Node, source: fx.Node) -> None:
         if self._is_empty(source):
             raise EmptyLayer(self._empty_message(source, node))
-        node.replace_input_with(source, self._present(source))
+        node.replace_input_with(source, self.present(source))
         if source not in self.layout:
             return
         dim = node.args[1] if len(node.args) > 1 and node.op == "call_method" else node.kwargs.get("dim")
@@ -442,7 +431,7 @@ class Rewriter:
 
 
 def balanced(flow: Layer, carried: Tensor, live: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Layouts of a grouped layer's inputs and outputs with as many channels in every remaining group, and how many groups remain.
+    """Layouts of a grouped layer's inputs and outputs with as many channels in every group left, and how many groups are left.
 
     A group without live filters goes as a whole. Elsewhere dead channels stay where another group has more live ones.
     """

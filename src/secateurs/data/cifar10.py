@@ -80,9 +80,7 @@ def read_cifar10(folder: Path) -> tuple[Examples, Examples]:
     """The 50,000 training and the 10,000 test images, numbered 0 to 59,999; every file is checked against its MD5."""
     missing = _missing(folder)
     if missing:
-        raise DataError(
-            f"CIFAR-10 is not complete in {folder}: no {missing[0]}. Get it with: secateurs data get cifar10"
-        )
+        raise DataError(f"CIFAR-10 is not complete in {folder}: no {missing[0]}. Get it with: secateurs data get cifar10")
     rows = torch.cat([_read_file(folder / name) for name in MD5])
     examples = Examples(rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0].long(), SCALING, torch.arange(len(rows)))
     return examples.take(torch.arange(_TRAIN)), examples.take(torch.arange(_TRAIN, _TRAIN + _TEST))
@@ -126,9 +124,7 @@ def _extract(archive: Path, folder: Path) -> None:
                     _write_checked(source, folder / name)
     missing = _missing(folder)
     if missing:
-        raise DataError(
-            f"{archive} does not hold {', '.join(missing)}: it is not the binary version of CIFAR-10. Delete it."
-        )
+        raise DataError(f"{archive} does not hold {', '.join(missing)}: it is not the binary version of CIFAR-10. Delete it.")
 
 
 def _write_checked(source: IO[bytes], path: Path) -> None:

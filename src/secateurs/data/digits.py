@@ -21,9 +21,7 @@ def load_digits(search: int = 300, test: int = 300, *, seed: int = 0) -> Data:
     """The digits as (N, 1, 8, 8) images of ten classes; what `search` and `test` leave is for training."""
     train = COUNT - search - test
     if min(train, search, test) < 1:
-        raise InvalidInput(
-            f"digits with search={search}, test={test}: wanted at least 1 each, and fewer than {COUNT} in all"
-        )
+        raise InvalidInput(f"digits with search={search}, test={test}: wanted at least 1 each, and fewer than {COUNT} in all")
     fit, choose, report = split(_read(), (train, search, test), seed=seed)
     classes = tuple(str(digit) for digit in range(10))
     return Data("digits", fit, choose, report, classes=classes, origin={"seed": seed, "search": search, "test": test})

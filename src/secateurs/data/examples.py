@@ -55,9 +55,7 @@ class Examples:
         count = len(self.inputs)
         for part in target_parts(self.targets):
             if part.ndim == 0 or len(part) != count:
-                raise InvalidInput(
-                    f"targets of shape {tuple(part.shape)} for {count} inputs: wanted one for each input"
-                )
+                raise InvalidInput(f"targets of shape {tuple(part.shape)} for {count} inputs: wanted one for each input")
         if self.ids is not None and self.ids.shape != (count,):
             raise InvalidInput(f"ids of shape {tuple(self.ids.shape)} for {count} inputs: wanted ({count},)")
         if self.scaling is not None:
@@ -98,9 +96,7 @@ class Examples:
 
     def to(self, device: torch.device | str) -> Examples:
         """The same examples stored on `device`."""
-        return replace(
-            self, inputs=self.inputs.to(device), targets=map_targets(lambda part: part.to(device), self.targets)
-        )
+        return replace(self, inputs=self.inputs.to(device), targets=map_targets(lambda part: part.to(device), self.targets))
 
     def digest(self) -> str:
         """SHA-256 of everything a network and a loss can see of these examples, and of their order."""

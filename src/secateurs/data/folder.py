@@ -105,9 +105,7 @@ def _class_names(folder: Path) -> tuple[str, ...]:
 def _list_images(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], Tensor]:
     strange = sorted(set(_class_names(folder)) - set(classes))
     if strange:
-        raise DataError(
-            f"{folder} has the class {strange[0]!r}, which the training images do not: {', '.join(classes)}"
-        )
+        raise DataError(f"{folder} has the class {strange[0]!r}, which the training images do not: {', '.join(classes)}")
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):

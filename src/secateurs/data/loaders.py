@@ -141,9 +141,7 @@ def _pairs(batches: Iterable[Any], name: str) -> Iterator[tuple[Tensor, Targets]
 
 def _targets(given: Any, name: str) -> Targets:
     targets = tuple(given) if isinstance(given, list) else given
-    parts = (
-        list(targets.values()) if isinstance(targets, dict) else targets if isinstance(targets, tuple) else [targets]
-    )
+    parts = list(targets.values()) if isinstance(targets, dict) else targets if isinstance(targets, tuple) else [targets]
     if not parts or not all(isinstance(part, Tensor) for part in parts):
         raise DataError(
             f"the targets of the {name} loader are {_describe(given)}: wanted a tensor, or a tuple or dict of tensors"
@@ -176,6 +174,5 @@ def as_data(value: object, *, name: str) -> Data:
     if isinstance(value, tuple | list) and len(value) == 3:
         return from_loaders(value[0], value[2], value[1], name=name)
     raise InvalidInput(
-        f"{name} returned {_describe(value)}: "
-        f"wanted secateurs.data.Data, or the loaders (train, test) or (train, search, test)"
+        f"{name} returned {_describe(value)}: wanted secateurs.data.Data, or the loaders (train, test) or (train, search, test)"
     )

@@ -70,9 +70,7 @@ def split(examples: Examples, sizes: Sequence[int], *, seed: int) -> tuple[Examp
     The sizes must add up to the number of examples. Targets that are not class numbers are split at random.
     """
     if min(sizes, default=0) < 0 or sum(sizes) != len(examples):
-        raise InvalidInput(
-            f"split of {len(examples)} examples into {list(sizes)}: the sizes must add up to their number"
-        )
+        raise InvalidInput(f"split of {len(examples)} examples into {list(sizes)}: the sizes must add up to their number")
     numbered = examples if examples.ids is not None else replace(examples, ids=torch.arange(len(examples)))
     order = _order(examples, generator_for(seed, "split"), stratified=True)
     return tuple(numbered.take(rows.sort().values) for rows in torch.split(order, list(sizes)))
@@ -114,9 +112,7 @@ def overlap_notes(train: Examples, search: Examples, test: Examples) -> tuple[st
     ):
         shared = shared_inputs(one, other)
         if shared == len(one):
-            raise DataError(
-                f"all {shared} inputs of the {name} set are in the {other_name} set too: give disjoint sets"
-            )
+            raise DataError(f"all {shared} inputs of the {name} set are in the {other_name} set too: give disjoint sets")
         if shared:
             notes.append(f"{shared} of {len(one)} {name} inputs are also in {other_name}")
     return tuple(notes)

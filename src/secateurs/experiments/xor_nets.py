@@ -19,7 +19,7 @@ from torch import Tensor
 Optimiser = Literal["sgd", "adam"]
 
 # Tensors of a block of experiments stay in the processor's cache: several times faster than all 1,000 in one.
-_TRAIN_BLOCK, _SCORE_BLOCK = 512, 8
+_TRAIN_BLOCK, _SCORE_BLOCK = 512, 4
 # Kernels sum in another order in the last few columns: blocks are padded to a multiple of this, so none is ever "the last".
 _LANES = 64
 
@@ -80,9 +80,7 @@ class Nets:
     def take(self, kept: Tensor) -> Nets:
         """The networks that have only the neurons `kept`, bool (E, H) with the same number in every row."""
         ids = kept.nonzero()[:, 1].reshape(len(kept), -1)
-        return Nets(
-            self.w1.gather(1, ids[..., None].expand(-1, -1, self.w1.shape[-1])), self.w2.gather(1, ids), self.b2
-        )
+        return Nets(self.w1.gather(1, ids[..., None].expand(-1, -1, self.w1.shape[-1])), self.w2.gather(1, ids), self.b2)
 
 
 def stream(setting: Setting, purpose: str) -> torch.Generator:
@@ -135,9 +133,7 @@ def train(nets: Nets, points: Points, setting: Setting, purpose: str) -> Nets:
     orders = [torch.randperm(points.y.shape[-1], generator=generator) for _ in range(setting.epochs)]
 
     def work(w1: Tensor, w2: Tensor, b2: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        last = [
-            t.movedim(0, -1).contiguous() for t in (w1.mT, w2, b2, x.mT, y)
-        ]  # experiments last: columns of a vector unit
+        last = [t.movedim(0, -1).contiguous() for t in (w1.mT, w2, b2, x.mT, y)]  # experiments last: columns of a vector unit
         w1, w2, b2 = _train_block(*last, orders, setting)
         return w1.movedim(-1, 0).mT, w2.movedim(-1, 0), b2
 

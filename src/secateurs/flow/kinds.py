@@ -149,7 +149,7 @@ class Concat:
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Each input gets its part."""
-        return list(out.split(list(self.widths)))
+        return list(torch.split(out, list(self.widths)))
 
 
 @dataclass(frozen=True)

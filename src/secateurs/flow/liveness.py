@@ -5,6 +5,7 @@ Both passes visit only what the masks reach: a node that is not mentioned has no
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -128,13 +129,23 @@ def _touches_tensors(node: fx.Node) -> bool:
 
 def _tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
     """The tensors that `node` reads, once for each mention; a part of a split reads what was split."""
-    mentioned: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), lambda n: mentioned.append(n) or n)
-    for source in mentioned:
+    for source in mentioned(node):
         if _is_read_through(source):
             yield from _tensor_inputs(source)
         elif shape_of(source).is_tensor or not _is_plain(shape_of(source).value):
             yield source
+
+
+def mentioned(node: fx.Node) -> list[fx.Node]:
+    """The nodes among a node's arguments, once for each mention."""
+    found: list[fx.Node] = []
+
+    def note(argument: fx.Node) -> fx.Node:
+        found.append(argument)
+        return argument
+
+    fx.map_arg((node.args, node.kwargs), note)
+    return found
 
 
 def _is_plain(value: object) -> bool:
@@ -154,7 +165,7 @@ def _is_size_query(node: fx.Node) -> bool:
 
 
 def _gives_single_items(node: fx.Node) -> bool:
-    return all(user.target is rules.operator.getitem and isinstance(user.args[1], int) for user in node.users)
+    return all(user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
 
 
 def _is_read_through(node: fx.Node) -> bool:

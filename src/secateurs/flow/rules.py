@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from secateurs.flow.kinds import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque
-from secateurs.flow.table import RULES, Op, rule
+from secateurs.flow.table import RULES, Op, call_on, rule
 from secateurs.graph import Shape, shape_of
 from secateurs.normalise import FollowsMode
 
@@ -171,20 +171,7 @@ def _pointwise(op: Op, *, activation: bool) -> Flow:
 
 def _keeps_zero(op: Op) -> bool:
     """Probe f(0): an op of single values that gives 0 for 0 keeps zero channels zero."""
-    zero = torch.zeros(1)
-    node = op.node
-    if op.module is not None:
-        result = op.module(zero)
-    else:
-        args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda n: zero if shape_of(n).is_tensor else shape_of(n).value
-        )
-        result = (
-            getattr(zero, str(node.target))(*args[1:], **kwargs)
-            if node.op == "call_method"
-            else node.target(*args, **kwargs)
-        )  # type: ignore[operator]
-    return bool((result == 0).all())
+    return bool((call_on(op.node, op.module, torch.zeros(1)) == 0).all())
 
 
 @rule(nn.PReLU)
@@ -324,9 +311,7 @@ def extremum(op: Op) -> Flow:
 def multiplication(op: Op) -> Flow:
     """A product is zero where any factor is: what makes a gate's channels go with those it gates."""
     if len(op.inputs) == 1 and op.axis is not None:
-        factor = next(
-            (v for v in (op.argument(0, "input"), op.argument(1, "other")) if isinstance(v, int | float)), math.nan
-        )
+        factor = next((v for v in (op.argument(0, "input"), op.argument(1, "other")) if isinstance(v, int | float)), math.nan)
         return channelwise(op, keeps_zero=math.isfinite(factor), pointwise=True)
     return _join(op, "any")
 
@@ -449,12 +434,12 @@ def _part(op: Op, source: fx.Node, index: Any) -> Flow:
     if source.target not in SPLITS or not isinstance(index, int) or not isinstance(given, tuple) or op.axis is None:
         return opaque(op, "takes a part of what no rule describes")
     whole = op.shapes[0]
-    parts = [part.dims for part in given if isinstance(part, Shape)]
-    dim = next((d for d, n in enumerate(whole) if parts[0][d] != n), None) if parts[0] else None  # type: ignore[index]
-    if dim is None or any(p is None for p in parts):
+    parts = [part.dims for part in given if isinstance(part, Shape) and part.dims is not None]
+    dim = next((d for d, n in enumerate(whole) if parts and parts[0][d] != n), None)
+    if dim is None or len(parts) != len(given):
         return opaque(op, "splits into a single part")
     index %= len(parts)
-    sizes = [p[dim] for p in parts if p is not None]
+    sizes = [p[dim] for p in parts]
     if dim != op.axis:
         return Channelwise(op.axis, op.axis, op.width, keeps_zero=True)
     start = sum(sizes[:index])
@@ -470,6 +455,16 @@ def narrow(op: Op) -> Flow:
     if dim % len(op.shape) != op.axis:
         return channelwise(op, keeps_zero=True)
     return Moved(op.axis, op.axis, op.width, torch.arange(op.width)[start:][:length], "gather")
+
+
+@rule(nn.ChannelShuffle, F.channel_shuffle, torch.channel_shuffle)
+def channel_shuffle(op: Op) -> Flow:
+    """Deals the channels out in another order."""
+    groups = op.module.groups if isinstance(op.module, nn.ChannelShuffle) else op.argument(1, "groups")
+    if op.axis not in (None, 1) or not isinstance(groups, int):
+        return opaque(op, "shuffles another axis than the channels'")
+    index = torch.arange(op.shape[1]).view(groups, -1).t().flatten()
+    return Moved(1, 1, op.shape[1], index, "gather")
 
 
 # ---- shape: flatten, view, permute -------------------------------------------------------------------------------------
@@ -490,9 +485,7 @@ def reshaping(op: Op) -> Flow:
     resize = None if op.module is not None or op.node.target in (torch.flatten, "flatten") else _resizer(op.node, place)
     if op.module is not None and isinstance(op.module, nn.Unflatten):
         return (
-            opaque(op, "has its sizes fixed inside the module")
-            if after[place] != width
-            else channelwise(op, keeps_zero=True)
+            opaque(op, "has its sizes fixed inside the module") if after[place] != width else channelwise(op, keeps_zero=True)
         )
     made = after[place]
     if made == width:
@@ -547,12 +540,7 @@ def _resizer(node: fx.Node, place: int) -> Any:
 @rule("expand", torch.broadcast_to)
 def expand(op: Op) -> Flow:
     """Repeats along other axes than the channels'."""
-    if (
-        op.axis is None
-        or len(op.shape) != len(op.shapes[0])
-        or op.shape[op.axis] != op.width
-        or not _sizes_are_listed(op.node)
-    ):
+    if op.axis is None or len(op.shape) != len(op.shapes[0]) or op.shape[op.axis] != op.width or not _sizes_are_listed(op.node):
         return opaque(op, "repeats channels")
     return Channelwise(op.axis, op.axis, op.width, keeps_zero=True, resize=_resizer(op.node, op.axis))
 

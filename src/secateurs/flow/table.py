@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from secateurs.flow.kinds import Flow
 from secateurs.graph import RULED_LEAVES, shape_of
@@ -63,6 +63,16 @@ def resolved(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(resolved(v) for v in value)
     return value
+
+
+def call_on(node: fx.Node, module: nn.Module | None, value: Tensor) -> Any:
+    """What the op gives for `value` in place of its tensor input, its other arguments as they are."""
+    if module is not None:
+        return module(value)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: value if shape_of(n).is_tensor else shape_of(n).value)
+    if isinstance(node.target, str):
+        return getattr(value, node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
 
 
 def describe(node: fx.Node, module: nn.Module | None) -> str:
@@ -133,8 +143,6 @@ def _rule_of_class(kind: type[nn.Module]) -> Rule | None:
         if parent in RULES:
             return RULES[parent]
         overridden = {name for name in vars(parent) if name not in HARMLESS and hasattr(nn.Module, name)}
-        if overridden or any(
-            hasattr(base, name) for base in parent.__bases__ for name in vars(parent) if name not in HARMLESS
-        ):
+        if overridden or any(hasattr(base, name) for base in parent.__bases__ for name in vars(parent) if name not in HARMLESS):
             return None
     return None

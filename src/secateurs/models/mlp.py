@@ -10,9 +10,7 @@ from torch import Tensor, nn
 class MLP(nn.Module):
     """Chain of linear layers over flattened inputs, of any shape with `inputs` values each: logits (N, outputs)."""
 
-    def __init__(
-        self, inputs: int = 64, hidden: Sequence[int] = (64, 32), outputs: int = 10, *, dropout: float = 0.1
-    ) -> None:
+    def __init__(self, inputs: int = 64, hidden: Sequence[int] = (64, 32), outputs: int = 10, *, dropout: float = 0.1) -> None:
         super().__init__()
         layers: list[nn.Module] = [nn.Flatten()]
         for width in hidden:

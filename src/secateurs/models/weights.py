@@ -123,9 +123,7 @@ def _check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], path: 
         if items
     ]
     if problems:
-        raise ArtefactError(
-            f"{path} does not fit the network; {'; '.join(problems)}. Are they of the same architecture?"
-        )
+        raise ArtefactError(f"{path} does not fit the network; {'; '.join(problems)}. Are they of the same architecture?")
 
 
 def _shape(tensor: Tensor) -> str:

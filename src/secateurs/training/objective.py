@@ -50,8 +50,6 @@ def distance(outputs: Any, wanted: Any, temperature: float) -> Tensor:
 def _plain_loss(settings: TrainSettings, loss_fn: Measure | None) -> Measure:
     if loss_fn is not None:
         if settings.label_smoothing:
-            raise InvalidInput(
-                f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy"
-            )
+            raise InvalidInput(f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy")
         return loss_fn
     return partial(cross_entropy, label_smoothing=settings.label_smoothing)

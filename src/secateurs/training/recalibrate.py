@@ -31,9 +31,7 @@ def recalibrate_(
     modes, momenta and dropout are untouched; after an error the old statistics are back.
     """
     if batch < 2 or (batches is not None and batches < 1):
-        raise InvalidInput(
-            f"recalibration with batch={batch}, batches={batches}: wanted at least 2 examples and 1 batch"
-        )
+        raise InvalidInput(f"recalibration with batch={batch}, batches={batches}: wanted at least 2 examples and 1 batch")
     norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
     if not norms:
         return

@@ -61,9 +61,7 @@ class TrainSettings:
         if self.warmup and self.schedule == "one-cycle":
             raise InvalidInput(f"warmup = {self.warmup} with schedule 'one-cycle', which has its own: set warmup = 0")
         if self.warmup and self.warmup >= self.epochs:
-            raise InvalidInput(
-                f"warmup = {self.warmup} of epochs = {self.epochs}: wanted fewer warm-up epochs than epochs"
-            )
+            raise InvalidInput(f"warmup = {self.warmup} of epochs = {self.epochs}: wanted fewer warm-up epochs than epochs")
         if self.nesterov and self.momentum == 0:
             raise InvalidInput("nesterov = true with momentum = 0: it needs momentum")
 
@@ -112,6 +110,4 @@ PAPER_RESNET = TrainSettings(
 PAPER_FINETUNE = TrainSettings(epochs=10, batch=128, lr=0.01, schedule="constant", augment="crop-flip")
 
 # "We retrain the network for 80 epochs by setting the learning rate to 0.01 and multiply it by 0.1 in every 20 epochs."
-PAPER_RETRAIN = TrainSettings(
-    epochs=80, batch=128, lr=0.01, schedule="step", milestones=(20, 40, 60), augment="crop-flip"
-)
+PAPER_RETRAIN = TrainSettings(epochs=80, batch=128, lr=0.01, schedule="step", milestones=(20, 40, 60), augment="crop-flip")

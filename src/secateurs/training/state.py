@@ -89,9 +89,7 @@ def restore_(module: nn.Module, state: TrainState) -> None:
         got = tuple(weights[name].shape) if name in weights else "nothing"
         wanted = tuple(own[name].shape) if name in own else "nothing"
         if got != wanted:
-            raise TrainingError(
-                f"the checkpoint is of another network: it has {got} for {name!r}, the network {wanted}"
-            )
+            raise TrainingError(f"the checkpoint is of another network: it has {got} for {name!r}, the network {wanted}")
     copy_into_(module, weights)
 
 
@@ -143,9 +141,7 @@ def carry_momentum(momentum: Mapping[str, Tensor], kept: Kept) -> dict[str, Tens
 
 def _reduce(name: str, buffer: Tensor, indices: tuple[Tensor | None, ...]) -> Tensor:
     if len(indices) != buffer.ndim:
-        raise InvalidInput(
-            f"{len(indices)} index tensors for {name!r} of shape {tuple(buffer.shape)}: wanted one a dimension"
-        )
+        raise InvalidInput(f"{len(indices)} index tensors for {name!r} of shape {tuple(buffer.shape)}: wanted one a dimension")
     reduced = buffer
     for dimension, index in enumerate(indices):
         if index is not None:
