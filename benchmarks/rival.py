@@ -59,7 +59,7 @@ def prune_half(model: nn.Module, x: Tensor) -> Pruned:
     for group in pruner.step(interactive=True):
         for dependency, channels in group:
             layer = dependency.target.module
-            if isinstance(layer, nn.BatchNorm2d) and dependency.handler is tp.prune_batchnorm_out_channels:
+            if isinstance(layer, nn.BatchNorm2d) and dependency.handler == tp.prune_batchnorm_out_channels:
                 removed[names[layer]] = sorted({*removed.get(names[layer], []), *channels})
         group.prune()
     return Pruned(network, removed, perf_counter() - start)

@@ -145,6 +145,19 @@ def test_what_no_submodule_does_belongs_to_the_network() -> None:
     assert counted.layers == (LayerCost(ROOT, "Functional", 15, 15, 4 * (15 + 7)),)
 
 
+def test_a_parameter_may_be_an_input_of_a_module() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.inner = nn.Linear(3, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.scale) + self.inner(x)
+
+    assert cost(Scaled(), torch.zeros(1, 3)).layer("inner").macs == 6 + 6
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_attention_counts_on_every_path_that_torch_takes(fused: bool) -> None:
     torch.backends.mha.set_fastpath_enabled(fused)
@@ -244,11 +257,24 @@ def test_errors_say_what_to_do() -> None:
         table(cost(net, torch.zeros(1, 3)), cost(net, torch.zeros(1, 3), convention="paper"))
 
 
-def test_work_that_does_not_grow_with_the_batch_is_refused() -> None:
+def test_work_that_does_not_grow_with_the_batch_is_counted_for_one_example() -> None:
     class Constant(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x + (torch.ones(1, 3) @ torch.ones(3, 1))
+            return x @ torch.ones(2, 5) + torch.ones(1, 3) @ torch.ones(3, 5)
 
-    assert cost(Constant(), torch.zeros(1, 1)).macs == 3
-    with pytest.raises(InvalidInput, match=r"\(network\) computes 6 FLOPs for a batch of 2.*batch 1"):
-        cost(Constant(), torch.zeros(2, 1))
+    assert cost(Constant(), torch.zeros(1, 2)).macs == cost(Constant(), torch.zeros(4, 2)).macs == 10 + 15
+
+
+def test_a_network_that_takes_one_batch_size_only_is_divided_by_it() -> None:
+    class Rigid(nn.Module):
+        def __init__(self, constant: bool) -> None:
+            super().__init__()
+            self.constant = constant
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.reshape(2, 3) @ torch.ones(3, 4)
+            return x + torch.ones(1, 1) @ torch.ones(1, 1) if self.constant else x
+
+    assert cost(Rigid(constant=False), torch.zeros(2, 3)).macs == 12
+    with pytest.raises(InvalidInput, match=r"\(network\) computes 50 FLOPs for a batch of 2.*any batch size"):
+        cost(Rigid(constant=True), torch.zeros(2, 3))

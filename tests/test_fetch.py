@@ -185,9 +185,7 @@ def test_a_server_that_tells_no_length_is_understood(server: Server, tmp_path: P
 
 
 @pytest.mark.parametrize(("name", "got", "wanted"), [("sha256", SHA256, "0" * 64), ("md5", MD5, "f" * 32)])
-def test_a_wrong_checksum_deletes_what_arrived(
-    server: Server, tmp_path: Path, name: str, got: str, wanted: str
-) -> None:
+def test_a_wrong_checksum_deletes_what_arrived(server: Server, tmp_path: Path, name: str, got: str, wanted: str) -> None:
     path = tmp_path / "file.bin"
     path.write_bytes(b"what was there before")
     with pytest.raises(DownloadError, match=f"{server.url} arrived with {name} {got}, wanted {wanted}"):
@@ -198,9 +196,7 @@ def test_a_wrong_checksum_deletes_what_arrived(
 
 def test_an_absent_file_names_the_answer_and_the_way_out(server: Server, tmp_path: Path) -> None:
     url, path = server.url.replace("file.bin", "absent"), tmp_path / "file.bin"
-    with pytest.raises(
-        DownloadError, match=f"{url} answered 404 Not Found. Download {url} by hand and put it at {path}"
-    ):
+    with pytest.raises(DownloadError, match=f"{url} answered 404 Not Found. Download {url} by hand and put it at {path}"):
         fetch(url, path, sha256=SHA256)
     assert list(tmp_path.iterdir()) == []
 

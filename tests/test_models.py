@@ -136,9 +136,7 @@ def test_fcn_is_the_papers(name: str, hidden: int) -> None:
 
 
 def test_small_networks_have_the_topology_they_are_for() -> None:
-    groups = {
-        name: {m.groups for m in build(name).modules() if isinstance(m, nn.Conv2d)} for name in SMALL if name != "fcn3"
-    }
+    groups = {name: {m.groups for m in build(name).modules() if isinstance(m, nn.Conv2d)} for name in SMALL if name != "fcn3"}
     assert max(groups["resnext-small"]) == 4
     assert max(groups["mobilenet-small"]) > 4
     called = {name: {node.target for node in fx.symbolic_trace(build(name)).graph.nodes} for name in SMALL}
@@ -220,10 +218,8 @@ def test_resolve_takes_built_in_names_and_callables() -> None:
 
 
 def test_resolve_finds_modules_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = (
-        "from torch import nn\ndef make(width=2):\n    import late_{0}\n    return nn.Linear(width, late_{0}.OUT)\n"
-    )
-    (tmp_path / "nets_of_mine.py").write_text(source.format("part"))
+    source = "from torch import nn\ndef make(width=2):\n    import late_part\n    return nn.Linear(width, late_part.OUT)\n"
+    (tmp_path / "nets_of_mine.py").write_text(source)
     (tmp_path / "late_part.py").write_text("OUT = 5\n")
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
@@ -348,9 +344,7 @@ def test_other_files_are_named(tmp_path: Path) -> None:
 
 def test_damaged_public_weights_are_never_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECATEURS_HOME", str(tmp_path))
-    monkeypatch.setenv(
-        "https_proxy", "http://127.0.0.1:9"
-    )  # discard port: nothing answers, so nothing leaves this machine
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")  # discard port: nothing answers, so nothing leaves this machine
     monkeypatch.setenv("no_proxy", "")
     path = tmp_path / "weights" / "resnet20-12fca82f.th"
     path.parent.mkdir()
@@ -377,7 +371,5 @@ def test_public_resnet20_has_its_accuracy_on_cifar10() -> None:
     images = (pixels - torch.tensor(PUBLIC_MEAN).view(3, 1, 1)) / torch.tensor(PUBLIC_STD).view(3, 1, 1)
     model = load_public(20)
     with torch.inference_mode():
-        right = sum(
-            int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(250), labels.split(250), strict=True)
-        )
+        right = sum(int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(250), labels.split(250), strict=True))
     assert right / 10_000 == pytest.approx(0.9173, abs=0.00005)

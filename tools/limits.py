@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,16 @@ class Surgery:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """One layer that can lose no filters."""
+
+    name: str
+    reason: str
+    kind: str  # the reason without the names and numbers of this place
+    macs: int  # locked
+
+
+@dataclass(frozen=True)
 class Row:
     """One model: what was found in it, or where it failed."""
 
@@ -72,7 +82,7 @@ class Row:
     macs: int = 0
     before: Surgery | None = None
     after: Surgery | None = None
-    refusals: tuple[tuple[str, str, int], ...] = field(default=())  # name, reason, MACs locked
+    refusals: tuple[Refusal, ...] = ()
     failure: str = ""
     seconds: float = 0.0
 
@@ -109,7 +119,7 @@ def build(name: str) -> tuple[nn.Module, int]:
 
 
 def randomise_(model: nn.Module, generator: torch.Generator) -> None:
-    """Make every vector random: fresh norms, biases and layer scales are all ones or zeros, and hide mistakes."""
+    """Make every vector and constant random: fresh norms, biases and layer scales are all ones or zeros, and hide mistakes."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_floating_point():
             continue
@@ -119,6 +129,8 @@ def randomise_(model: nn.Module, generator: torch.Generator) -> None:
             tensor.data.copy_(0.4 * noise - 0.2)
         elif word in ("running_var", "layer_scale") or (word == "weight" and tensor.dim() == 1):
             tensor.data.copy_(0.5 + noise)
+        elif tensor.min() == tensor.max():  # a head that starts at zero would hide everything before it
+            tensor.data.copy_(0.2 * noise - 0.1)
 
 
 def random_cut(sites: Iterable[Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -160,7 +172,7 @@ def operate(name: str, family: str) -> Row:
     done, refusals = {}, set()
     for shortcut in ("before", "after"):
         sites = find_sites(graph, shortcut=shortcut)
-        refusals |= {(u.name, u.reason, u.macs) for u in sites.unprunable}
+        refusals |= {Refusal(u.name, u.reason, kind_of(u.reason, graph.module), u.macs) for u in sites.unprunable}
         done[shortcut] = surgery(graph, sites, whole, x, random_cut(sites, generator))
     return Row(
         name,
@@ -172,7 +184,7 @@ def operate(name: str, family: str) -> Row:
         whole.macs,
         done["before"],
         done["after"],
-        tuple(sorted(refusals)),
+        tuple(sorted(refusals, key=lambda r: (r.name, r.reason))),
     )
 
 
@@ -230,7 +242,7 @@ def from_json(record: dict[str, Any]) -> Row:
     for shortcut in ("before", "after"):
         if record[shortcut] is not None:
             record[shortcut] = Surgery(**record[shortcut])
-    record["refusals"] = tuple(tuple(r) for r in record["refusals"])
+    record["refusals"] = tuple(Refusal(**r) for r in record["refusals"])
     return Row(**record)
 
 
@@ -269,8 +281,8 @@ def refusal_table(rows: list[Row]) -> str:
     """One line a kind of reason, those that lock most MACs first."""
     places: dict[str, list[tuple[Row, str, int]]] = defaultdict(list)
     for row in rows:
-        for name, reason, macs in row.refusals:
-            places[kind_of(reason)].append((row, name, macs))
+        for refusal in row.refusals:
+            places[refusal.kind].append((row, refusal.name, refusal.macs))
     lines = [
         "| reason | places | models | MACs locked, median of these models | for example |",
         "| --- | ---: | ---: | ---: | --- |",
@@ -289,9 +301,11 @@ def refusal_table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def kind_of(reason: str) -> str:
-    """The reason without the names and numbers of one place."""
-    return re.sub(r"\b\d+\b", "n", re.sub(r"'[^']*'", "…", reason)).replace("|", "\\|")
+def kind_of(reason: str, network: nn.Module) -> str:
+    """The reason without the names and numbers of one place: modules are named by their class."""
+    classes = {path: type(module).__name__ for path, module in network.named_modules() if path}
+    words = [classes.get(word, word) if "." in word else word for word in reason.split(" ")]
+    return re.sub(r"\b\d+\b", "n", re.sub(r" at node '[^']*'|'[^']*'", "", " ".join(words)))
 
 
 def render(rows: list[Row]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -97,8 +97,8 @@ def cost(network: Network, example_input: Example | None = None, *, convention: 
     only the weights of convolution and linear modules, in all three columns.
 
     A shared parameter counts once, where it is met first; a layer called twice costs its MACs twice. A traced network
-    brings its own example. The example may hold a batch: the MACs are divided by its first dimension. The network is
-    run once, in eval mode and without gradients, and comes back as it was lent; on the meta device nothing is computed.
+    brings its own example. The first dimension of the example is the batch: its first entry alone is run, in eval mode
+    and without gradients. The network comes back as it was lent. On the meta device nothing is computed.
     """
     if convention not in get_args(Convention):
         raise InvalidInput(f"convention is {convention!r}, wanted one of {', '.join(map(repr, get_args(Convention)))}.")
@@ -160,31 +160,40 @@ def shares(name: str, before: LayerCost | Cost, after: LayerCost | Cost) -> Remo
 
 
 def count_macs(module: nn.Module, example: tuple[Tensor, ...]) -> Counter[str]:
-    """MACs for one example of `example`, by the path of the innermost module that computes them ("" for the root)."""
-    flops: Counter[str] = Counter()
+    """MACs for one example, by the path of the innermost module that computes them ("" for the root).
+
+    Runs the first example of the batch alone; a network that takes this batch size only is divided by it.
+    """
+    batch = len(example[0])
+    alone = tuple(x[:1] if x.dim() and len(x) == batch else x for x in example)
+    try:
+        flops = count_flops(module, alone)
+        runs = 1
+    except InvalidInput:
+        flops = count_flops(module, example)
+        runs = batch
+    for path, count in flops.items():
+        if count % (2 * runs):
+            raise InvalidInput(
+                f"{path or ROOT} computes {count} FLOPs for a batch of {batch}, not a whole number of MACs for each "
+                "example, and the network does not run on a single one. Let it take any batch size."
+            )
+    return Counter({path: count // (2 * runs) for path, count in flops.items()})
+
+
+def count_flops(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, int]:
+    """FLOPs of one call, by the path of the innermost module that computes them."""
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: lstm_flops})
-    with (
-        evaluating(module),
-        torch.no_grad(),
-        countable_attention(),
-        counter,
-        attributing(module, counter.get_total_flops, flops),
-    ):
+    counter.mod_tracker = Innermost(module)  # type: ignore[assignment]
+    with evaluating(module), torch.no_grad(), countable_attention(), counter:
         try:
-            module(*example)
+            module(*inputs)
         except Exception as error:
-            shapes = ", ".join(str(tuple(x.shape)) for x in example)
+            shapes = ", ".join(str(tuple(x.shape)) for x in inputs)
             raise InvalidInput(
                 f"{type(module).__name__} does not run on the example input of shape {shapes}: {error}"
             ) from error
-    batch = len(example[0])
-    for path, count in flops.items():
-        if count % (2 * batch):
-            raise InvalidInput(
-                f"{path or ROOT} computes {count} FLOPs for a batch of {batch}, not a whole number of MACs for each "
-                "example: its work does not grow with the batch. Give an example input of batch 1."
-            )
-    return Counter({path: count // (2 * batch) for path, count in flops.items()})
+    return {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
 
 
 def lstm_flops(inputs: Sequence[int], ih: Sequence[int], hh: Sequence[int], *rest: Any, **options: Any) -> int:
@@ -195,25 +204,37 @@ def lstm_flops(inputs: Sequence[int], ih: Sequence[int], hh: Sequence[int], *res
     return 2 * prod(inputs[:-1]) * (prod(ih) + prod(hh))
 
 
-@contextmanager
-def attributing(module: nn.Module, total: Callable[[], int], into: Counter[str]) -> Iterator[None]:
-    """While inside, each call of a module adds to its path in `into` what `total` grew by, less its submodules'."""
-    calls = [[0, 0]]  # for each call under way: the total at its start, and what its submodules took since
+class Innermost:
+    """Tells the flop counter which module computes, while it is entered.
 
-    def enter(part: nn.Module, args: Any) -> None:
-        calls.append([total(), 0])
+    Stands in for the counter's own tracker, which counts for every module around an op at once, and fails without
+    gradients where a parameter is handed to a module as its input.
+    """
 
-    def leave(path: str, part: nn.Module, args: Any, output: Any) -> None:
-        start, inner = calls.pop()
-        taken = total() - start
-        into[path] += taken - inner
-        calls[-1][1] += taken
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.running = [""]  # paths of the calls under way
+        self.hooks = ExitStack()
 
-    with ExitStack() as hooks:
-        for path, part in module.named_modules():
-            hooks.callback(part.register_forward_pre_hook(enter, prepend=True).remove)
-            hooks.callback(part.register_forward_hook(partial(leave, path), always_call=True).remove)
-        yield
+    @property
+    def parents(self) -> set[str]:
+        """What the counter asks for at every op."""
+        return {self.running[-1]}
+
+    def __enter__(self) -> Innermost:
+        for path, part in self.module.named_modules():
+            self.hooks.callback(part.register_forward_pre_hook(partial(self._enter, path), prepend=True).remove)
+            self.hooks.callback(part.register_forward_hook(self._leave, always_call=True).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.hooks.close()
+
+    def _enter(self, path: str, part: nn.Module, args: Any) -> None:
+        self.running.append(path)
+
+    def _leave(self, part: nn.Module, args: Any, output: Any) -> None:
+        self.running.pop()
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def split_at(graph: Graph, site: Site) -> Split:
     carried = [
         n for n in nodes if n not in behind and n is not place and any(u in behind for u in n.users) and n.op != "get_attr"
     ]
-    return Split(_prefix(module, place, carried, behind), _suffix(module, place, carried, behind), site.axis)
+    return Split(_prefix(module, place, carried), _suffix(module, place, carried, behind), site.axis)
 
 
 def _behind(place: fx.Node) -> set[fx.Node]:
@@ -106,14 +106,25 @@ def _behind(place: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _prefix(module: fx.GraphModule, place: fx.Node, carried: list[fx.Node], behind: set[fx.Node]) -> fx.GraphModule:
-    graph = fx.Graph()
+def _ahead(places: list[fx.Node]) -> set[fx.Node]:
+    """The given nodes and all that they depend on."""
+    found = set(places)
+    open_nodes = list(places)
+    while open_nodes:
+        for source in open_nodes.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                open_nodes.append(source)
+    return found
+
+
+def _prefix(module: fx.GraphModule, place: fx.Node, carried: list[fx.Node]) -> fx.GraphModule:
+    graph, ahead = fx.Graph(), _ahead([place, *carried])
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        if node not in behind and node.op != "output":
+        if node in ahead or node.op == "placeholder":
             env[node] = graph.node_copy(node, lambda n: env[n])
     graph.output((env[place], *[env[n] for n in carried]))
-    graph.eliminate_dead_code()
     return fx.GraphModule(module, graph, class_name="Prefix")
 
 

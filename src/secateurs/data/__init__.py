@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from secateurs.data.cifar10 import get_cifar10, load_cifar10
@@ -39,7 +42,10 @@ SETS: dict[str, Callable[..., Data]] = {"cifar10": load_cifar10, "digits": load_
 
 
 def load(name: str, **options: Any) -> Data:
-    """The data set of that name: one of `SETS`, `folder:PATH`, or `package.module:function`, called with `options`."""
+    """The data set of that name: one of `SETS`, `folder:PATH`, or `package.module:function`, called with `options`.
+
+    The module of an own function is looked for in the current folder, then where Python looks for modules.
+    """
     kind, colon, rest = name.partition(":")
     if kind == "folder" and rest:
         return as_data(_call(load_folder, name, {"root": rest, **options}), name=name)
@@ -53,14 +59,28 @@ def load(name: str, **options: Any) -> Data:
 
 def _find(module: str, attribute: str) -> Callable[..., Any]:
     try:
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise InvalidInput(f"cannot import {module!r} of the data set '{module}:{attribute}': {error}") from error
+        with _current_folder_importable():
+            found = importlib.import_module(module)
+    except Exception as error:  # the user's module runs its own code
+        what = f"{type(error).__name__}: {error}"
+        raise InvalidInput(f"cannot import {module!r} of the data set '{module}:{attribute}': {what}") from error
     function = getattr(found, attribute, None)
     if not callable(function):
         names = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
         raise InvalidInput(f"{module} has no function {attribute!r}.{suggest(attribute, names)}")
     return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _current_folder_importable() -> Iterator[None]:
+    # a script installed by pip does not look there, and that is where people keep their own modules
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
 
 
 def _call(function: Callable[..., Any], name: str, options: dict[str, Any]) -> Any:

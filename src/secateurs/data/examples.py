@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -46,10 +46,12 @@ class Examples:
     `inputs` only for its shape, or after `ready()`.
     """
 
-    inputs: Tensor  # (N, …), as stored
-    targets: Targets  # (N, …), or a tuple or dict of such tensors
+    inputs: Tensor = field(repr=False)  # (N, …), as stored
+    targets: Targets = field(repr=False)  # (N, …), or a tuple or dict of such tensors
     scaling: Scaling | None = None  # None: stored as the network takes them
-    ids: Tensor | None = None  # (N,) row numbers in the source, by which splits are shown to be disjoint
+    ids: Tensor | None = field(
+        default=None, repr=False
+    )  # (N,) row numbers in the source, by which splits are shown to be disjoint
 
     def __post_init__(self) -> None:
         count = len(self.inputs)
@@ -86,7 +88,7 @@ class Examples:
             self,
             inputs=self.inputs[rows],
             targets=map_targets(lambda part: part[rows], self.targets),
-            ids=None if self.ids is None else self.ids[rows],
+            ids=None if self.ids is None else self.ids[rows.to(self.ids.device)],
         )
 
     def ready(self, dtype: torch.dtype = torch.float32) -> Examples:

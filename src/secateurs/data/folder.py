@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from secateurs.data.examples import Examples, Scaling
-from secateurs.data.splits import Data, overlap_notes, split, split_shares
+from secateurs.data.splits import Data, overlap_notes, refuse_copies, split, split_shares
 from secateurs.errors import DataError, InvalidInput
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def load_folder(
         pixels = _read_all(files, size, channels)
         sets[name] = Examples(pixels, labels, scaling, torch.arange(offset, offset + len(files)))
         offset += len(files)
+    refuse_copies(sets)
     shares = {"search_share": search_share, "test_share": test_share}
     origin = {"root": str(root), "seed": seed, "size": size, "channels": channels, **shares}
     train, search, test = _three(sets, search_share, test_share, seed=seed)

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from secateurs.data.examples import Examples, Targets, map_targets, target_parts
 from secateurs.data.seeding import seeded
-from secateurs.data.splits import Data, overlap_notes, split, split_shares
+from secateurs.data.splits import Data, overlap_notes, refuse_copies, split, split_shares
 from secateurs.errors import DataError, InvalidInput
 
 Source = DataLoader[Any] | Dataset[Any] | tuple[Tensor, Targets] | Examples
@@ -49,12 +49,14 @@ def from_loaders(
         for part, source in (("train", train), ("search", search), ("test", test))
         if source is not None
     }
+    given = dict(sets)
     if "search" not in sets:
         sizes = split_shares(len(sets["train"]), search_share)
         sets["train"], sets["search"] = split(sets["train"], sizes, seed=seed)
     origin = {"seed": seed} if search is not None else {"seed": seed, "search_share": search_share}
-    # Data first: it names the same rows of one dataset, which says more than equal bytes do
+    # rows of one dataset before equal bytes: the first error says more
     data = Data(name, sets["train"], sets["search"], sets["test"], classes=classes, origin=origin)
+    refuse_copies(given)
     return replace(data, notes=overlap_notes(**data.splits()))
 
 

@@ -102,20 +102,22 @@ def shared_inputs(one: Examples, other: Examples) -> int:
     return sum(row in known for row in _row_digests(one))
 
 
+def refuse_copies(given: Mapping[str, Examples]) -> None:
+    """Raise if all inputs of one of the given sets are in another of them too, byte for byte."""
+    for (name, one), (other_name, other) in combinations(given.items(), 2):
+        small, large = ((name, one), (other_name, other)) if len(one) < len(other) else ((other_name, other), (name, one))
+        if shared_inputs(small[1], large[1]) == len(small[1]):
+            raise DataError(
+                f"all {len(small[1])} inputs of the {small[0]} set are in the {large[0]} set too: give disjoint sets "
+                f"(if this is meant, make secateurs.data.Data yourself)"
+            )
+
+
 def overlap_notes(train: Examples, search: Examples, test: Examples) -> tuple[str, ...]:
-    """What to say of inputs that are in two sets byte for byte; a set that is all part of another is an error."""
-    notes = []
-    for name, one, other_name, other in (
-        ("search", search, "train", train),
-        ("test", test, "train", train),
-        ("test", test, "search", search),
-    ):
-        shared = shared_inputs(one, other)
-        if shared == len(one):
-            raise DataError(f"all {shared} inputs of the {name} set are in the {other_name} set too: give disjoint sets")
-        if shared:
-            notes.append(f"{shared} of {len(one)} {name} inputs are also in {other_name}")
-    return tuple(notes)
+    """What a reader has to know of inputs that are in two sets, byte for byte."""
+    pairs = (("search", search, "train", train), ("test", test, "train", train), ("test", test, "search", search))
+    found = [(name, one, other_name, shared_inputs(one, other)) for name, one, other_name, other in pairs]
+    return tuple(f"{shared} of {len(one)} {name} inputs are also in {other}" for name, one, other, shared in found if shared)
 
 
 def stratified_order(labels: Tensor, generator: torch.Generator) -> Tensor:

@@ -21,7 +21,9 @@ from secateurs.masks import sample_masks
 class Choose(Protocol):
     """Chooses the neurons that stay."""
 
-    def __call__(self, nets: Nets, points: Points, keep: int, setting: Setting) -> Tensor: ...
+    def __call__(self, nets: Nets, points: Points, keep: int, setting: Setting) -> Tensor:
+        """A mask (E, H), True = kept, with `keep` neurons kept in every row."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def _l1(nets: Nets, points: Points) -> Tensor:
 
 
 def _l2(nets: Nets, points: Points) -> Tensor:
-    return nets.w1[..., :2].norm(dim=-1)
+    return nets.w1[..., :2].square().sum(-1).sqrt()
 
 
 def _in_times_out(nets: Nets, points: Points) -> Tensor:
@@ -113,15 +115,17 @@ def by_greedy_leave_one_out(nets: Nets, points: Points, keep: int, setting: Sett
 
 
 def by_refit(nets: Nets, points: Points, keep: int, setting: Setting) -> Tensor:
-    """One neuron goes at a time, the one the labels' least-squares fit on the hidden activations misses least.
+    """One neuron goes at a time, the one whose loss a new output layer can best make up for.
 
-    What a fit loses without term j is coef_j² / (Gram⁻¹)_jj, so one inverse a step answers for all neurons.
+    New output weights reproduce the whole network's logits by least squares. What such a fit loses without neuron j is
+    coef_j² / (Gram⁻¹)_jj, so one inverse a step answers for all neurons. Retraining starts from the old weights all the
+    same.
     """
     hidden = nets.hidden(points.x).double()
     terms = torch.cat([hidden, torch.ones_like(hidden[..., :1])], -1)
     gram = terms.mT @ terms
     gram = gram + 1e-9 * gram.diagonal(dim1=-2, dim2=-1).amax(-1)[:, None, None] * torch.eye(gram.shape[-1]).double()
-    target = terms.mT @ (2 * points.y - 1).double()[..., None]
+    target = terms.mT @ nets.logits(points.x).double()[..., None]
     kept = torch.ones_like(nets.w2, dtype=torch.bool)
     for _ in range(kept.shape[-1] - keep):
         inverse, coef = _solve_kept(gram, target, kept)
@@ -148,7 +152,7 @@ def _largest(values: Tensor, keep: int) -> Tensor:
     return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, ids, True)
 
 
-PAPER_METHODS: dict[str, Choose] = {"random": by_chance, "ensembles": by_ensembles("linear")}
+by_the_paper = by_ensembles("linear")
 
 OTHER_METHODS: dict[str, Choose] = {
     "ensembles, log score": by_ensembles("log"),

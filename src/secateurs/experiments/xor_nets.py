@@ -20,7 +20,8 @@ Optimiser = Literal["sgd", "adam"]
 
 # Tensors of a block of experiments stay in the processor's cache: several times faster than all 1,000 in one.
 _TRAIN_BLOCK, _SCORE_BLOCK = 512, 4
-# Kernels sum in another order in the last few columns: blocks are padded to a multiple of this, so none is ever "the last".
+# Kernels sum in another order in the last few columns: blocks are padded to a multiple of this, so none is ever "the
+# last".
 _LANES = 64
 
 
@@ -32,8 +33,6 @@ class Setting:
     experiments: int = 1000
     first: int = 0  # index of the first experiment: `first=7, experiments=1` repeats the eighth of a longer run
     points: int = 1000  # for training; as many fresh ones measure what was learnt
-    hidden: int = 10
-    keep: int = 3
     optimiser: Optimiser = "sgd"
     learning_rate: float = 0.1
     epochs: int = 130
@@ -107,7 +106,8 @@ def make_task(setting: Setting) -> Task:
 
 def _draw_points(setting: Setting, a: Tensor, b: Tensor, purpose: str) -> Points:
     radius, angle = uniform(setting, purpose, setting.points, 2).unbind(-1)
-    # A standard Gaussian point in polar form; torch.randn would make an experiment's points depend on how many are drawn.
+    # A standard Gaussian point in polar form; torch.randn would make an experiment's points depend on how many are
+    # drawn.
     radius, angle = (-2 * (1 - radius).log()).sqrt(), 2 * math.pi * angle
     x = torch.stack([radius * angle.cos(), radius * angle.sin()], -1)
     y = ((x @ a[..., None]) * (x @ b[..., None]) > 0).squeeze(-1).float()
@@ -127,23 +127,23 @@ def new_nets(setting: Setting, hidden: int, purpose: str) -> Nets:
 def train(nets: Nets, points: Points, setting: Setting, purpose: str) -> Nets:
     """Train every network on its own points with binary cross-entropy, from the weights it has.
 
-    The batches of an epoch hold the same indices in all experiments: their points are independent, so their training is.
+    The batches of an epoch hold the same indices in all experiments: their points are independent, so their training
+    is.
     """
     generator = stream(setting, f"{purpose} order")
     orders = [torch.randperm(points.y.shape[-1], generator=generator) for _ in range(setting.epochs)]
 
     def work(w1: Tensor, w2: Tensor, b2: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        last = [t.movedim(0, -1).contiguous() for t in (w1.mT, w2, b2, x.mT, y)]  # experiments last: columns of a vector unit
-        w1, w2, b2 = _train_block(*last, orders, setting)
+        # Experiments last: they are the columns of the processor's vector unit.
+        w1, w2, b2, x, y = (t.movedim(0, -1).contiguous() for t in (w1.mT, w2, b2, x.mT, y))
+        _train_block_(w1, w2, b2, x, y, orders, setting)
         return w1.movedim(-1, 0).mT, w2.movedim(-1, 0), b2
 
     trained = _in_blocks(work, _TRAIN_BLOCK, nets.w1, nets.w2, nets.b2, points.x, points.y)
     return Nets(*(t.contiguous() for t in trained))
 
 
-def _train_block(
-    w1: Tensor, w2: Tensor, b2: Tensor, x: Tensor, y: Tensor, orders: list[Tensor], setting: Setting
-) -> tuple[Tensor, Tensor, Tensor]:
+def _train_block_(w1: Tensor, w2: Tensor, b2: Tensor, x: Tensor, y: Tensor, orders: list[Tensor], setting: Setting) -> None:
     """Train in place one block: w1 (I, H, E), w2 (H, E), b2 (E,), x (I, N, E), y (N, E)."""
     parameters = [w1, w2, b2]
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[setting.optimiser]
@@ -156,7 +156,6 @@ def _train_block(
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             optimiser.step()
-    return w1, w2, b2
 
 
 def _gradients(w1: Tensor, w2: Tensor, b2: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,5 +205,6 @@ def _in_blocks(work: Callable[..., tuple[Tensor, ...]], size: int, *tensors: Ten
     count = len(tensors[0])
     step = min(size, _LANES)
     padded = torch.arange(math.ceil(count / step) * step) % count
-    results = [work(*(t[ids] for t in tensors)) for ids in padded.split(size)]
+    blocks = torch.split(padded, size)
+    results = [work(*(t[ids] for t in tensors)) for ids in blocks]
     return [torch.cat(parts)[:count] for parts in zip(*results, strict=True)]
