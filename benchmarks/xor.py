@@ -10,15 +10,24 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.conditions import conditions
 from secateurs.experiments.xor import SCHEDULES, SUCCESS, Row, table
 from secateurs.experiments.xor_nets import Setting, one_thread
+from secateurs.files import write_text
 from secateurs.importance import fit_importance, scores
 from secateurs.masks import sample_masks
+
+RESULTS = Path(__file__).parent / "results" / "xor.json"
+WANTED = 50  # times the batched way's CPU time
 
 
 def draw_task(setting: Setting) -> tuple[Tensor, Tensor]:
@@ -85,7 +94,7 @@ def plain_experiment(setting: Setting, generator: torch.Generator) -> list[bool]
     return results
 
 
-def measure(experiments: int, plain: int) -> dict[str, object]:
+def measure(experiments: int, plain: int) -> dict[str, Any]:
     setting = Setting(experiments=experiments, seed=17)
     torch.manual_seed(17)
     generator = torch.Generator().manual_seed(17)
@@ -96,6 +105,7 @@ def measure(experiments: int, plain: int) -> dict[str, object]:
         start, clock = time.process_time(), time.perf_counter()
         rows: tuple[Row, ...] = table(setting)
         batched_seconds, elapsed = time.process_time() - start, time.perf_counter() - clock
+        measured_on = asdict(conditions())
     return {
         "experiments": experiments,
         "plain experiments measured": plain,
@@ -105,13 +115,21 @@ def measure(experiments: int, plain: int) -> dict[str, object]:
         "ratio": round(plain_seconds / batched_seconds, 1),
         "plain successes by row": [sum(row) for row in zip(*successes, strict=True)],
         "batched percent by row": [row.training.percent for row in rows],
-        "torch": torch.__version__,
+        "conditions": measured_on,
     }
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--experiments", type=int, default=1000)
     parser.add_argument("--plain", type=int, default=10, help="experiments of the plain way to measure")
     given = parser.parse_args()
-    print(json.dumps(measure(given.experiments, given.plain), indent=1))
+    text = json.dumps(result := measure(given.experiments, given.plain), indent=1)
+    print(text)
+    write_text(RESULTS, text + "\n")
+    if result["ratio"] < WANTED:
+        sys.exit(f"batched training is {result['ratio']} times faster, wanted {WANTED}")
+
+
+if __name__ == "__main__":
+    main()

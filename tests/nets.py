@@ -364,7 +364,7 @@ class Generated(nn.Module):
         x = self.act(self.stem(torch.zeros(2, 3, 8, 8)))
         for name in blocks:
             block = BLOCKS[name](x.shape[1], x.shape[2], draw)
-            if min(x.shape[2:]) % 2 and name == "Hourglass":
+            if name == "Hourglass" and any(n % 2 for n in x.shape[2:]):
                 continue  # would not come up to the size it went down from
             x = block(x)
             self.blocks.append(block)
@@ -383,7 +383,7 @@ class Generated(nn.Module):
         if self.head == "flatten":
             x = torch.flatten(x, 1)
         elif self.head == "view":
-            x = x.view(x.size(0), -1)
+            x = x.contiguous().view(x.size(0), -1)
         elif self.head == "mean":
             x = x.mean((2, 3))
         else:

@@ -376,6 +376,18 @@ def test_every_example_is_seen_once_an_epoch_in_an_order_of_its_own() -> None:
     assert first != second != list(range(23))
 
 
+def test_dropout_differs_from_epoch_to_epoch() -> None:
+    seen: list[Tensor] = []
+
+    def watching(given: Tensor, wanted: Tensor) -> Tensor:
+        seen.append(given.detach() == 0)
+        return given.sum()
+
+    net = nn.Sequential(nn.Linear(1, 64), nn.Dropout(0.5))
+    train_(net, Examples(torch.ones(2, 1), torch.ones(2)), TrainSettings(epochs=2, batch=2), loss_fn=watching)
+    assert not torch.equal(seen[0], seen[1])
+
+
 def test_channels_last_gives_the_weights_back_in_the_usual_order() -> None:
     net, plain = small_net(), small_net()
     train_(net, small_images(), replace(LONG, epochs=1, channels_last=True))

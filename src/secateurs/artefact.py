@@ -38,8 +38,8 @@ def save(graph: Graph, path: str | Path, *, metadata: Mapping[str, str] | None =
         "secateurs_format": FORMAT,
         "plan": graph.plan.to_json(),
         "example": json.dumps([[list(e.shape), str(e.dtype).removeprefix("torch.")] for e in graph.example]),
-        "digest": digest(tensors),
     }
+    header["digest"] = digest(tensors, header)
     try:
         write_bytes(path, safetensors.torch.save(tensors, header))
     except OSError as error:
@@ -87,16 +87,16 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             f"{path}: got format {header.get('secateurs_format')!r}, wanted {FORMAT!r}: not saved by secateurs, or by another "
             f"release. Plain weights are loaded with model.load_state_dict."
         )
-    if digest(tensors) != header.get("digest"):
+    if digest(tensors, {k: v for k, v in header.items() if k != "digest"}) != header.get("digest"):
         raise ArtefactError(
-            f"{path}: the weights do not match their digest: the file was changed or damaged. Copy or make it again."
+            f"{path}: the contents do not match their digest: the file was changed or damaged. Copy or make it again."
         )
     return header, tensors
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, kinds, shapes and bytes."""
-    sha = hashlib.sha256()
+def digest(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> str:
+    """SHA-256 over names, kinds, shapes and bytes, and over the entries of a header."""
+    sha = hashlib.sha256(json.dumps(dict(header or {}), sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         sha.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
@@ -111,7 +111,10 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _header(data: bytes) -> dict[str, str]:
     (length,) = struct.unpack("<Q", data[:8])
-    found = json.loads(data[8 : 8 + length]).get("__metadata__", {})
+    whole = json.loads(data[8 : 8 + length])
+    found = whole.get("__metadata__", {}) if isinstance(whole, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError("its header holds no metadata")
     return {str(key): str(value) for key, value in found.items()}
 
 

@@ -17,6 +17,7 @@ from secateurs.data.examples import Examples, Targets
 from secateurs.errors import InvalidMask
 from secateurs.evaluate import Device, Measure, correct, cross_entropy, evaluating, on_device, total
 from secateurs.graph import Graph
+from secateurs.layers import mask_channels
 from secateurs.masking import split_at
 from secateurs.sites import Site
 
@@ -71,14 +72,9 @@ class MaskedNetwork:
             stack.enter_context(evaluating(self.suffix))
             for chunk in self._chunks(place):
                 for row, mask in enumerate(masks):
-                    outputs = self.suffix(self._masked(chunk.activations, mask), *chunk.carried)
+                    outputs = self.suffix(mask_channels(chunk.activations, mask, self.axis), *chunk.carried)
                     sums[row] += torch.stack([total(m(outputs, chunk.targets), chunk.examples) for m in measures])
         return sums / len(self.examples)
-
-    def _masked(self, activations: Tensor, mask: Tensor) -> Tensor:
-        shape = [1] * activations.dim()
-        shape[self.axis] = -1
-        return activations.masked_fill(~mask.to(activations.device).view(shape), 0)
 
     def _chunks(self, place: torch.device) -> Iterator[Chunk]:
         """The examples in order; those whose activations fit into the budget are computed once."""

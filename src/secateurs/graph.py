@@ -7,6 +7,7 @@ A `Graph` is a torch.fx graph of ordinary modules whose every node knows the sha
 from __future__ import annotations
 
 import copy
+import inspect
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,17 +16,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
 from secateurs.channels import Kept
 from secateurs.errors import InvalidInput, NonFinite, Untraceable
+from secateurs.naming import call_word, module_path
 from secateurs.normalise import align_train_and_eval_, normalise_
 from secateurs.plan import Plan
 
 Leaf = str | type[nn.Module]
 Example = Tensor | tuple[Tensor, ...]
 
-RULED_LEAVES: set[type[nn.Module]] = set()
+RULED: set[type[nn.Module]] = set()
 """Module classes with a rule of their own: tracing does not look inside them."""
+
+HARMLESS = {"__init__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__", "extra_repr"}
+
+
+def ruled_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """The class whose rule holds for `kind`: itself, or a parent of which it overrides nothing that matters."""
+    for parent in kind.__mro__:
+        if parent in RULED:
+            return parent
+        if any(hasattr(base, name) for base in parent.__bases__ for name in vars(parent) if name not in HARMLESS):
+            return None
+    return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +57,10 @@ class Graph:
     plan: Plan
     ids: Mapping[str, Tensor] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(tuple(e.shape)) for e in self.example)
+        return f"Graph({type(self.module).__name__}, example {shapes}, {len(self.plan.steps)} steps of cuts)"
 
     def __call__(self, *inputs: Tensor) -> Any:
         """Run the network."""
@@ -80,14 +99,15 @@ def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = 
     """
     example = as_example(example_input)
     check_model(model, example)
-    copied = copy.deepcopy(model)
+    copied = _copied(model)
     modes = {name: module.training for name, module in copied.named_modules()}
     tracer = _Tracer(copied, leaves)
     expected = _run(copied.eval(), example)
-    graph = _follow(tracer, copied)
+    arguments = _default_arguments(copied, example)
+    graph = _follow(tracer, copied, arguments)
     module = fx.GraphModule(copied, graph, class_name=type(model).__name__)
     record_shapes_(module, example)
-    align_train_and_eval_(module, lambda: _follow(tracer, copied.train()), demanded=model.training)
+    align_train_and_eval_(module, lambda: _follow(tracer, copied.train(), arguments), demanded=model.training)
     normalise_(module)
     _name_calls_(module)
     module.eval()
@@ -95,7 +115,17 @@ def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = 
     for name, part in module.named_modules():
         part.training = modes.get(name, model.training)
     origin = f"{type(model).__module__}.{type(model).__qualname__}"
-    return Graph(module, tuple(e.detach().clone() for e in example), Plan(model=origin))
+    return Graph(module, example, Plan(model=origin))
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise InvalidInput(
+            f"{type(model).__name__} cannot be copied ({error}). Weights that are computed (torch.nn.utils.weight_norm) must "
+            f"be made plain first: torch.nn.utils.remove_weight_norm, or use torch.nn.utils.parametrizations."
+        ) from error
 
 
 def as_example(example_input: Example) -> tuple[Tensor, ...]:
@@ -106,13 +136,15 @@ def as_example(example_input: Example) -> tuple[Tensor, ...]:
             f"example_input: got {type(example_input).__name__}, wanted a tensor, or a tuple of tensors for a model "
             f"with several arguments. Pass one batch as the model takes it, e.g. torch.randn(2, 3, 32, 32)."
         )
-    return example
+    return tuple(e.detach().clone() for e in example)
 
 
 def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
     """Refuse what cannot be traced rightly: no module, NaN or infinite weights, another device or dtype than the example's."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
+    if any(is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
+        raise InvalidInput("the model has lazy layers without weights yet. Run it once: model(example_input).")
     floating = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.is_floating_point():
@@ -144,7 +176,12 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
     try:
         module.eval()
         with torch.no_grad():
-            _Recorder(module).run(*example)
+            _Recorder(module).run(*copy.deepcopy(example))
+    except Exception as error:
+        raise Untraceable(
+            f"the traced {type(module).__name__} does not run on the example input: {str(error).splitlines()[0]} "
+            f"torch.fx followed another path than the model takes: mark the submodule as a leaf, or give all arguments."
+        ) from error
     finally:
         for part, mode in training.items():
             part.training = mode
@@ -184,18 +221,53 @@ class _Tracer(fx.Tracer):
         return (
             module_qualified_name in self.names
             or isinstance(m, self.classes)
-            or type(m) in RULED_LEAVES
+            or ruled_class(type(m)) is not None
             or super().is_leaf_module(m, module_qualified_name)
         )
 
 
-def _follow(tracer: _Tracer, model: nn.Module) -> fx.Graph:
+def _default_arguments(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Any]:
+    """The arguments of forward that the example leaves to their defaults: tracing must see those, not stand-ins."""
+    given: dict[str, Any] = {}
+    for place, parameter in enumerate(inspect.signature(model.forward).parameters.values()):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            raise Untraceable(
+                f"{type(model).__name__}.forward takes *{parameter.name}, which torch.fx cannot follow. Wrap the model in a "
+                f"module whose forward names its inputs."
+            )
+        if place >= len(example) and parameter.default is not parameter.empty:
+            given[parameter.name] = parameter.default
+    return given
+
+
+def _follow(tracer: _Tracer, model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
     if isinstance(model, torch.jit.ScriptModule):
         raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that it was made from.")
     try:
-        return tracer.trace(model)
+        graph = tracer.trace(model, concrete_args=arguments or None)
+        _forget_arguments_(graph, arguments)
+        return graph
     except Exception as error:
         raise Untraceable(_untraceable(model, error)) from error
+
+
+def _forget_arguments_(graph: fx.Graph, arguments: dict[str, Any]) -> None:
+    """Erase the placeholders of arguments left to their defaults, and the checks that torch.fx added for them."""
+    for node in [n for n in graph.nodes if n.op == "placeholder" and _is_default(n, arguments)]:
+        for user in sorted(_readers(node), key=list(graph.nodes).index, reverse=True):
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _is_default(node: fx.Node, arguments: dict[str, Any]) -> bool:
+    return any(str(node.target) == name or str(node.target).startswith(f"{name}_") for name in arguments)
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= {user} | _readers(user)
+    return found
 
 
 def _untraceable(model: nn.Module, error: Exception) -> str:
@@ -254,13 +326,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def module_path(node: fx.Node) -> str:
-    """Path of the submodule whose forward made `node`, '' for the model's own."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-    return paths[-1] if paths else ""
-
-
 def _name_calls_(module: fx.GraphModule) -> None:
     """Give every call of a function a name made of its submodule's path, e.g. 'layer1.0.add'; it survives all cuts."""
     seen: dict[str, int] = {}
@@ -268,8 +333,7 @@ def _name_calls_(module: fx.GraphModule) -> None:
         node.meta["unread"] = not node.users
         if node.op not in ("call_function", "call_method"):
             continue
-        word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
-        name = ".".join(part for part in (module_path(node), word) if part)
+        name = ".".join(part for part in (module_path(node), call_word(node)) if part)
         count = seen.get(name, 0)
         seen[name] = count + 1
         node.meta["name"] = f"{name}_{count}" if count else name

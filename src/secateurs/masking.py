@@ -14,26 +14,11 @@ from torch import Tensor, fx, nn
 
 from secateurs.errors import UnsupportedOp
 from secateurs.graph import Graph
+from secateurs.layers import Mask
+from secateurs.naming import free_name
 from secateurs.sites import Site, check_masks
 
 Masks = Mapping[str | Site, Tensor]
-
-
-class Mask(nn.Module):
-    """Zeroes the channels that are not kept, along `axis`; even infinite values become zero."""
-
-    keep: Tensor
-
-    def __init__(self, keep: Tensor, axis: int) -> None:
-        super().__init__()
-        self.register_buffer("keep", keep.clone())
-        self.axis = axis
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Same shape as `x`."""
-        shape = [1] * x.dim()
-        shape[self.axis] = -1
-        return x.masked_fill(~self.keep.view(shape), 0)
 
 
 def copy_module(graph: Graph) -> fx.GraphModule:
@@ -52,7 +37,7 @@ def masked(graph: Graph, masks: Masks) -> fx.GraphModule:
     for site, keep in checked.values():
         node = nodes[site.node]
         users = list(node.users)
-        name = f"mask_{site.node}"
+        name = free_name(module, f"mask_{site.node}")
         module.add_submodule(name, Mask(keep, site.axis).to(device_of(module)))
         with module.graph.inserting_after(node):
             mask = module.graph.call_module(name, (node,))

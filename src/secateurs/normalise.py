@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from secateurs.errors import Untraceable
+from secateurs.naming import call_word, free_name, module_path
 
 OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -69,13 +70,15 @@ def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable
         return
     for node, twin in zip(ours, other, strict=True):
         position = _mode_argument(node, twin)
-        if position is not None:
+        if position is not None and node.target in BUILDERS:
+            node.meta["follows_mode"] = True
+        elif position is not None:
             _follow_mode_(module, node, position)
 
 
 def _mode_argument(node: fx.Node, twin: fx.Node) -> int | str | None:
     """Which argument of a call is False in eval mode and True in train mode; None if there is no such."""
-    if node.op != "call_function" or node.target in BUILDERS:
+    if node.op != "call_function":
         return None
     for index, (a, b) in enumerate(zip(node.args, twin.args, strict=False)):
         if a is False and b is True:
@@ -108,11 +111,30 @@ def normalise_(module: fx.GraphModule) -> None:
             if layer is not None:
                 _call_module_(module, node, layer, (_argument(node, 0, "input"),))
     for node in reversed(list(module.graph.nodes)):
-        if node.op == "get_attr" and not node.users:
+        if not node.users and _is_pure(node):
             module.graph.erase_node(node)
     module.graph.lint()
     module.delete_all_unused_submodules()
+    _forget_unread_tensors_(module)
     module.recompile()
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether nothing is lost when a node that nobody reads is erased; an assertion is there to be run."""
+    if node.op not in ("get_attr", "call_function", "call_method"):
+        return False
+    return "assert" not in call_word(node) and not call_word(node).endswith("_")
+
+
+def _forget_unread_tensors_(module: fx.GraphModule) -> None:
+    """Delete parameters that no node reads: functional layers have taken theirs into modules of their own."""
+    called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
+    read = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    for name in [name for name, _ in [*parameters, *buffers]]:
+        parents = name.split(".")
+        if name not in read and not any(".".join(parents[:i]) in called for i in range(1, len(parents))):
+            delattr(module.get_submodule(".".join(parents[:-1])), parents[-1])
 
 
 def _refuse_assignment(node: fx.Node) -> None:
@@ -205,26 +227,9 @@ def _call_module_(
 ) -> None:
     """Turn `node` into a call of `layer`, which is stored beside the code that made the call."""
     layer.train(module.training)
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-    word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
-    base = ".".join(part for part in (paths[-1] if paths else "", word) if part)
-    name, count = base, 0
-    while _taken(module, name):
-        count += 1
-        name = f"{base}_{count}"
+    name = free_name(module, ".".join(part for part in (module_path(node), call_word(node)) if part))
     module.add_submodule(name, layer)
     node.op, node.target, node.args, node.kwargs = "call_module", name, args, kwargs or {}
-
-
-def _taken(module: nn.Module, path: str) -> bool:
-    for part in path.split("."):
-        if not hasattr(module, part):
-            return False
-        module = getattr(module, part)
-        if not isinstance(module, nn.Module):
-            return True
-    return True
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
@@ -278,6 +283,8 @@ def _build_prelu(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 def _build_batch_norm(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    if not node.meta.get("follows_mode"):  # frozen, or always on batch statistics: no module behaves like that
+        return None
     names = ["running_mean", "running_var", "weight", "bias"]
     given = {name: _argument(node, 1 + i, name) for i, name in enumerate(names)}
     held = {name: None if value is None else _held(module, value) for name, value in given.items()}

@@ -71,9 +71,11 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Read a plan from a JSON file."""
         try:
-            text = Path(path).read_text()
+            text = Path(path).read_bytes().decode()
         except OSError as error:
             raise PlanError(f"{path}: cannot be read ({error.strerror}).") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{path}: not a text file, so not a plan.") from error
         return Plan.from_json(text, where=str(path))
 
 
@@ -85,10 +87,12 @@ def _steps(found: dict[str, Any], where: str) -> list[list[Any]]:
 
 
 def _cut(found: Any, where: str) -> PlannedCut:
-    try:
-        cut = PlannedCut(str(found["site"]), tuple(int(i) for i in found["removed"]), int(found["channels"]))
-    except (KeyError, TypeError, ValueError) as error:
-        raise PlanError(f"{where}: a cut needs 'site', 'removed' (ids) and 'channels', got {found!r}.") from error
+    fields = found if isinstance(found, dict) else {}
+    site, removed, channels = fields.get("site"), fields.get("removed"), fields.get("channels")
+    whole = isinstance(removed, list) and all(type(i) is int for i in removed)
+    if not isinstance(site, str) or not isinstance(removed, list) or not whole or type(channels) is not int:
+        raise PlanError(f"{where}: a cut needs 'site' (text), 'removed' (a list of ids) and 'channels', got {found!r}.")
+    cut = PlannedCut(site, tuple(removed), channels)
     wrong = [i for i in cut.removed if not 0 <= i < cut.channels]
     if wrong or len(set(cut.removed)) != len(cut.removed):
         raise PlanError(

@@ -16,8 +16,9 @@ from torch import Tensor, fx
 
 from secateurs.cost import count_macs
 from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
-from secateurs.flow import Channelwise, Flows, Join, Layer, Moved, Opaque, analyse, find_flows, revivals
+from secateurs.flow import Channelwise, Flow, Flows, Join, Layer, Moved, Opaque, analyse, find_flows, revivals
 from secateurs.graph import Graph, shape_of
+from secateurs.layers import Align
 
 Shortcut = Literal["before", "after"]
 
@@ -128,6 +129,8 @@ def check_masks(graph: Graph, masks: Mapping[str | Site, Tensor]) -> dict[str, t
     for key, keep in masks.items():
         name = key.name if isinstance(key, Site) else key
         site = sites[name]
+        if name in checked:
+            raise InvalidMask(f"site {name!r} is given twice, as a Site and by its name. Give one mask for each site.")
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
             got = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
             raise InvalidMask(
@@ -160,7 +163,7 @@ class _Search:
             return None, "it is the shortcut, which keeps all its channels while masks go before the add"
         elif self._is_gate(chain):
             return None, "it is a gate: its filters go with the channels that it multiplies"
-        if self.flows.width(chain[0]) < 2:
+        if chain[0].meta.get("original_channels", self.flows.width(chain[0])) < 2:
             return None, "it has one filter only"
         reason = ""
         for candidate in self._candidates(chain):
@@ -172,9 +175,11 @@ class _Search:
     def _behind_gather(self, place: fx.Node) -> fx.Node:
         """Where an earlier cut left a gather as the only reader, the site is what the gather lets through."""
         users = self.flows.users.get(place, ())
-        flow = self.flows.of[users[0]] if len(users) == 1 else None
-        aligned = isinstance(flow, Moved) and users[0].op == "call_module" and not bool((flow.index < 0).any())
-        return self._behind_gather(users[0]) if aligned and users[0].meta.get("original_channels") else place
+        if len(users) != 1 or not self._is_alignment(users[0]) or not users[0].meta.get("original_channels"):
+            return place
+        flow = self.flows.of[users[0]]
+        assert isinstance(flow, Moved)
+        return place if bool((flow.index < 0).any()) else self._behind_gather(users[0])
 
     def _chain(self, start: fx.Node) -> list[fx.Node]:
         """`start` and what follows it channel by channel, as long as nobody else reads in between."""
@@ -182,10 +187,16 @@ class _Search:
         while True:
             users = self.flows.users.get(chain[-1], ())
             flow = self.flows.of[users[0]] if len(users) == 1 else None
-            follows = isinstance(flow, Channelwise) or (isinstance(flow, Layer) and flow.depthwise and not flow.reads_all)
-            if not follows:
+            if flow is None or not (isinstance(flow, Channelwise) or self._is_depthwise(flow) or self._is_alignment(users[0])):
                 return chain
             chain.append(users[0])
+
+    def _is_depthwise(self, flow: Flow | None) -> bool:
+        return isinstance(flow, Layer) and flow.depthwise and not flow.reads_all
+
+    def _is_alignment(self, node: fx.Node) -> bool:
+        """What an earlier cut put between two nodes."""
+        return node.op == "call_module" and isinstance(self.graph.module.get_submodule(str(node.target)), Align)
 
     def _candidates(self, chain: list[fx.Node]) -> list[fx.Node]:
         """Where the mask may go, best first: from the first activation on, or from the start if there is none."""
@@ -193,12 +204,10 @@ class _Search:
         return chain[active[0] :] if active else chain
 
     def _sum_behind(self, chain: list[fx.Node]) -> fx.Node | None:
-        """The add that a chain without activation runs into (through an alignment), if it does."""
+        """The add that a chain without activation runs into, if it does."""
         if any(getattr(self.flows.of[n], "activation", False) for n in chain):
             return None
         users = self.flows.users.get(chain[-1], ())
-        if len(users) == 1 and isinstance(self.flows.of[users[0]], Moved):
-            users = self.flows.users.get(users[0], ())
         if len(users) != 1:
             return None
         flow = self.flows.of[users[0]]
@@ -207,12 +216,9 @@ class _Search:
     def _is_shortcut(self, end: fx.Node, add: fx.Node) -> bool:
         """Of the two ways into an add, the one with fewer layers of its own is the shortcut."""
         ways = [self._layers_above(i) for i in self.flows.inputs[add]]
-        mine = 0 if self._leads_to(end, self.flows.inputs[add][0]) else 1
+        mine = self.flows.inputs[add].index(end)
         own, other = ways[mine] - ways[1 - mine], ways[1 - mine] - ways[mine]
         return bool(ways[0] & ways[1]) and len(own) < len(other)
-
-    def _leads_to(self, end: fx.Node, operand: fx.Node) -> bool:
-        return operand is end or end in self.flows.inputs[operand]
 
     def _layers_above(self, node: fx.Node) -> set[fx.Node]:
         found, open_nodes = set(), [node]

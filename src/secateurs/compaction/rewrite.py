@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, fx
 
 from secateurs.channels import Kept, all_of, ids, none_of, positions
-from secateurs.compaction.layers import Align, Constant
 from secateurs.compaction.narrow import narrow_channelwise_, narrow_layer_
 from secateurs.errors import EmptyLayer
 from secateurs.flow import Blocks, Channelwise, Concat, Flow, Flows, Join, Layer, Liveness, Moved, Opaque, Source
 from secateurs.flow.table import call_on
-from secateurs.graph import module_path, shape_of
+from secateurs.graph import shape_of
+from secateurs.layers import Align, Constant
+from secateurs.naming import free_name, module_path
 
 
 @dataclass
@@ -89,10 +90,7 @@ class Rewriter:
         return layer if isinstance(layer, Align) and layer.axis == axis else None
 
     def _insert(self, name: str, layer: torch.nn.Module, args: tuple[Any, ...]) -> fx.Node:
-        path, count = name, 0
-        while hasattr(self.module, path):
-            count += 1
-            path = f"{name}_{count}"
+        path = free_name(self.module, name)
         device = next((t.device for t in self.module.parameters()), torch.device("cpu"))
         self.module.add_submodule(path, layer.to(device).train(self.module.training))
         return self.module.graph.call_module(path, args)
@@ -361,7 +359,7 @@ class Rewriter:
         """Leave out the terms of a plain sum that have become zero; True if only one term is left and stands for the sum."""
         inputs = self.flows.inputs[node]
         rest = [i for i in inputs if i not in dropped]
-        if not rest or not flow.broadcasts:
+        if not rest or not flow.broadcasts or flow.zero_if == "first":
             raise EmptyLayer(self._empty_message(dropped[0], node))
         plain_sum = node.target in (operator.add, torch.add, "add") and not node.kwargs and len(node.args) == 2
         left_out_last = node.target in (operator.sub, torch.sub, "sub") and not node.kwargs and node.args[1] in dropped
@@ -412,7 +410,7 @@ class Rewriter:
         source = query.meta["asks_size_of"]
         axis, rank = self.flows.of[source].axis, len(shape_of(source).dims or ())
         item = node.args[1]
-        if not isinstance(item, int) or item % rank == axis:
+        if isinstance(item, int) and item % rank == axis:
             self._substitute(node)
 
     def _substitute(self, node: fx.Node) -> None:

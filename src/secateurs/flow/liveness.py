@@ -57,7 +57,7 @@ def find_flows(module: fx.GraphModule) -> Flows:
     inputs: dict[fx.Node, tuple[fx.Node, ...]] = {}
     users: dict[fx.Node, list[fx.Node]] = {}
     for node in module.graph.nodes:
-        if _is_size_query(node) or _is_read_through(node) or not _touches_tensors(node):
+        if _is_size_query(node, flows) or _is_read_through(node) or not _touches_tensors(node):
             continue
         inputs[node] = tuple(_tensor_inputs(node))
         axes = tuple(flows[i].axis for i in inputs[node])
@@ -130,6 +130,8 @@ def _touches_tensors(node: fx.Node) -> bool:
 def _tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
     """The tensors that `node` reads, once for each mention; a part of a split reads what was split."""
     for source in mentioned(node):
+        if _asks_kind_or_size(source):
+            continue
         if _is_read_through(source):
             yield from _tensor_inputs(source)
         elif shape_of(source).is_tensor or not _is_plain(shape_of(source).value):
@@ -155,24 +157,41 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, int | float | bool | str)
 
 
-def _is_size_query(node: fx.Node) -> bool:
-    """Asks for single sizes or for kinds, not for values: x.shape[0], x.size(0), x.dim(), x.dtype."""
-    if node.op == "call_method" and node.target == "size":
-        return len(node.args) > 1 or "dim" in node.kwargs or _gives_single_items(node)
-    if node.op == "call_function" and node.target is getattr:
-        return node.args[1] in ("ndim", "dtype", "device") or (node.args[1] == "shape" and _gives_single_items(node))
-    return node.op == "call_method" and node.target in ("dim", "ndimension")
+def _asks_kind_or_size(node: fx.Node) -> bool:
+    if node.op == "call_method":
+        return node.target in ("size", "dim", "ndimension")
+    return node.op == "call_function" and node.target is getattr and node.args[1] in ("shape", "ndim", "dtype", "device")
 
 
-def _gives_single_items(node: fx.Node) -> bool:
-    return all(user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
+def _is_size_query(node: fx.Node, flows: Mapping[fx.Node, Flow]) -> bool:
+    """Asks for kinds or single sizes, not for values: x.dtype, x.shape[0], x.size(0), x.shape[2:]; nothing is read then.
+
+    Who takes all sizes at once, the channels' among them, reads the tensor as it is.
+    """
+    if not _asks_kind_or_size(node):
+        return False
+    takes_all = node.target == "size" and len(node.args) == 1 and not node.kwargs
+    if not takes_all and not (node.target is getattr and node.args[1] == "shape"):
+        return True
+    (source,) = node.all_input_nodes
+    axis, dims = flows[source].axis, shape_of(source).dims
+    rank = len(dims or ())
+    return all(_leaves_out(user, axis, rank) for user in node.users)
+
+
+def _leaves_out(user: fx.Node, axis: int | None, rank: int) -> bool:
+    """Takes a single size, or a range of them without the channels'."""
+    if user.target is not operator.getitem:
+        return axis is None
+    item = user.args[1]
+    return isinstance(item, int) or (isinstance(item, slice) and axis not in range(rank)[item])
 
 
 def _is_read_through(node: fx.Node) -> bool:
     """A split of which only single parts are taken."""
     if node.op not in ("call_function", "call_method") or node.target not in rules.SPLITS:
         return False
-    return _gives_single_items(node)
+    return all(user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
 
 
 def analyse(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> Liveness:

@@ -18,6 +18,7 @@ from torch import fx, nn
 from secateurs.flow.kinds import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque
 from secateurs.flow.table import RULES, Op, call_on, rule
 from secateurs.graph import Shape, shape_of
+from secateurs.layers import Align
 from secateurs.normalise import FollowsMode
 
 
@@ -66,7 +67,8 @@ def linear(op: Op) -> Flow:
 @rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 def batch_norm(op: Op) -> Flow:
     """A zero channel becomes its bias less its mean: revived, whatever today's weights are."""
-    return _norm(op, keeps_zero=False, pointwise=True)
+    norm: Any = op.module
+    return _norm(op, keeps_zero=False, pointwise=norm.running_mean is not None)
 
 
 @rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -145,7 +147,7 @@ POINTWISE = (
         torch.cos,
         torch.erf,
     ),
-    *(torch.atan, torch.sign, torch.floor, torch.ceil, torch.round, torch.pow, operator.neg, operator.pow, abs),
+    *(torch.atan, torch.sign, torch.floor, torch.ceil, torch.round, torch.pow, operator.neg, operator.pow, operator.abs, abs),
     *("abs", "neg", "square", "sqrt", "exp", "log1p", "expm1", "sin", "cos", "erf", "atan", "sign", "pow"),
     *("floor", "ceil", "round"),
 )
@@ -240,11 +242,11 @@ def over_space(op: Op) -> Flow:
 @rule(torch.mean, torch.sum, torch.amax, torch.amin, torch.std, torch.var, "mean", "sum", "amax", "amin", "std", "var")
 def reduction(op: Op) -> Flow:
     """Over space each channel stays by itself; over the channels all are needed (a mean counts zeros too)."""
-    dims, keepdim = op.argument(1, "dim"), op.argument(2, "keepdim", False)
-    rank = len(op.shapes[0])
+    dims, rank = op.argument(1, "dim"), len(op.shapes[0])
+    keepdim = len(op.shape) == rank
     if op.axis is None:
         return opaque(op, "has no channels to keep apart")
-    if dims is None or isinstance(dims, bool) or not isinstance(keepdim, bool):
+    if dims is None or isinstance(dims, bool):
         return opaque(op, "reduces over the channels")
     over = {d % rank for d in ((dims,) if isinstance(dims, int) else dims)}
     if op.axis in over:
@@ -367,6 +369,13 @@ def concatenation(op: Op) -> Flow:
     return Concat(dim, tuple(s[dim] for s in op.shapes))
 
 
+@rule(Align)
+def align(op: Op) -> Flow:
+    """An alignment of an earlier cut, to be merged with what comes now."""
+    layer: Any = op.module
+    return Moved(layer.axis, layer.axis, op.shapes[0][layer.axis], torch.tensor(layer.take), "gather")
+
+
 # ---- parts: slices, chunks ---------------------------------------------------------------------------------------------
 
 SPLITS = (torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split")
@@ -470,7 +479,7 @@ def channel_shuffle(op: Op) -> Flow:
 # ---- shape: flatten, view, permute -------------------------------------------------------------------------------------
 
 
-@rule(nn.Flatten, torch.flatten, "flatten", torch.reshape, "reshape", "view", nn.Unflatten, "unflatten")
+@rule(nn.Flatten, torch.flatten, "flatten", torch.reshape, "reshape", "view")
 def reshaping(op: Op) -> Flow:
     """Each channel stays an axis, is spread over a block of features, or a block of features becomes a channel."""
     if op.axis is None:
@@ -483,10 +492,6 @@ def reshaping(op: Op) -> Flow:
     if place is None:
         return opaque(op, "mixes the channels with the axes before them")
     resize = None if op.module is not None or op.node.target in (torch.flatten, "flatten") else _resizer(op.node, place)
-    if op.module is not None and isinstance(op.module, nn.Unflatten):
-        return (
-            opaque(op, "has its sizes fixed inside the module") if after[place] != width else channelwise(op, keeps_zero=True)
-        )
     made = after[place]
     if made == width:
         return Channelwise(place, axis, width, keeps_zero=True, resize=resize)
@@ -589,4 +594,8 @@ def squeezing(op: Op) -> Flow:
     gone = {d for d in gone if op.shapes[0][d] == 1}
     if op.axis in gone:
         return opaque(op, "removes the axis of the channels")
-    return Channelwise(op.axis - sum(d < op.axis for d in gone), op.axis, op.width, keeps_zero=True)
+
+    def spell_out(node: fx.Node, width: int) -> None:
+        node.args, node.kwargs = (node.args[0], tuple(sorted(gone))), {}  # a single channel left must not vanish too
+
+    return Channelwise(op.axis - sum(d < op.axis for d in gone), op.axis, op.width, keeps_zero=True, resize=spell_out)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from secateurs.flow.kinds import Flow
-from secateurs.graph import RULED_LEAVES, shape_of
+from secateurs.graph import RULED, ruled_class, shape_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def rule(*keys: Key) -> Callable[[Rule], Rule]:
         for key in keys:
             RULES[key] = function
             if isinstance(key, type):
-                RULED_LEAVES.add(key)
+                RULED.add(key)
         return function
 
     return register
@@ -117,32 +117,11 @@ def rule_for(node: fx.Node, module: nn.Module | None) -> Rule | None:
     A module's class must be in the table, or be a subclass that changes nothing about the forward pass.
     """
     if module is not None:
-        return _rule_of_class(type(module))
+        kind = ruled_class(type(module))
+        return None if kind is None else RULES[kind]
     if node.op == "call_method":
         return RULES.get(str(node.target))
     found = RULES.get(node.target)
     if found is None and callable(node.target):
         found = RULES.get(f"{getattr(node.target, '__module__', '')}:{getattr(node.target, '__name__', '')}")
     return found
-
-
-HARMLESS = {
-    "__init__",
-    "__module__",
-    "__doc__",
-    "__annotations__",
-    "__firstlineno__",
-    "__static_attributes__",
-    "extra_repr",
-}
-
-
-def _rule_of_class(kind: type[nn.Module]) -> Rule | None:
-    """The rule of the class or of a parent from which it overrides nothing that matters."""
-    for parent in kind.__mro__:
-        if parent in RULES:
-            return RULES[parent]
-        overridden = {name for name in vars(parent) if name not in HARMLESS and hasattr(nn.Module, name)}
-        if overridden or any(hasattr(base, name) for base in parent.__bases__ for name in vars(parent) if name not in HARMLESS):
-            return None
-    return None

@@ -1,10 +1,32 @@
-"""The two modules that compaction adds: `Align`, where live channels differ, and `Constant`, what a folded branch gave."""
+"""The modules that secateurs adds to networks: `Mask`, `Align` where live channels differ, `Constant` for a folded branch."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Mask(nn.Module):
+    """Zeroes the channels that are not kept, along `axis`; even infinite values become zero."""
+
+    keep: Tensor
+
+    def __init__(self, keep: Tensor, axis: int) -> None:
+        super().__init__()
+        self.register_buffer("keep", keep.clone())
+        self.axis = axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as `x`."""
+        return mask_channels(x, self.keep, self.axis)
+
+
+def mask_channels(x: Tensor, keep: Tensor, axis: int) -> Tensor:
+    """`x` with zeros in the channels that are not in `keep` (C,)."""
+    shape = [1] * x.dim()
+    shape[axis] = -1
+    return x.masked_fill(~keep.to(x.device).view(shape), 0)
 
 
 class Align(nn.Module):
