@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from secateurs.artefact import digest, load, save
-from secateurs.channels import take
 from secateurs.compaction import compact, verify
 from secateurs.cost import Cost, cost
 from secateurs.data.examples import Examples
@@ -35,7 +34,7 @@ from secateurs.recipe import Recipe
 from secateurs.record import Record, create_folder, disk_errors, environment, open_folder
 from secateurs.search import Cut, find_cut
 from secateurs.sites import Site, find_sites
-from secateurs.training import EpochRecord, TrainSettings, TrainState, recalibrate_, train_
+from secateurs.training import EpochRecord, TrainSettings, TrainState, carry_momentum, recalibrate_, train_
 
 START = "checkpoints/start"
 TRAINING = "checkpoints/training"
@@ -377,8 +376,7 @@ class Run:
 
     def _take(self, smaller: Graph, found: Evaluation) -> None:
         """Go on with the smaller network; the momentum of the weights that are left comes along."""
-        names, kept = dict(smaller.module.named_parameters()), smaller.kept
-        self.momentum = {n: take(m, kept[n]) if n in kept else m for n, m in self.momentum.items() if n in names}
+        self.momentum = carry_momentum(self.momentum, smaller.kept, dict(smaller.module.named_parameters()))
         self.graph, self._accuracy, self._loss = smaller, found.accuracy, found.loss
         if self.recipe.recalibrate is not None:
             with self._unless_over_budget():

@@ -199,9 +199,20 @@ class _Search:
         return node.op == "call_module" and isinstance(self.graph.module.get_submodule(str(node.target)), Align)
 
     def _candidates(self, chain: list[fx.Node]) -> list[fx.Node]:
-        """Where the mask may go, best first: from the first activation on, or from the start if there is none."""
-        active = [i for i, n in enumerate(chain) if getattr(self.flows.of[n], "activation", False)]
-        return chain[active[0] :] if active else chain
+        """Where the mask may go, best first: from a layer's activation on, or from the layer if it has none.
+
+        A depthwise layer in the chain begins anew: a mask behind it goes behind its own activation.
+        """
+        candidates: list[fx.Node] = []
+        stretch: list[fx.Node] = []
+        for node in [*chain, None]:
+            if node is None or (stretch and self._is_depthwise(self.flows.of[node])):
+                active = [i for i, n in enumerate(stretch) if getattr(self.flows.of[n], "activation", False)]
+                candidates += stretch[active[0] :] if active else stretch
+                stretch = []
+            if node is not None:
+                stretch.append(node)
+        return candidates
 
     def _sum_behind(self, chain: list[fx.Node]) -> fx.Node | None:
         """The add that a chain without activation runs into, if it does."""
@@ -237,6 +248,8 @@ class _Search:
         """Ends in a product with a wider image: squeeze-and-excitation."""
         users = self.flows.users.get(chain[-1], ())
         flow = self.flows.of[users[0]] if len(users) == 1 else None
+        if isinstance(flow, Join) and flow.zero_if == "first" and self.flows.inputs[users[0]][0] is chain[-1]:
+            return True  # spread to the shape of what it multiplies
         if not isinstance(flow, Join) or flow.zero_if != "any":
             return False
         mine, whole = shape_of(chain[-1]).dims, shape_of(users[0]).dims
@@ -255,12 +268,15 @@ class _Search:
         axis = self.flows.of[place].axis
         assert axis is not None
         wide = place.meta.get("original_channels", channels)
-        return Site(self._name(layer, place), channels, place.name, axis, layers[::-1], original, wide)
+        return Site(self._name(layer, layers[::-1]), channels, place.name, axis, layers[::-1], original, wide)
 
-    def _name(self, layer: fx.Node, place: fx.Node) -> str:
-        """The layer's path; for a site behind an add, the path of the add."""
+    def _name(self, layer: fx.Node, layers: tuple[str, ...]) -> str:
+        """The path of the layer that loses filters; for a site behind an add, the path of the add."""
         add = self._sum_behind(self._chain(layer))
-        return str(layer.target) if add is None or self.shortcut == "before" else str(add.meta["name"])
+        if add is not None and self.shortcut == "after":
+            return str(add.meta["name"])
+        path = str(layer.target)
+        return path if path in layers or not layers else layers[0]
 
 
 def _macs(graph: Graph, node: fx.Node, flow: Layer) -> int:

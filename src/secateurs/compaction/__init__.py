@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, fx
 
 from secateurs.channels import compose, ids
-from secateurs.compaction.rewrite import Rewriter
+from secateurs.compaction.rewrite import rewrite_
+from secateurs.compaction.state import Rewriting
 from secateurs.errors import NotEqual, PlanError
 from secateurs.flow import analyse, find_flows
 from secateurs.graph import Graph, record_shapes_, tensors_in
@@ -40,19 +41,19 @@ def compact(graph: Graph, masks: Masks | Plan) -> Graph:
     flows = find_flows(module)
     keep = {nodes[site.node]: mask for site, mask in checked.values() if not bool(mask.all())}
     widths = {node: flows.width(node) for node in flows.of if flows.of[node].axis is not None}
-    rewriter = Rewriter(module, flows, analyse(flows, keep), keep)
-    rewriter.run()
+    state = Rewriting(module, flows, analyse(flows, keep), keep)
+    rewrite_(state)
     remaining = dict(graph.ids)
-    for node, layout in rewriter.layout.items():
+    for node, layout in state.layout.items():
         wide = node.meta.setdefault("original_channels", widths[node])
         remaining[node.name] = compose(graph.ids.get(node.name), ids(layout))
-        stand_in = rewriter.present(node)
+        stand_in = state.present(node)
         if stand_in not in flows.of:
             remaining[stand_in.name] = remaining[node.name]
             stand_in.meta["original_channels"] = wide
     record_shapes_(module, graph.example)
     cuts = [_planned(site, mask) for site, mask in checked.values() if not bool(mask.all())]
-    return Graph(module, graph.example, graph.plan.then(cuts) if cuts else graph.plan, remaining, rewriter.kept)
+    return Graph(module, graph.example, graph.plan.then(cuts) if cuts else graph.plan, remaining, state.kept)
 
 
 def _planned(site: Site, keep: Tensor) -> PlannedCut:

@@ -101,21 +101,19 @@ class Layer:
 class Join:
     """Several inputs meet channel by channel, with broadcasting: add, multiply, concatenation along another axis.
 
-    `zero_if`: the output is zero where "all" inputs are, where "any" is, where the "first" is, or "never" (x + 3).
+    `zero_if`: the output is zero where "all" inputs are, where "any" is, or where the "first" is.
     `in_axes`: the channel axis of each input; None for an input that has no channels of its own (it is broadcast).
     """
 
     axis: int
     in_axes: tuple[int | None, ...]
     width: int
-    zero_if: Literal["all", "any", "first", "never"]
+    zero_if: Literal["all", "any", "first"]
     widths: tuple[int, ...]
     broadcasts: bool = True
 
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Combined as `zero_if` says."""
-        if self.zero_if == "never":
-            return none_of(self.width)
         vectors = [self._broadcast(v) for v in ins]
         if self.zero_if == "first":
             return vectors[0]

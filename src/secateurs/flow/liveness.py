@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from secateurs.channels import all_of, none_of
 from secateurs.flow import rules
-from secateurs.flow.kinds import Channelwise, Flow, Join, Layer, Opaque, Source
+from secateurs.flow.kinds import Channelwise, Flow, Layer, Opaque, Source
 from secateurs.flow.table import Op, describe, rule_for
 from secateurs.graph import shape_of
 
@@ -302,8 +302,6 @@ def revivals(flows: Flows, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
 
 def _revives(flow: Flow, before: Tensor | None, after: Tensor) -> bool:
     """Whether an op that hands channels on one by one makes something of a zero one."""
-    if isinstance(flow, Join):
-        return flow.zero_if == "never"
     if isinstance(flow, Layer):
         return bool((before is not None) and before.any()) and flow.bias
     return isinstance(flow, Channelwise) and before is not None and bool((before & ~after).any())

@@ -9,7 +9,7 @@ from secateurs.training.loop import train_
 from secateurs.training.recalibrate import recalibrate_
 from secateurs.training.schedule import learning_rate
 from secateurs.training.settings import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
-from secateurs.training.state import EpochRecord, History, Kept, TrainState, carry_momentum, restore_
+from secateurs.training.state import EpochRecord, History, TrainState, carry_momentum, restore_
 
 __all__ = [
     "PAPER_FINETUNE",
@@ -17,7 +17,6 @@ __all__ = [
     "PAPER_RETRAIN",
     "EpochRecord",
     "History",
-    "Kept",
     "TrainSettings",
     "TrainState",
     "carry_momentum",

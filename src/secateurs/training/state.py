@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateurs.errors import InvalidInput, TrainingError
+from secateurs.channels import Kept, take
+from secateurs.errors import TrainingError
 from secateurs.training.settings import TrainSettings
 
 _WEIGHTS, _MOMENTUM = "weights/", "momentum/"
-
-Kept = Mapping[str, tuple[Tensor | None, ...]]
-"""For every parameter of the narrower network, the indices kept along each dimension; None keeps all."""
 
 
 @dataclass(frozen=True)
@@ -131,34 +129,14 @@ def undone_on_error(module: nn.Module) -> Iterator[None]:
         raise
 
 
-def carry_momentum(momentum: Mapping[str, Tensor], kept: Kept) -> dict[str, Tensor]:
-    """The momentum of the weights that survive a cut: every buffer reduced to the kept indices of its parameter.
+def carry_momentum(momentum: Mapping[str, Tensor], kept: Mapping[str, Kept], parameters: Iterable[str]) -> dict[str, Tensor]:
+    """The momentum of the weights that survive a cut: every buffer reduced as its parameter was (see `channels.take`).
 
-    Parameters that are not in `kept` are gone; those without momentum stay without.
+    `parameters` names those of the narrower network; one that is not in `kept` was not narrowed. Those without momentum stay
+    without.
     """
-    return {name: _reduce(name, momentum[name], indices) for name, indices in kept.items() if name in momentum}
-
-
-def _reduce(name: str, buffer: Tensor, indices: tuple[Tensor | None, ...]) -> Tensor:
-    if len(indices) != buffer.ndim:
-        raise InvalidInput(f"{len(indices)} index tensors for {name!r} of shape {tuple(buffer.shape)}: wanted one a dimension")
-    reduced = buffer
-    for dimension, index in enumerate(indices):
-        if index is not None:
-            reduced = reduced.index_select(dimension, _as_rows(name, index, dimension, buffer).to(buffer.device))
-    return reduced.clone()
-
-
-def _as_rows(name: str, index: Tensor, dimension: int, buffer: Tensor) -> Tensor:
-    size = buffer.shape[dimension]
-    where = f"dimension {dimension} of {name!r}, which has {size}"
-    if index.dtype == torch.bool:
-        if index.shape != (size,):
-            raise InvalidInput(f"mask of shape {tuple(index.shape)} for {where}")
-        return index.nonzero().flatten()
-    if index.ndim != 1 or (len(index) and not 0 <= int(index.min()) <= int(index.max()) < size):
-        raise InvalidInput(f"indices {index.tolist()} for {where}")
-    return index
+    there = [name for name in parameters if name in momentum]
+    return {name: take(momentum[name], kept[name]) if name in kept else momentum[name] for name in there}
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,11 @@
+"""One op, one rule, one table: how channels flow through each op that secateurs knows.
+
+Every op stands here once, in module, functional and method form together; a file a kind of op. An op without a rule is opaque:
+it gets its inputs at full width, and what it touches is not pruned. Users add rules with the same decorator.
+"""
+
+from secateurs.flow.rules import joins, layers, parts, shapes, space, values
+from secateurs.flow.rules.common import channelwise, opaque
+from secateurs.flow.rules.parts import SPLITS
+
+__all__ = ["SPLITS", "channelwise", "joins", "layers", "opaque", "parts", "shapes", "space", "values"]
