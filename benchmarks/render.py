@@ -48,11 +48,9 @@ def cuts_table(cuts: list[dict[str, Any]]) -> str:
     ]
     for cut in cuts:
         wrong = cut["difference"] > 1e-10
-        difference = (
-            f"**{100 * cut['difference']:.1f} % of the output: wrong**" if wrong else f"{cut['difference']:.0e}"
-        )
+        difference = f"**{100 * cut['difference']:.1f} % of the output: wrong**" if wrong else f"{cut['difference']:.0e}"
         lines.append(
-            f"| {cut['tool']} | {cut['network']} | {cut['filters']} | {cut['seconds']:.2f} s | "
+            f"| {cut['tool']} | {cut['shortcuts']} | {cut['filters']} | {cut['seconds']:.2f} s | "
             f"{cut['macs']:.2f}x fewer | {cut['parameters']:.2f}x fewer | {SpeedUp(**cut['speed']).summary()} | "
             f"{difference} |"
         )
@@ -72,9 +70,7 @@ def profile_text(report: dict[str, Any]) -> str:
     for kind in (*uncut, "all"):
         had, has = (total_before, total_after) if kind == "all" else (uncut[kind], cut[kind])
         faster = f"{had / has:.2f}x" if had > 1e-5 and has > 0 else "–"
-        lines.append(
-            f"| {kind} | {1e3 * had:.1f} ms | {1e3 * has:.1f} ms | {faster} | {100 * has / total_after:.1f} % |"
-        )
+        lines.append(f"| {kind} | {1e3 * had:.1f} ms | {1e3 * has:.1f} ms | {faster} | {100 * has / total_after:.1f} % |")
     rates = [128 * macs / seconds / 1e9 for macs, seconds in ((before, uncut["Conv2d"]), (after, cut["Conv2d"]))]
     lines.append(
         f"\nThe MACs fall {before / after:.2f}x; convolutions get {uncut['Conv2d'] / cut['Conv2d']:.2f}x faster, since "

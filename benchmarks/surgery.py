@@ -5,12 +5,11 @@ Ratios, measured in turns in one process. Writes benchmarks/results/surgery.json
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import sys
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -19,15 +18,16 @@ from torch import Tensor, nn
 
 from benchmarks.conditions import Conditions, conditions
 from benchmarks.profile import profile
-from benchmarks.rival import Pruned, prune_half, zeroed
+from benchmarks.render import RESULTS, update_page
+from benchmarks.rival import prune_half, zeroed
 from secateurs import Graph, compact, cost, find_sites, latency, masked, trace
 from secateurs.files import write_text
 from secateurs.models import build
-from secateurs.timing import Latency, SpeedUp, speedup
+from secateurs.timing import SpeedUp, speedup
 
-RESULTS = Path(__file__).parent / "results" / "surgery.json"
 BATCH = 128
 PASSES = 20  # forward passes that surgery must not outlast
+Masks = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,28 @@ class SurgeryTime:
 
 
 @dataclass(frozen=True)
+class Operated:
+    """A network that lost filters, how long that took, and what it must compute."""
+
+    tool: str
+    filters: str  # which were removed
+    network: nn.Module
+    seconds: float
+    reference: nn.Module  # the whole network with those filters' outputs set to zero
+
+
+@dataclass(frozen=True)
 class Cut:
     """One network after one cut, beside the uncut one."""
 
     tool: str
-    network: str
-    filters: str  # which were removed
+    shortcuts: str
+    filters: str
     seconds: float  # of surgery
     macs: float  # uncut over cut
     parameters: float  # uncut over cut
     speed: SpeedUp
-    difference: float  # from the masked network, relative to the largest output, in float64
+    difference: float  # from the reference, relative to the largest output, in float64
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,11 @@ class Report:
     cuts: tuple[Cut, ...]
     profile: tuple[dict[str, float], dict[str, float]]  # seconds by kind of node: uncut, cut
     profile_macs: tuple[int, int]
+
+
+def images(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random CIFAR-sized images, the same at every call."""
+    return torch.randn(count, 3, 32, 32, dtype=dtype, generator=torch.Generator().manual_seed(0))
 
 
 def randomised(name: str) -> nn.Module:
@@ -79,7 +95,7 @@ def randomised(name: str) -> nn.Module:
     return model
 
 
-def half(graph: Graph) -> dict[str, Tensor]:
+def random_half(graph: Graph) -> Masks:
     """Masks that keep a random half of the channels of every site, before the add."""
     generator = torch.Generator().manual_seed(0)
     keep = {}
@@ -89,132 +105,94 @@ def half(graph: Graph) -> dict[str, Tensor]:
     return keep
 
 
-def time_surgery(name: str, repeats: int) -> SurgeryTime:
-    """Trace and compact at all sites, in turns with a forward pass."""
-    model, x = randomised(name), torch.randn(BATCH, 3, 32, 32)
-    keep = half(trace(model, x[:2]))
-    rows: list[tuple[float, float, float]] = []
-    with torch.inference_mode(False):
-        for _ in range(repeats + 1):
-            start = perf_counter()
-            graph = trace(model, x[:2])
-            traced = perf_counter()
-            compact(graph, keep)
-            done = perf_counter()
-            with torch.inference_mode():
-                model(x)
-            rows.append((traced - start, done - traced, perf_counter() - done))
-    tracing, compacting, forward = zip(*rows[1:], strict=True)  # the first turn warms up
-    passes = PASSES * torch.tensor(forward, dtype=torch.float64)
-    whole = torch.tensor(tracing, dtype=torch.float64) + torch.tensor(compacting, dtype=torch.float64)
-    return SurgeryTime(median(tracing), median(compacting), median(forward), speedup(passes, whole))
+def removed_alike(graph: Graph, removed: dict[str, list[int]]) -> Masks:
+    """Masks, after the add, that drop the channels removed behind each BatchNorm."""
+    keep = {}
+    for site in find_sites(graph, shortcut="after"):
+        keep[site.name] = torch.ones(site.channels, dtype=torch.bool)
+        keep[site.name][removed[site.layers[0].replace("conv", "bn")]] = False
+    return keep
+
+
+def operate(model: nn.Module, keep: Masks, filters: str) -> tuple[Graph, Graph, Operated]:
+    """Trace and compact: the graphs before and after, and the record of it."""
+    start = perf_counter()
+    graph = trace(model, images(2))
+    narrow = compact(graph, keep)
+    seconds = perf_counter() - start
+    return graph, narrow, Operated("secateurs", filters, narrow.module, seconds, masked(graph, keep))
+
+
+def compare(model: nn.Module, shortcuts: str, operated: list[Operated], repeats: int) -> list[Cut]:
+    """Run the uncut network and all that was made of it in turns."""
+    measured = latency(model, *(o.network for o in operated), example_input=images(BATCH), repeats=repeats)
+    whole = cost(model, images(1))
+    cuts = []
+    for one, speed in zip(operated, measured.speedups, strict=True):
+        left = cost(one.network, images(1))
+        shrunk = whole.macs / left.macs, whole.parameters / left.parameters
+        difference = relative_difference(one.network, one.reference)
+        cuts.append(Cut(one.tool, shortcuts, one.filters, one.seconds, *shrunk, speed, difference))
+    return cuts
 
 
 def relative_difference(network: nn.Module, reference: nn.Module) -> float:
     """Largest difference between two networks' outputs in float64, over the largest output."""
-    x = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    x = images(4, torch.float64)
     with torch.inference_mode():
         wanted = copy.deepcopy(reference).double()(x)
         return float((copy.deepcopy(network).double()(x) - wanted).abs().max() / wanted.abs().max())
 
 
-def cut_half(name: str) -> tuple[Graph, Graph, float, float]:
-    """The traced network, what is left of it, the seconds of surgery, and the difference from the masked network."""
-    model = randomised(name)
-    keep = half(trace(model, torch.randn(2, 3, 32, 32)))
-    start = perf_counter()
-    graph = trace(model, torch.randn(2, 3, 32, 32))
-    narrow = compact(graph, keep)
-    seconds = perf_counter() - start
-    return graph, narrow, seconds, relative_difference(narrow.module, masked(graph, keep))
-
-
-def cut_alike(model: nn.Module, pruned: Pruned) -> tuple[Graph, float, float]:
-    """Remove with secateurs what Torch-Pruning removed: the network, the seconds, the difference from masked."""
-    start = perf_counter()
-    graph = trace(model, torch.randn(2, 3, 32, 32))
-    keep = {}
-    for site in find_sites(graph, shortcut="after"):
-        norm = site.layers[0].replace("conv", "bn")
-        keep[site.name] = torch.ones(site.channels, dtype=torch.bool)
-        keep[site.name][pruned.removed[norm]] = False
-    narrow = compact(graph, keep)
-    seconds = perf_counter() - start
-    return narrow, seconds, relative_difference(narrow.module, masked(graph, keep))
-
-
-def ratios(model: nn.Module, narrow: nn.Module | Graph) -> tuple[float, float]:
-    """MACs and parameters of the uncut network over those of the cut one."""
-    x = torch.randn(2, 3, 32, 32)
-    before, after = cost(model, x), cost(narrow, x)
-    return before.macs / after.macs, before.parameters / after.parameters
+def time_surgery(name: str, repeats: int) -> SurgeryTime:
+    """Trace and compact at all sites, in turns with a forward pass."""
+    model, x = randomised(name), images(BATCH)
+    keep = random_half(trace(model, x[:2]))
+    turns: list[tuple[float, float, float]] = []
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        graph = trace(model, x[:2])
+        traced = perf_counter()
+        compact(graph, keep)
+        compacted = perf_counter()
+        with torch.inference_mode():
+            model(x)
+        turns.append((traced - start, compacted - traced, perf_counter() - compacted))
+    tracing, compacting, forward = torch.tensor(turns[1:], dtype=torch.float64).T  # the first turn warms up
+    ratio = speedup(PASSES * forward, tracing + compacting)
+    return SurgeryTime(*(median(row.tolist()) for row in (tracing, compacting, forward)), ratio)
 
 
 def measure(repeats: int) -> Report:
-    """Everything, in about three minutes on two cores."""
-    x = torch.randn(BATCH, 3, 32, 32)
-    compare = partial(latency, example_input=x, repeats=repeats)
-
+    """Everything, in about two minutes on an idle core."""
+    half = "half of every layer's"
     a, b = randomised("resnet56"), randomised("resnet56-b")
-    graph, narrow, seconds, difference = cut_half("resnet56")
-    ours_a: Latency = compare(a, narrow)
-    rival_a, rival_b = (prune_half(model, x[:2]) for model in (a, b))
-    same_b, same_seconds, same_difference = cut_alike(b, rival_b)
-    speeds_b = compare(b, same_b, rival_b.network).speedups
-    whole = "half of every layer's"
-    cuts = (
-        Cut(
-            "secateurs",
-            "option A",
-            f"{whole}, before the add",
-            seconds,
-            *ratios(a, narrow),
-            ours_a.speedups[0],
-            difference,
-        ),
-        Cut(
-            "Torch-Pruning",
-            "option A",
-            whole,
-            rival_a.seconds,
-            *ratios(a, rival_a.network),
-            compare(a, rival_a.network).speedups[0],
-            relative_difference(rival_a.network, zeroed(a, rival_a.removed)),
-        ),
-        Cut(
-            "secateurs",
-            "option B",
-            f"{whole}, as Torch-Pruning",
-            same_seconds,
-            *ratios(b, same_b),
-            speeds_b[0],
-            same_difference,
-        ),
-        Cut(
-            "Torch-Pruning",
-            "option B",
-            whole,
-            rival_b.seconds,
-            *ratios(b, rival_b.network),
-            speeds_b[1],
-            relative_difference(rival_b.network, zeroed(b, rival_b.removed)),
-        ),
-    )
-    uncut, cut = profile((graph, narrow), x, repeats)
+    graph, narrow, ours = operate(a, random_half(trace(a, images(2))), f"{half}, before the add")
+    theirs_a, theirs_b = prune_half(a, images(2)), prune_half(b, images(2))
+    alike = removed_alike(trace(b, images(2)), theirs_b.removed)
+    operated_a = [ours, Operated("Torch-Pruning", half, theirs_a.network, theirs_a.seconds, zeroed(a, theirs_a.removed))]
+    operated_b = [
+        operate(b, alike, f"{half}, those that Torch-Pruning takes")[2],
+        Operated("Torch-Pruning", half, theirs_b.network, theirs_b.seconds, zeroed(b, theirs_b.removed)),
+    ]
+    cuts = compare(a, "option A", operated_a, repeats) + compare(b, "option B", operated_b, repeats)
+    uncut, cut = profile((graph, narrow), images(BATCH), repeats)
     return Report(
         conditions(),
-        time_surgery("resnet110", max(5, repeats // 4)),
-        cuts,
+        time_surgery("resnet110", repeats),
+        tuple(cuts),
         (uncut, cut),
         (cost(graph).macs, cost(narrow).macs),
     )
 
 
 def main() -> int:
-    from benchmarks.render import update_page
-
-    report = measure(repeats=20)
-    write_text(RESULTS, json.dumps(asdict(report), indent=1) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; one is least disturbed by other programs")
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    write_text(RESULTS, json.dumps(asdict(measure(options.repeats)), indent=1) + "\n")
     sys.stdout.write(update_page() + "\n")
     return 0
 

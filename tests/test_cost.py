@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from secateurs.cost import ROOT, TOTAL, Cost, LayerCost, cost, table
+from secateurs.costs import ROOT, TOTAL, Cost, LayerCost, cost, table
 from secateurs.errors import InvalidInput
 from secateurs.models import build
 

@@ -139,6 +139,30 @@ for dims in (1, 2, 3):
             shape=shape,
         )
 
+for label, pool in {
+    "F.max_pool1d": lambda x: F.max_pool1d(x, 3, 1, 1),
+    "F.adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x, 8),
+}.items():  # torch takes (N, C) for one example of N channels
+    op(
+        f"{label} over features (N, C)",
+        lambda net, x, pool=pool: net.b(pool(F.relu(net.a(x)))),
+        lambda: {"a": nn.Linear(3, 8), "b": nn.Linear(8, 4)},
+        (),
+        refused={"a": "works along the axis of the channels"},
+        shape=(2, 3),
+    )
+for label, pool in {
+    "F.avg_pool2d": lambda x: F.avg_pool2d(x, 3, 1, 1),
+    "F.adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, (8, 5)),
+}.items():
+    op(
+        f"{label} of (N, C, L)",
+        lambda net, x, pool=pool: net.b(pool(F.relu(net.a(x)))),
+        lambda: {"a": nn.Conv1d(3, 8, 1), "b": nn.Conv1d(8, 4, 1)},
+        (),
+        refused={"a": "works along the axis of the channels"},
+        shape=(2, 3, 6),
+    )
 op(
     "padding='same'",
     lambda net, x: net.b(F.relu(net.a(x))),

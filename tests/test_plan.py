@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nets import Net, random_tensor, run, traced
 from torch import nn
@@ -65,12 +65,13 @@ def test_cutting_nothing_leaves_no_step() -> None:
 
 cuts = st.integers(1, 40).flatmap(
     lambda n: st.builds(
-        lambda site, ids, n=n: PlannedCut(site, tuple(sorted(ids)), n), st.text(min_size=1), st.sets(st.integers(0, n - 1))
+        lambda site, ids, n=n: PlannedCut(site, tuple(sorted(ids)), n), st.text(min_size=1, max_size=9), st.sets(st.integers(0, n - 1))
     )
 )
 
 
-@given(st.builds(Plan, st.lists(st.lists(cuts).map(tuple)).map(tuple), st.text()))
+@settings(deadline=None, max_examples=30)
+@given(st.builds(Plan, st.lists(st.lists(cuts, max_size=3).map(tuple), max_size=3).map(tuple), st.text(max_size=20)))
 def test_json_and_back_is_the_same_plan(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -104,7 +105,7 @@ def one_cut(**changes: Any) -> str:
         (plan_json(secateurs_plan="1"), "plan of version '1'"),
         (plan_json(steps={}), "'steps' must be a list of lists"),
         (plan_json(steps=[{}]), "'steps' must be a list of lists"),
-        (plan_json(steps=[["a"]]), "a cut needs 'site', 'removed' .* and 'channels'"),
+        (plan_json(steps=[["a"]]), "a cut needs 'site'.*'removed'.* and 'channels'"),
         (plan_json(steps=[[{"site": "a", "removed": [1]}]]), "a cut needs"),
         (one_cut(removed=[6]), r"removed ids \[6\] must be distinct, 0 to 5"),
         (one_cut(removed=[-1]), "must be distinct, 0 to 5"),

@@ -40,7 +40,7 @@ from secateurs.experiments.xor_nets import (
     stream,
     train,
 )
-from secateurs.experiments.xor_tables import markdown, methods_sheet, paper_sheet, plain, sweep_sheet
+from secateurs.experiments.xor_tables import Sheet, markdown, methods_sheet, paper_sheet, plain, sweep_sheet
 
 SMALL = Setting(seed=11, experiments=5, points=200, epochs=3, masks=40)
 
@@ -262,12 +262,14 @@ def rows_of(percent: int) -> list[Row]:
 def test_sheets_put_the_papers_figure_beside_ours() -> None:
     rows = rows_of(83)
     sheet = paper_sheet(rows, [rows], [1])
-    assert sheet.lines[0][:5] == ("ensembles, one-shot", "82.6", "83.0", "74.5–89.1", "yes")
+    # Two shares of 0.826 among 1,000 and 0.83 among 100: the variances add up to 0.0394², and 1.96 times that is 7.7 points.
+    assert sheet.lines[0][:6] == ("ensembles, one-shot", "82.6", "83.0", "74.5–89.1", "yes", "+0.4 ± 7.7")
     far = rows_of(50)
-    assert paper_sheet(far, [far, far], [1, 2]).lines[1][4:] == ("no: ours -38.0", "50.0", "50.0", "40.0")
+    assert paper_sheet(far, [far, far], [1, 2]).lines[1][4:] == ("no", "-38.0 ± 10.0", "50.0", "50.0", "40.0")
     assert methods_sheet(rows).lines[0][0] == "ensembles"
     text = markdown(sweep_sheet([SweptPoint(0.3, 100, Share(8, 10), Share(7, 10))]))
     assert "| P | M = 100 |\n| --- | --- |\n| 0.3 | 80.0 (49.0–94.3) |\n" in text
+    assert "| mean \\|Taylor\\| |" in markdown(Sheet("t", ("method",), (("mean |Taylor|",),)))
     assert plain(rows[0])["training"] == {
         "successes": 83,
         "experiments": 100,

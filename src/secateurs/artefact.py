@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from secateurs.compaction import replay
-from secateurs.errors import ArtefactError, PlanError, SecateursError
+from secateurs.errors import ArtefactError, InvalidInput, PlanError, SecateursError
 from secateurs.files import write_bytes
 from secateurs.graph import Graph, trace
 from secateurs.plan import Plan
@@ -32,11 +32,15 @@ def save(graph: Graph, path: str | Path, *, metadata: Mapping[str, str] | None =
     `metadata` adds own entries (text) to the file's header.
     """
     path = Path(path)
+    for name, value in (metadata or {}).items():
+        if not isinstance(value, str):
+            raise InvalidInput(f"metadata {name!r}: got {type(value).__name__}, wanted text. Use str(...) or json.dumps(...).")
     tensors = _tensors(graph.module)
     header = {
         **(metadata or {}),
         "secateurs_format": FORMAT,
         "plan": graph.plan.to_json(),
+        "leaves": json.dumps(graph.leaves),
         "example": json.dumps([[list(e.shape), str(e.dtype).removeprefix("torch.")] for e in graph.example]),
     }
     header["digest"] = digest(tensors, header)
@@ -60,7 +64,7 @@ def load(model: nn.Module, path: str | Path, *, example_input: Tensor | tuple[Te
         raise ArtefactError(f"{path}: holds a {plan.model}, but the model given is a {ours}. Build the class that was pruned.")
     example = _example(header, path, model) if example_input is None else example_input
     try:
-        graph = replay(trace(model, example), plan)
+        graph = replay(trace(model, example, leaves=json.loads(header.get("leaves", "[]"))), plan)
     except SecateursError as error:
         raise ArtefactError(
             f"{path}: its plan does not fit this {ours}: {error} Build the model with the options it was pruned with."

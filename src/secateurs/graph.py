@@ -47,7 +47,8 @@ def ruled_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 class Graph:
     """A network as ordinary modules joined by a torch.fx graph, with what is needed to go on cutting it.
 
-    `module` is the runnable network. `example` is an input that it takes. `plan` holds the cuts made so far. `ids` gives,
+    `module` is the runnable network. `example` is an input that it takes. `plan` holds the cuts made so far,
+    `leaves` the submodules that were left whole. `ids` gives,
     for each node that lost channels, which of its original channels are left. `kept` gives, for each parameter and
     buffer that the last cut narrowed, the entries that survived it.
     """
@@ -55,6 +56,7 @@ class Graph:
     module: fx.GraphModule
     example: tuple[Tensor, ...]
     plan: Plan
+    leaves: tuple[str, ...] = ()
     ids: Mapping[str, Tensor] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
 
@@ -109,13 +111,13 @@ def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = 
     record_shapes_(module, example)
     align_train_and_eval_(module, lambda: _follow(tracer, copied.train(), arguments), demanded=model.training)
     normalise_(module)
-    _name_calls_(module)
+    _note_origin_(module)
     module.eval()
     _check_same(_run(module, example), expected, type(model).__name__)
     for name, part in module.named_modules():
         part.training = modes.get(name, model.training)
     origin = f"{type(model).__module__}.{type(model).__qualname__}"
-    return Graph(module, example, Plan(model=origin))
+    return Graph(module, example, Plan(model=origin), tracer.left_whole(copied))
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -143,6 +145,8 @@ def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
     """Refuse what cannot be traced rightly: no module, NaN or infinite weights, another device or dtype than the example's."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that it was made from.")
     if any(is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
         raise InvalidInput("the model has lazy layers without weights yet. Run it once: model(example_input).")
     floating = []
@@ -176,7 +180,7 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
     try:
         module.eval()
         with torch.no_grad():
-            _Recorder(module).run(*copy.deepcopy(example))
+            _Recorder(module).run(*like_network(module, copy.deepcopy(example)))
     except Exception as error:
         raise Untraceable(
             f"the traced {type(module).__name__} does not run on the example input: {str(error).splitlines()[0]} "
@@ -185,6 +189,14 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
     finally:
         for part, mode in training.items():
             part.training = mode
+
+
+def like_network(module: nn.Module, example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The example on the device and in the precision of the network, which may have been moved since it was traced."""
+    first = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if first is None:
+        return example
+    return tuple(e.to(first.device, first.dtype) if e.is_floating_point() else e.to(first.device) for e in example)
 
 
 class _Recorder(fx.Interpreter):
@@ -217,6 +229,10 @@ class _Tracer(fx.Tracer):
         for name in self.names - known:
             raise InvalidInput(f"leaves: the model has no submodule {name!r}. Give a path of model.named_modules().")
 
+    def left_whole(self, root: nn.Module) -> tuple[str, ...]:
+        """Paths of the submodules that the user wanted as leaves."""
+        return tuple(name for name, part in root.named_modules() if name in self.names or isinstance(part, self.classes))
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return (
             module_qualified_name in self.names
@@ -241,8 +257,6 @@ def _default_arguments(model: nn.Module, example: tuple[Tensor, ...]) -> dict[st
 
 
 def _follow(tracer: _Tracer, model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that it was made from.")
     try:
         graph = tracer.trace(model, concrete_args=arguments or None)
         _forget_arguments_(graph, arguments)
@@ -309,9 +323,9 @@ def _check_same(traced: Any, expected: Any, name: str) -> None:
         scale = float(theirs.abs().max()) if theirs.numel() else 0.0
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5 * max(scale, 1e-30)):
             raise Untraceable(
-                f"the traced {name} gives another output than the model itself: its forward is random in eval mode, or "
-                f"changes a tensor in place behind a view. Rewrite that part without in-place changes, or mark the "
-                f"submodule as a leaf: trace(model, x, leaves=['path.of.submodule'])."
+                f"the traced {name} gives another output than the model itself: its forward is random in eval mode, "
+                f"changes a tensor in place behind a view, or relies on hooks of the model or a container. Rewrite that part, "
+                f"or mark the submodule as a leaf: trace(model, x, leaves=['path.of.submodule'])."
             )
 
 
@@ -326,11 +340,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def _name_calls_(module: fx.GraphModule) -> None:
-    """Give every call of a function a name made of its submodule's path, e.g. 'layer1.0.add'; it survives all cuts."""
+def _is_one_to_one(layer: nn.Module) -> bool:
+    """A depthwise layer with one filter for each channel."""
+    groups = getattr(layer, "groups", 1)
+    return isinstance(groups, int) and 1 < groups == getattr(layer, "in_channels", 0) == getattr(layer, "out_channels", 0)
+
+
+def _note_origin_(module: fx.GraphModule) -> None:
+    """Note at every node what must survive all cuts: for a call of a function, a name such as 'layer1.0.add'."""
     seen: dict[str, int] = {}
     for node in module.graph.nodes:
         node.meta["unread"] = not node.users
+        node.meta["one_to_one"] = node.op == "call_module" and _is_one_to_one(module.get_submodule(str(node.target)))
         if node.op not in ("call_function", "call_method"):
             continue
         name = ".".join(part for part in (module_path(node), call_word(node)) if part)

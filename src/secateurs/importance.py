@@ -226,8 +226,7 @@ def _least_squares(features: Tensor, s: Tensor, ridge: float) -> _Fit:
     inverse = torch.where(seen, sizes / (sizes.square() + ridge * count), 0.0)
     coef = vt.mT @ (inverse[..., None] * (u.mT @ (q.mT @ (s - mean)[..., None])))
     known = (vt.square() * seen[..., None]).sum(-2)
-    # Constant row sums hide the all-ones direction: coefficients are then meant up to a constant, and that much is
-    # known.
+    # Constant row sums hide the all-ones direction: coefficients are then meant up to a constant, and so far known.
     known = known + torch.where(x.sum(-1).abs().amax(-1) < 1e-9 * width, 1 / width, 0.0)[..., None]
     variances = (vt.square() * inverse.square()[..., None]).sum(-2)
     return _Fit(

@@ -6,7 +6,7 @@ import dataclasses
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 import tomli_w
@@ -23,6 +23,7 @@ Direction = Literal["forward", "backward"]
 Budget = Literal["site", "run"]
 Model = Literal["linear", "pairs"]
 Scoring = Literal["train", "search"]
+Asked = TypeVar("Asked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +98,28 @@ _RANGES: dict[str, tuple[float, float]] = {
 
 def read_recipe(path: str | Path, **overrides: Any) -> Recipe:
     """The recipe in a TOML file, with single fields overridden ("finetune.epochs" reaches inside a table)."""
-    path = Path(path)
+    return recipe_from(_read_toml(Path(path)), where=str(path), **overrides)
+
+
+def read_settings(path: str | Path, **overrides: Any) -> TrainSettings:
+    """The settings of a training in a TOML file, with single fields overridden."""
+    return settings_from(_read_toml(Path(path)), where=str(path), **overrides)
+
+
+def settings_from(fields: dict[str, Any], *, where: str = "settings", **overrides: Any) -> TrainSettings:
+    """The settings of a training that plain values describe; `where` is named in errors."""
+    fields = _overridden(fields, overrides)
+    _refuse_unknown(fields, TrainSettings, where, "")
+    return _converted(fields, TrainSettings, where)
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        found = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}).") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not TOML ({error}).") from error
-    return recipe_from(found, where=str(path), **overrides)
 
 
 def recipe_from(fields: dict[str, Any], *, where: str = "recipe", **overrides: Any) -> Recipe:
@@ -114,8 +129,12 @@ def recipe_from(fields: dict[str, Any], *, where: str = "recipe", **overrides: A
     for name in ("finetune", "retrain"):
         if isinstance(fields.get(name), dict):
             _refuse_unknown(fields[name], TrainSettings, where, f"{name}.")
+    return _converted(fields, Recipe, where)
+
+
+def _converted(fields: dict[str, Any], kind: type[Asked], where: str) -> Asked:
     try:
-        return msgspec.convert(fields, Recipe, strict=True)
+        return msgspec.convert(fields, kind, strict=True)
     except msgspec.ValidationError as error:
         raise RecipeError(f"{where}: {_readable(error, fields)}") from error
     except InvalidInput as error:

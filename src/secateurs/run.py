@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from secateurs.artefact import digest, load, save
 from secateurs.compaction import compact, verify
-from secateurs.cost import Cost, cost
+from secateurs.costs import Cost, cost
 from secateurs.data.examples import Examples
 from secateurs.data.seeding import derive, generator_for
 from secateurs.data.splits import Data, subset

@@ -14,9 +14,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, fx
 
-from secateurs.cost import count_macs
+from secateurs.costs import count_macs
 from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
-from secateurs.flow import Channelwise, Flow, Flows, Join, Layer, Moved, Opaque, analyse, find_flows, revivals
+from secateurs.flow import Channelwise, Flow, Flows, Join, Layer, Opaque, analyse, find_flows, revivals
 from secateurs.graph import Graph, shape_of
 from secateurs.layers import Align
 
@@ -75,10 +75,11 @@ def find_sites(graph: Graph, shortcut: Shortcut = "before") -> Sites:
     """All sites of `graph`; `shortcut` says where a residual block's last filters are masked: before or after the add."""
     if shortcut not in ("before", "after"):
         raise InvalidInput(f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add).")
-    search = _Search(graph, find_flows(graph.module), shortcut)
+    flows = find_flows(graph.module)
+    search = _Search(graph, flows, shortcut, analyse(flows, {}).need)
     sites: dict[fx.Node, Site] = {}
     refused: list[Unprunable] = []
-    for node, flow in search.flows.of.items():
+    for node, flow in flows.of.items():
         if isinstance(flow, Layer):
             place, reason = search.place(node)
             if place is None:
@@ -86,9 +87,9 @@ def find_sites(graph: Graph, shortcut: Shortcut = "before") -> Sites:
             elif place not in sites:
                 sites[place] = search.site(node, place)
     covered = {layer for site in sites.values() for layer in site.layers}
-    order = {node: i for i, node in enumerate(search.flows.of)}
+    order = {node: i for i, node in enumerate(flows.of)}
     found = [sites[place] for place in sorted(sites, key=order.__getitem__)]
-    hidden = [*_opaque_layers(graph, search.flows)]
+    hidden = [*_opaque_layers(graph, flows)]
     return Sites(found, [u for u in [*refused, *hidden] if u.name not in covered])
 
 
@@ -152,6 +153,7 @@ class _Search:
     graph: Graph
     flows: Flows
     shortcut: Shortcut
+    idle: Mapping[fx.Node, Tensor]  # what is needed while nothing is masked, where that is not everything
 
     def place(self, layer: fx.Node) -> tuple[fx.Node | None, str]:
         """The node behind which the mask of `layer` goes, or None and the reason."""
@@ -174,12 +176,8 @@ class _Search:
 
     def _behind_gather(self, place: fx.Node) -> fx.Node:
         """Where an earlier cut left a gather as the only reader, the site is what the gather lets through."""
-        users = self.flows.users.get(place, ())
-        if len(users) != 1 or not self._is_alignment(users[0]) or not users[0].meta.get("original_channels"):
-            return place
-        flow = self.flows.of[users[0]]
-        assert isinstance(flow, Moved)
-        return place if bool((flow.index < 0).any()) else self._behind_gather(users[0])
+        user, _ = self._only_reader(place)
+        return place if user is None or not user.meta.get("ends_site") else self._behind_gather(user)
 
     def _chain(self, start: fx.Node) -> list[fx.Node]:
         """`start` and what follows it channel by channel, as long as nobody else reads in between."""
@@ -187,31 +185,32 @@ class _Search:
         while True:
             users = self.flows.users.get(chain[-1], ())
             flow = self.flows.of[users[0]] if len(users) == 1 else None
-            if flow is None or not (isinstance(flow, Channelwise) or self._is_depthwise(flow) or self._is_alignment(users[0])):
+            if flow is None or not (isinstance(flow, Channelwise) or self._hands_on(users[0])):
                 return chain
             chain.append(users[0])
 
-    def _is_depthwise(self, flow: Flow | None) -> bool:
-        return isinstance(flow, Layer) and flow.depthwise and not flow.reads_all
-
-    def _is_alignment(self, node: fx.Node) -> bool:
-        """What an earlier cut put between two nodes."""
+    def _hands_on(self, node: fx.Node) -> bool:
+        """A depthwise layer with one filter a channel, or what an earlier cut put between two nodes."""
+        if self._is_depthwise(node):
+            return True
         return node.op == "call_module" and isinstance(self.graph.module.get_submodule(str(node.target)), Align)
+
+    def _is_depthwise(self, node: fx.Node) -> bool:
+        flow = self.flows.of[node]
+        return isinstance(flow, Layer) and bool(node.meta.get("one_to_one")) and not flow.reads_all
 
     def _candidates(self, chain: list[fx.Node]) -> list[fx.Node]:
         """Where the mask may go, best first: from a layer's activation on, or from the layer if it has none.
 
-        A depthwise layer in the chain begins anew: a mask behind it goes behind its own activation.
+        A depthwise layer further on loses the same filters, so the place behind its activation comes first: then every
+        filter has one site.
         """
+        starts = [i for i, n in enumerate(chain) if i == 0 or self._is_depthwise(n)]
         candidates: list[fx.Node] = []
-        stretch: list[fx.Node] = []
-        for node in [*chain, None]:
-            if node is None or (stretch and self._is_depthwise(self.flows.of[node])):
-                active = [i for i, n in enumerate(stretch) if getattr(self.flows.of[n], "activation", False)]
-                candidates += stretch[active[0] :] if active else stretch
-                stretch = []
-            if node is not None:
-                stretch.append(node)
+        for start, end in zip(reversed(starts), [len(chain), *reversed(starts[1:])], strict=True):
+            stretch = chain[start:end]
+            active = [i for i, n in enumerate(stretch) if getattr(self.flows.of[n], "activation", False)]
+            candidates += stretch[active[0] :] if active else stretch
         return candidates
 
     def _sum_behind(self, chain: list[fx.Node]) -> fx.Node | None:
@@ -246,15 +245,17 @@ class _Search:
 
     def _is_gate(self, chain: list[fx.Node]) -> bool:
         """Ends in a product with a wider image: squeeze-and-excitation."""
-        users = self.flows.users.get(chain[-1], ())
-        flow = self.flows.of[users[0]] if len(users) == 1 else None
-        if isinstance(flow, Join) and flow.zero_if == "first" and self.flows.inputs[users[0]][0] is chain[-1]:
-            return True  # spread to the shape of what it multiplies
-        if not isinstance(flow, Join) or flow.zero_if != "any":
+        end = chain[-1]
+        user, flow = self._only_reader(end)
+        if user is not None and isinstance(flow, Join) and flow.zero_if == "first" and self.flows.inputs[user][0] is end:
+            user, flow = self._only_reader(user)  # spread by expand_as to the shape of what it multiplies
+        if user is None or not isinstance(flow, Join) or flow.zero_if != "any":
             return False
-        mine, whole = shape_of(chain[-1]).dims, shape_of(users[0]).dims
-        assert mine is not None and whole is not None
-        return mine != whole
+        return shape_of(end).dims != shape_of(user).dims
+
+    def _only_reader(self, node: fx.Node) -> tuple[fx.Node | None, Flow | None]:
+        users = self.flows.users.get(node, ())
+        return (users[0], self.flows.of[users[0]]) if len(users) == 1 else (None, None)
 
     def site(self, layer: fx.Node, place: fx.Node) -> Site:
         """The record of the site behind `place`."""
@@ -262,13 +263,18 @@ class _Search:
         keep = torch.ones(channels, dtype=torch.bool)
         keep[0] = False
         dead = analyse(self.flows, {place: keep}).need
-        layers = tuple(str(n.target) for n in dead if isinstance(self.flows.of[n], Layer))
+        layers = tuple(str(n.target) for n in dead if isinstance(self.flows.of[n], Layer) and self._loses(n, dead[n]))
         ids = self.graph.ids.get(place.name)
         original = tuple(range(channels)) if ids is None else tuple(ids.tolist())
         axis = self.flows.of[place].axis
         assert axis is not None
         wide = place.meta.get("original_channels", channels)
         return Site(self._name(layer, layers[::-1]), channels, place.name, axis, layers[::-1], original, wide)
+
+    def _loses(self, layer: fx.Node, needed: Tensor) -> bool:
+        """Whether the layer needs fewer filters than without any mask."""
+        before = self.idle.get(layer)
+        return before is None or not torch.equal(before, needed)
 
     def _name(self, layer: fx.Node, layers: tuple[str, ...]) -> str:
         """The path of the layer that loses filters; for a site behind an add, the path of the add."""

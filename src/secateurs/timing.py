@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from secateurs.cost import Example, Network, evaluating, runnable
+from secateurs.costs import Example, Network, evaluating, runnable
 from secateurs.errors import InvalidInput
 
 RESAMPLES = 2000  # bootstrap samples: the ends of a 95 % interval then rest on 50 of them each

@@ -1,1 +1,91 @@
-"""TBD."""
+"""The console command `secateurs`: one file a command, each parses, calls the library and prints.
+
+Nothing here imports torch before a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from cyclopts import App
+
+from secateurs.errors import SecateursError
+
+DONE, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_HELP = """\
+Make trained PyTorch networks smaller: remove whole filters and neurons, within the accuracy that you allow.
+
+A first look, without any download:  `secateurs demo`
+
+Your own network:  `secateurs prune --model mypackage.networks:build --data mypackage.data:loaders`
+
+Every run keeps all it does in a folder (`runs/…`). Stop it with Ctrl-C, or kill it: `secateurs resume RUN` goes on, and ends
+with the same network.
+"""
+
+_EXIT_CODES = """\
+Exit codes: 0 done; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted, go on with `secateurs resume RUN`.
+With `--json` stdout holds one JSON document and nothing else.
+"""
+
+_COMMANDS = (
+    ("demo", "demo:demo", "Train a small ResNet on handwritten digits, prune it, and show what is left. About a minute."),
+    ("prune", "prune:prune", "Prune a trained network."),
+    ("resume", "resume:resume", "Go on with a run that was interrupted or killed."),
+    ("show", "show:show", "Show the steps of a run: finished, running or killed."),
+    ("sites", "sites:sites", "List where a network can be pruned, and where not and why."),
+    ("train", "train:train", "Train a network from scratch, or on from given weights."),
+    ("eval", "eval:evaluate", "Measure accuracy and cost of a network, pruned or not."),
+    ("data", "data:app", "Get data sets."),
+    ("reproduce", "reproduce:app", "Run the paper's experiments again and print its tables beside ours."),
+)
+
+
+def _app() -> App:
+    found = App(
+        name="secateurs",
+        help=_HELP,
+        help_epilogue=_EXIT_CODES,
+        help_format="markdown",
+        version=lambda: version("secateurs"),
+        suppress_keyboard_interrupt=False,
+        result_action="return_value",
+    )
+    for place, (name, where, text) in enumerate(_COMMANDS):
+        found.command(f"{__name__}.{where}", name=name, help=text, sort_key=place)
+    return found
+
+
+app = _app()
+
+
+def main() -> None:
+    """Run the command line of this process, and exit."""
+    sys.exit(execute(sys.argv[1:]))
+
+
+def execute(tokens: Sequence[str]) -> int:
+    """Run one command line; gives the exit code, after the message has been written to stderr."""
+    try:
+        app(list(tokens))
+        sys.stdout.flush()
+        return DONE
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else USAGE
+    except KeyboardInterrupt as stop:
+        return _say(str(stop) or "Interrupted.", INTERRUPTED)
+    except BrokenPipeError:
+        # whoever read our output has closed it: point stdout elsewhere, or Python complains again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
+    except (SecateursError, OSError) as error:
+        return _say(f"Error: {error}", ERROR)
+
+
+def _say(message: str, code: int) -> int:
+    sys.stderr.write(f"{message}\n")
+    return code

@@ -42,7 +42,7 @@ def xor(
 ) -> None:
     """Table 1: prune networks of 10 hidden neurons to 3 on the XOR task, and count how often they still solve it.
 
-    About 40 seconds of one core for 1,000 experiments; `--all` takes some five times as long, `--sensitivity` three.
+    About 40 seconds of one core for 1,000 experiments; `--all` adds some four minutes, `--sensitivity` three.
     Writes rows.json, tables.md and the figures (PNG and SVG) to the output folder.
 
     Parameters

@@ -41,19 +41,21 @@ def compact(graph: Graph, masks: Masks | Plan) -> Graph:
     flows = find_flows(module)
     keep = {nodes[site.node]: mask for site, mask in checked.values() if not bool(mask.all())}
     widths = {node: flows.width(node) for node in flows.of if flows.of[node].axis is not None}
-    state = Rewriting(module, flows, analyse(flows, keep), keep)
+    names = {nodes[site.node]: name for name, (site, _) in checked.items()}
+    state = Rewriting(module, flows, analyse(flows, keep), names, keep)
     rewrite_(state)
     remaining = dict(graph.ids)
     for node, layout in state.layout.items():
         wide = node.meta.setdefault("original_channels", widths[node])
-        remaining[node.name] = compose(graph.ids.get(node.name), ids(layout))
+        remaining[node.name] = compose(graph.ids.get(node.name), ids(state.physical.get(node, layout)))
         stand_in = state.present(node)
         if stand_in not in flows.of:
-            remaining[stand_in.name] = remaining[node.name]
+            remaining[stand_in.name] = compose(graph.ids.get(node.name), ids(layout))
             stand_in.meta["original_channels"] = wide
     record_shapes_(module, graph.example)
     cuts = [_planned(site, mask) for site, mask in checked.values() if not bool(mask.all())]
-    return Graph(module, graph.example, graph.plan.then(cuts) if cuts else graph.plan, remaining, state.kept)
+    plan = graph.plan.then(cuts) if cuts else graph.plan
+    return Graph(module, graph.example, plan, graph.leaves, remaining, state.kept)
 
 
 def _planned(site: Site, keep: Tensor) -> PlannedCut:

@@ -139,6 +139,8 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
             current = state.insert(f"align_{node.name}", Align(take, flow.in_axis), (current,))
     if flow.how == "gather":
         state.standing_for[node] = current
+        if not straight and node.meta.get("ends_site"):
+            current.meta["ends_site"] = True
     else:
         node.replace_input_with(source, current)
         assert flow.resize is not None

@@ -55,10 +55,13 @@ def _drop_masked(state: Rewriting, node: fx.Node) -> None:
     wanted = carried & state.masks[node]
     if torch.equal(carried, wanted):
         return
+    state.physical[node] = carried
     current = state.present(node)
     with state.module.graph.inserting_after(current):
         take = positions(carried, wanted)
-        state.standing_for[node] = state.insert(f"align_{node.name}", Align(take, state.axis_of(node)), (current,))
+        gather = state.insert(f"align_{node.name}", Align(take, state.axis_of(node)), (current,))
+    gather.meta["ends_site"] = True  # the site is what the gather lets through
+    state.standing_for[node] = gather
     state.layout[node] = wanted
 
 

@@ -27,8 +27,10 @@ class Rewriting:
     module: fx.GraphModule
     flows: Flows
     live: Liveness
+    sites: Mapping[fx.Node, str]  # names of the sites that are cut
     masks: Mapping[fx.Node, Tensor]  # behind these nodes only the channels in the mask are left
     layout: dict[fx.Node, Tensor] = field(default_factory=dict)  # what a node carries, where that is not everything
+    physical: dict[fx.Node, Tensor] = field(default_factory=dict)  # what a node gives, where a gather drops more
     standing_for: dict[fx.Node, fx.Node] = field(default_factory=dict)  # who gives now what a node gave
     constants: dict[fx.Node, Tensor] = field(default_factory=dict)  # nodes that give the same for every input
     emptied_by: dict[fx.Node, str] = field(default_factory=dict)  # the layer that is to blame for a node without channels
@@ -78,7 +80,7 @@ class Rewriting:
         """Nobody needs it, or all of it is zero: leave it without readers."""
         self.layout[node] = none_of(self.flows.width(node))
         origin = next((self.emptied_by[i] for i in self.flows.inputs[node] if i in self.emptied_by), None)
-        self.emptied_by[node] = origin or str(node.meta.get("name", node.target))
+        self.emptied_by[node] = self.sites.get(node) or origin or str(node.meta.get("name", node.target))
 
     def redirect(self, reader: fx.Node, source: fx.Node) -> None:
         """Make `reader` read whoever stands in for `source`."""
@@ -95,7 +97,7 @@ class Rewriting:
             raise self.empty(source, reader)
         take = positions(carried, wanted)
         earlier = self._alignment_at(current, axis)
-        if earlier is not None:  # two alignments in a row are one
+        if earlier is not None and source not in self.physical:  # two alignments in a row are one, but a site keeps its own
             take = torch.where(take < 0, -1, torch.tensor(earlier.take)[take])
             (current,) = current.all_input_nodes
         with self.module.graph.inserting_before(reader):

@@ -35,6 +35,7 @@ PAPER = {
     ("FCN10", "ensembles", "one-shot"): 82.6,
     ("FCN10", "ensembles", "iterative"): 88.0,
 }
+PAPER_EXPERIMENTS = 1000  # a row
 SWEPT_OFF = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 SWEPT_MASKS = (30, 100, 300)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from secateurs.experiments.xor import Row, Share, SweptPoint
+from secateurs.experiments.xor import PAPER_EXPERIMENTS, Row, Share, SweptPoint
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ def paper_sheet(rows: Sequence[Row], tables: Sequence[Sequence[Row]], seeds: Seq
             f"{row.paper:.1f}",
             f"{row.training.percent:.1f}",
             _interval(row.training),
-            _verdict(row.paper, row.training),
+            "yes" if row.training.interval[0] <= row.paper <= row.training.interval[1] else "no",
+            _difference(row.paper, row.training),
             *([f"{table[row.key].training.percent:.1f}" for table in by_key] if several else []),
             f"{row.fresh.percent:.1f}",
         )
@@ -36,7 +38,8 @@ def paper_sheet(rows: Sequence[Row], tables: Sequence[Sequence[Row]], seeds: Seq
     )
     title = f"Table 1: % of {rows[0].training.experiments:,} experiments that reach 95 % accuracy on the training points"
     each = tuple(f"seed {seed}" for seed in seeds) if several else ()
-    return Sheet(title, ("row", "paper", "ours", "95 % interval", "paper inside", *each, "ours, fresh points"), lines)
+    columns = ("row", "paper", "ours", "95 % interval", "paper inside", "difference", *each, "fresh points")
+    return Sheet(title, columns, lines)
 
 
 def methods_sheet(rows: Sequence[Row]) -> Sheet:
@@ -69,7 +72,8 @@ def sweep_sheet(points: Sequence[SweptPoint]) -> Sheet:
 def markdown(sheet: Sheet) -> str:
     """The sheet as a Markdown table under a bold title."""
     lines = [sheet.columns, ("---",) * len(sheet.columns), *sheet.lines]
-    return f"**{sheet.title}**\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in lines)
+    return f"**{sheet.title}**\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in escaped)
 
 
 def plain(record: Row | SweptPoint) -> dict[str, object]:
@@ -96,6 +100,9 @@ def _interval(share: Share) -> str:
     return f"{low:.1f}–{high:.1f}"
 
 
-def _verdict(paper: float, share: Share) -> str:
-    low, high = share.interval
-    return "yes" if low <= paper <= high else f"no: ours {share.percent - paper:+.1f}"
+def _difference(paper: float, share: Share) -> str:
+    """Ours less the paper's, ± 95 %: the paper's figure is a count among 1,000 experiments and has its own chance error."""
+    variances = [
+        rate * (1 - rate) / n for rate, n in ((paper / 100, PAPER_EXPERIMENTS), (share.percent / 100, share.experiments))
+    ]
+    return f"{share.percent - paper:+.1f} ± {196 * math.sqrt(sum(variances)):.1f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -25,9 +26,16 @@ from secateurs.flow.table import Op, rule
 )
 def over_space(op: Op) -> Flow:
     """Pools and resizes each channel alone; the channels must lie before the spatial axes."""
-    if op.axis is not None and (op.axis > 1 or len(op.shape) != len(op.shapes[0])):
+    if op.axis is not None and (op.axis >= len(op.shape) - _spatial(op) or len(op.shape) != len(op.shapes[0])):
         return opaque(op, "works along the axis of the channels")
     return channelwise(op, keeps_zero=True)
+
+
+def _spatial(op: Op) -> int:
+    """How many axes at the end the op works along: its name says so (max_pool2d), or it takes all but two."""
+    name = type(op.module).__name__ if op.module is not None else getattr(op.node.target, "__name__", "")
+    found = re.search(r"(\d)d", name)
+    return int(found[1]) if found else len(op.shape) - 2
 
 
 @rule(torch.mean, torch.sum, torch.amax, torch.amin, torch.std, torch.var, "mean", "sum", "amax", "amin", "std", "var")

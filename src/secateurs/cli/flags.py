@@ -1,0 +1,151 @@
+"""Flags that stand for fields of a recipe: None means "as the recipe says"; the defaults shown are those without a recipe.
+
+They are spelled out here, and not taken from `Recipe`, because that would import torch for `--help`; a test compares them.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from datetime import date, time
+from typing import Annotated, Any, Literal
+
+from cyclopts import Group, Parameter
+
+from secateurs.errors import InvalidInput
+
+_RECIPE = Group("Recipe: what may be lost, and in which order sites are visited", sort_key=10)
+_SCORING = Group("Recipe: how filters are scored", sort_key=11)
+_TRAINING = Group("Recipe: training between and after the cuts", sort_key=12)
+_SETTINGS = Group("Settings of the training", sort_key=10)
+
+
+def _flag(default: str, group: Group) -> Parameter:
+    return Parameter(show_default=default or False, group=group, negative="")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class RecipeFlags:
+    """The usual fields of a recipe."""
+
+    max_drop: Annotated[float | None, _flag("0.005", _RECIPE)] = None
+    """Accuracy on the search set that may be lost, a fraction: 0.005 is half a point."""
+    budget: Annotated[Literal["site", "run"] | None, _flag("site", _RECIPE)] = None
+    """The drop counts from the start of every site, or of the whole run."""
+    direction: Annotated[Literal["forward", "backward"] | None, _flag("forward", _RECIPE)] = None
+    """From the input to the output, or back."""
+    shortcut: Annotated[Literal["before", "after"] | None, _flag("before", _RECIPE)] = None
+    """Where the last filters of a residual block are masked: before or after the add."""
+    rounds: Annotated[int | None, _flag("1", _RECIPE)] = None
+    """How often the sites are gone through."""
+    sites: Annotated[tuple[str, ...] | None, _flag("all", _RECIPE)] = None
+    """Only sites whose names match this pattern, such as 'layer3.*'; may be given several times."""
+    target_parameters: Annotated[float | None, _flag("none", _RECIPE)] = None
+    """Stop when this share of the parameters is removed."""
+    target_macs: Annotated[float | None, _flag("none", _RECIPE)] = None
+    """Stop when this share of the multiply-accumulates is removed."""
+    search: Annotated[Literal["bisect", "paper"] | None, _flag("bisect", _RECIPE)] = None
+    """How the number of filters to remove is found."""
+    largest_share: Annotated[float | None, _flag("0.9", _RECIPE)] = None
+    """Of a site's filters that one cut may remove."""
+    masks_per_filter: Annotated[int | None, _flag("10", _SCORING)] = None
+    """Masks drawn at a site, for each of its filters."""
+    masks: Annotated[int | None, _flag("none", _SCORING)] = None
+    """Masks drawn at every site, whatever its width."""
+    off: Annotated[float | None, _flag("0.3", _SCORING)] = None
+    """Share of a site's filters that a mask switches off."""
+    scoring_examples: Annotated[int | None, _flag("all", _SCORING)] = None
+    """Training examples that masks are scored on."""
+    batch: Annotated[int | None, _flag("256", _SCORING)] = None
+    """Examples at once while scoring and searching."""
+    seed: Annotated[int | None, _flag("0", _SCORING)] = None
+    """Everything random follows from it."""
+    finetune_epochs: Annotated[int | None, _flag("none", _TRAINING)] = None
+    """Epochs of training after every cut."""
+    finetune_steps: Annotated[int | None, _flag("none", _TRAINING)] = None
+    """At most so many optimiser steps after every cut."""
+    finetune_lr: Annotated[float | None, _flag("0.01", _TRAINING)] = None
+    """Learning rate of the training after every cut."""
+    retrain_epochs: Annotated[int | None, _flag("none", _TRAINING)] = None
+    """Epochs of training at the end."""
+    retrain_lr: Annotated[float | None, _flag("0.01", _TRAINING)] = None
+    """Learning rate of the training at the end."""
+    recalibrate: Annotated[int | None, _flag("none", _TRAINING)] = None
+    """Measure BatchNorm's statistics anew after every cut, on so many training examples."""
+    set: Annotated[tuple[str, ...], _flag("", _TRAINING)] = ()
+    """Any other field as name=value, such as finetune.augment=crop-flip; may be given several times."""
+
+    def overrides(self) -> dict[str, Any]:
+        """The fields that were given, under their names in a recipe."""
+        return _given(self, tables=("finetune", "retrain"))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TrainFlags:
+    """The usual settings of a training."""
+
+    epochs: Annotated[int | None, _flag("10", _SETTINGS)] = None
+    """Passes over the training examples."""
+    steps: Annotated[int | None, _flag("none", _SETTINGS)] = None
+    """End after so many optimiser steps, even within an epoch."""
+    batch: Annotated[int | None, _flag("128", _SETTINGS)] = None
+    """Examples in an optimiser step."""
+    lr: Annotated[float | None, _flag("0.01", _SETTINGS)] = None
+    """Learning rate."""
+    momentum: Annotated[float | None, _flag("0.9", _SETTINGS)] = None
+    """Momentum of SGD."""
+    weight_decay: Annotated[float | None, _flag("0.0001", _SETTINGS)] = None
+    """Weight decay."""
+    schedule: Annotated[Literal["constant", "step", "cosine", "one-cycle"] | None, _flag("cosine", _SETTINGS)] = None
+    """How the learning rate changes."""
+    milestones: Annotated[tuple[int, ...] | None, _flag("none", _SETTINGS)] = None
+    """With --schedule step: an epoch at which the rate is divided by 10; may be given several times."""
+    warmup: Annotated[int | None, _flag("0", _SETTINGS)] = None
+    """Epochs over which the rate rises."""
+    augment: Annotated[Literal["none", "crop", "crop-flip"] | None, _flag("none", _SETTINGS)] = None
+    """Random crops, and flips, of the training images."""
+    label_smoothing: Annotated[float | None, _flag("0.0", _SETTINGS)] = None
+    """Share of the target that is spread over all classes."""
+    seed: Annotated[int | None, _flag("0", _SETTINGS)] = None
+    """Everything random follows from it, the first weights too."""
+    set: Annotated[tuple[str, ...], _flag("", _SETTINGS)] = ()
+    """Any other setting as name=value, such as clip_norm=1.0; may be given several times."""
+
+    def overrides(self) -> dict[str, Any]:
+        """The settings that were given, under their names."""
+        return _given(self)
+
+
+def options(pairs: Iterable[str], flag: str) -> dict[str, Any]:
+    """What was given as name=value, several times: values are TOML (1, 0.5, true, [8, 16]), and plain text without quotes."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not name or not equals:
+            raise InvalidInput(f"{flag} {pair!r}: wanted name=value.")
+        found[name] = _value(text)
+    return found
+
+
+def _given(flags: RecipeFlags | TrainFlags, tables: tuple[str, ...] = ()) -> dict[str, Any]:
+    found = options(flags.set, "--set")
+    for field in fields(flags):
+        value = getattr(flags, field.name)
+        if value is not None and field.name != "set":
+            table, _, inner = field.name.partition("_")
+            name = f"{table}.{inner}" if table in tables else field.name
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = read["value"]
+    # a date would not fit into JSON, and nobody means one; two lines are not a value
+    return text if len(read) > 1 or isinstance(value, date | time) else value

@@ -1,0 +1,116 @@
+"""Runs one small pruning to its end, then again and again with SIGKILL at random moments; prints what it saw as JSON.
+
+A process of its own: it imports torch once and forks a child for every attempt, so that a kill costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from secateurs.data import Data, load
+from secateurs.data.splits import subset
+from secateurs.models import build
+from secateurs.recipe import Recipe
+from secateurs.record import read_journal
+from secateurs.run import prune, resume
+from secateurs.training import TrainSettings
+
+RECIPE = Recipe(
+    max_drop=0.05,
+    rounds=2,
+    masks_per_filter=30,
+    scoring_examples=192,
+    finetune=TrainSettings(epochs=3, batch=32, lr=0.02),
+    retrain=TrainSettings(epochs=6, batch=32, lr=0.02, schedule="step", milestones=(3,)),
+)
+
+
+def small_data() -> Data:
+    whole = load("digits")
+    return Data("digits", subset(whole.train, 384, seed=0), subset(whole.search, 96, seed=0), subset(whole.test, 96, seed=0))
+
+
+def network() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build("mlp", hidden=(12, 10))
+
+
+def attempt(folder: Path) -> None:
+    """Start the run, or go on with it."""
+    data = small_data()
+    started = (folder / "checkpoints" / "start.safetensors").exists()
+    if not started and folder.exists():  # killed before there was anything to go on from
+        for path in sorted(folder.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+    run = resume(folder, build("mlp", hidden=(12, 10)), data) if started else prune(network(), data, RECIPE, folder=folder)
+    run.finish()
+
+
+def in_child(folder: Path) -> int:
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            attempt(folder)
+            status = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    return pid
+
+
+def killed_at(folder: Path) -> str:
+    """The unit of work that was finished last."""
+    try:
+        entries = read_journal(folder)
+    except Exception:
+        return "nothing"
+    last = entries[-1] if entries else {"unit": "nothing"}
+    return f"{last['unit']} {last.get('phase', '')}".strip()
+
+
+def warm_up() -> None:
+    """Have everything imported before forking, without running autograd, which does not survive a fork."""
+    run = prune(network(), small_data(), RECIPE)
+    run.graph.module.eval()
+    weight = torch.nn.Parameter(torch.zeros(1))
+    weight.grad = torch.zeros(1)
+    torch.optim.SGD([weight], lr=0.1).step()
+
+
+def main(root: Path, wanted: int) -> None:
+    torch.set_num_threads(1)
+    warm_up()
+    began = time.monotonic()
+    _, status = os.waitpid(in_child(root / "whole"), 0)
+    assert status == 0, "the uninterrupted run failed"
+    took = time.monotonic() - began
+    chance = random.Random(0)
+    kills: list[str] = []
+    finished = 0
+    while len(kills) < wanted:
+        folder = root / f"killed-{finished}"
+        while True:
+            pid = in_child(folder)
+            time.sleep(chance.uniform(0.05, 0.6) * took)
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                assert status == 0, f"resuming failed after {kills[-1:]}"
+                break
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            kills.append(killed_at(folder))
+        finished += 1
+    json.dump({"kills": kills, "finished": finished, "seconds": took}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

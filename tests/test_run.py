@@ -1,0 +1,304 @@
+"""Runs: the allowed drop holds, runs resume to the same end, and everything that can go wrong with a folder is an error."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kill_driver import RECIPE, network, small_data
+from torch import Tensor, nn
+
+from secateurs import load
+from secateurs.data import Data, Examples
+from secateurs.errors import InvalidInput, RunError, TrainingError
+from secateurs.evaluate import accuracy
+from secateurs.models import build
+from secateurs.recipe import Recipe
+from secateurs.record import RunFolder, read_journal
+from secateurs.run import Progress, Step, prune, resume
+from secateurs.training import TrainSettings
+
+DATA = small_data()
+QUICK = Recipe(max_drop=0.1, masks_per_filter=4, scoring_examples=64)
+
+
+def same_files(one: Path, other: Path) -> None:
+    for name in ("plan.json", "pruned.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def without_times(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_journal(path)]
+
+
+def test_killed_runs_end_like_the_one_that_was_left_alone(tmp_path: Path) -> None:
+    driver = Path(__file__).parent / "kill_driver.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(driver), str(tmp_path), "25"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert len(seen["kills"]) >= 25
+    assert {"masks", "epoch finetune", "epoch retrain"} <= set(seen["kills"]), seen["kills"]
+    for number in range(seen["finished"]):
+        same_files(tmp_path / "whole", tmp_path / f"killed-{number}")
+        assert without_times(tmp_path / "whole") == without_times(tmp_path / f"killed-{number}")
+
+
+def test_a_run_gives_a_smaller_network_that_reloads_to_the_reported_accuracy(tmp_path: Path) -> None:
+    model = network()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seen: list[Progress] = []
+    run = prune(model, DATA, RECIPE, folder=tmp_path / "run", watch=seen.append)
+    steps = list(run)
+    outcome = run.finish()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert [step.number for step in steps] == list(range(1, len(steps) + 1))
+    assert {event.phase for event in seen} == {"score", "search", "finetune", "retrain"}
+    assert outcome.cost_after.parameters == sum(p.numel() for p in outcome.graph.module.parameters())
+    assert outcome.cost_after.parameters < outcome.cost_before.parameters
+    again = load(build("mlp", hidden=(12, 10)), tmp_path / "run" / "pruned.safetensors")
+    assert accuracy(again.module, DATA.test) == outcome.test_after.accuracy
+    assert f"{outcome.test_after.accuracy:.2%}" in outcome.summary()
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["steps"]
+
+
+@given(noise=st.lists(st.floats(0, 1), min_size=60, max_size=60), max_drop=st.floats(0, 0.3), total=st.booleans())
+@settings(max_examples=15, deadline=None)
+def test_the_allowed_drop_holds_whatever_the_metric_does(noise: list[float], max_drop: float, total: bool) -> None:
+    """A metric that is anything but monotone: a fixed random number for every pattern of answers."""
+
+    def erratic(outputs: Tensor, targets: Tensor) -> Tensor:
+        right = (outputs.argmax(1) == targets).float()
+        return torch.full_like(right, noise[int(right.sum()) % len(noise)])
+
+    recipe = replace(QUICK, max_drop=max_drop, rounds=2, budget="run" if total else "site")
+    recipe = replace(recipe, finetune=TrainSettings(epochs=1, lr=0.05)) if total else recipe
+    run = prune(network(), DATA, recipe, metric=erratic)
+    start = None
+    for step in run:
+        start = step.accuracy_before if start is None else start
+        assert (step.accuracy_before if not total else start) - step.accuracy_cut <= max_drop + 1e-9
+        if total:
+            assert start - step.accuracy <= max_drop + 1e-9
+    if total and start is not None:
+        assert start - run.finish().search_after.accuracy <= max_drop + 1e-9
+
+
+def test_a_target_ends_the_run() -> None:
+    run = prune(network(), DATA, replace(QUICK, max_drop=1.0, target_parameters=0.05))
+    outcome = run.finish()
+    assert len(outcome.steps) == 1
+    assert "of the parameters are removed" in outcome.stopped
+
+
+def test_no_filter_within_the_drop_ends_the_run() -> None:
+    def falls(outputs: Tensor, targets: Tensor) -> Tensor:
+        calls.append(len(outputs))
+        return torch.full((len(outputs),), 1.0 if len(calls) == 1 else 0.5)
+
+    calls: list[int] = []
+    outcome = prune(network(), DATA, replace(QUICK, rounds=5, max_drop=0.0, budget="run"), metric=falls).finish()
+    assert [len(step.removed) for step in outcome.steps] == [0, 0]
+    assert outcome.stopped == "no site yields a filter within the allowed drop"
+
+
+def test_direction_and_choice_of_sites() -> None:
+    forward = [step.site for step in prune(network(), DATA, QUICK)]
+    backward = [step.site for step in prune(network(), DATA, replace(QUICK, direction="backward"))]
+    assert backward == forward[::-1]
+    chosen = [step.site for step in prune(network(), DATA, replace(QUICK, sites=(forward[1],)))]
+    assert chosen == [forward[1]]
+    with pytest.raises(InvalidInput, match="no site has such a name"):
+        list(prune(network(), DATA, replace(QUICK, sites=("layer9.*",))))
+
+
+def test_regression_with_an_own_loss_and_metric() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 6, generator=generator)
+    y = (x[:, :2].sum(1, keepdim=True)).tanh()
+    data = Data("sums", Examples(x[:200], y[:200]), Examples(x[200:250], y[200:250]), Examples(x[250:], y[250:]))
+
+    def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean(1)
+
+    def closeness(outputs: Tensor, targets: Tensor) -> Tensor:
+        return -(outputs - targets).abs().mean(1)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
+    recipe = Recipe(max_drop=0.05, finetune=TrainSettings(epochs=5, lr=0.05, batch=32))
+    outcome = prune(model, data, recipe, loss_fn=squared, metric=closeness).finish()
+    assert outcome.search_before.accuracy - outcome.steps[0].accuracy_cut <= 0.05 + 1e-9
+    assert outcome.graph.module(x).shape == (300, 1)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(5, 12), nn.Linear(12, 3), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.relu(self.body(x))
+        return self.left(y), self.right(y)
+
+
+def test_several_outputs_with_an_own_loss_and_metric() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 5, generator=generator)
+    targets = {"left": x[:, :3].argmax(1), "right": (x[:, 3] > 0).long()}
+
+    def part(rows: slice) -> Examples:
+        return Examples(x[rows], {name: t[rows] for name, t in targets.items()})
+
+    def both(outputs: Any, wanted: Any) -> Tensor:
+        one = nn.functional.cross_entropy(outputs[0], wanted["left"], reduction="none")
+        return one + nn.functional.cross_entropy(outputs[1], wanted["right"], reduction="none")
+
+    def right(outputs: Any, wanted: Any) -> Tensor:
+        return (outputs[0].argmax(1) == wanted["left"]) & (outputs[1].argmax(1) == wanted["right"])
+
+    data = Data("two", part(slice(0, 80)), part(slice(80, 100)), part(slice(100, 120)))
+    outcome = prune(TwoHeads(), data, Recipe(max_drop=0.2, masks=40), loss_fn=both, metric=right).finish()
+    assert outcome.search_before.accuracy - outcome.search_after.accuracy <= 0.2 + 1e-9
+    assert [tuple(o.shape) for o in outcome.graph.module(x)] == [(120, 3), (120, 2)]
+
+
+def test_pairwise_model_drives_a_run() -> None:
+    steps = list(prune(network(), DATA, replace(QUICK, model="pairs", masks=120)))
+    assert all(math.isfinite(step.r2_held_out) for step in steps)
+
+
+# ---- what can go wrong with a folder -------------------------------------------------------------------------------------
+
+
+def started(folder: Path, recipe: Recipe = QUICK) -> list[Step]:
+    """A run left after its first step."""
+    run = prune(network(), DATA, recipe, folder=folder)
+    steps = [next(iter(run))]
+    assert isinstance(run.record, RunFolder)
+    run.record.close()
+    return steps
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+    run = prune(network(), DATA, QUICK, folder=tmp_path)
+    with pytest.raises(RunError, match="another process is working on this run"):
+        resume(tmp_path, network(), DATA)
+    assert isinstance(run.record, RunFolder)
+    run.record.close()
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    started(tmp_path)
+    with pytest.raises(RunError, match="holds a run already"):
+        prune(network(), DATA, QUICK, folder=tmp_path)
+
+
+def test_a_changed_recipe_is_refused(tmp_path: Path) -> None:
+    started(tmp_path)
+    with pytest.raises(RunError, match="another recipe"):
+        resume(tmp_path, network(), DATA, replace(QUICK, max_drop=0.2))
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("max_drop = 0.1", "max_drop = 0.2"))
+    with pytest.raises(RunError, match="was changed since the run started"):
+        resume(tmp_path, network(), DATA)
+
+
+def test_changed_data_is_refused(tmp_path: Path) -> None:
+    started(tmp_path)
+    flipped = Examples(DATA.search.inputs.flip(0), DATA.search.targets, DATA.search.scaling, DATA.search.ids)
+    with pytest.raises(RunError, match="other data"):
+        resume(tmp_path, network(), replace(DATA, search=flipped))
+
+
+def test_no_run_at_all(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="not the folder of a run"):
+        resume(tmp_path / "nowhere", network(), DATA)
+
+
+def test_a_damaged_journal_is_an_error_but_a_torn_last_line_is_not(tmp_path: Path) -> None:
+    started(tmp_path)
+    journal = tmp_path / "journal.jsonl"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + b'{"unit": "mas')
+    resume(tmp_path, network(), DATA).record.close()  # type: ignore[attr-defined]
+    assert journal.read_bytes() == whole
+    journal.write_bytes(whole[:50] + b"\n" + whole[50:])
+    with pytest.raises(RunError, match=r"line \d+: damaged"):
+        resume(tmp_path, network(), DATA)
+
+
+def test_a_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:
+    recipe = replace(QUICK, max_drop=1.0)
+    assert started(tmp_path, recipe)[0].removed
+    path = tmp_path / "checkpoints" / "0001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(Exception, match="damaged"):
+        resume(tmp_path, network(), DATA)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prune(network(), DATA, RECIPE, folder=tmp_path / "whole").finish()
+    run = prune(network(), DATA, RECIPE, folder=tmp_path / "full")
+    real, calls = os.fsync, 0
+
+    def full(handle: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match="the disk is full"):
+        run.finish()
+    monkeypatch.undo()
+    run.record.close()  # type: ignore[attr-defined]
+    resume(tmp_path / "full", network(), DATA).finish()
+    same_files(tmp_path / "whole", tmp_path / "full")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(RunError, match="cannot be written"):
+        prune(network(), DATA, QUICK, folder=tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RunError, match="file"):
+        prune(network(), DATA, QUICK, folder=tmp_path / "file" / "run")
+
+
+def test_a_diverging_training_is_an_error_and_the_run_is_not_lost(tmp_path: Path) -> None:
+    recipe = replace(QUICK, max_drop=1.0, finetune=TrainSettings(epochs=2, lr=1e12, schedule="constant"))
+    run = prune(network(), DATA, recipe, folder=tmp_path)
+    with pytest.raises(TrainingError, match="epoch"):
+        run.finish()
+    run.record.close()  # type: ignore[attr-defined]
+    assert [entry["unit"] for entry in read_journal(tmp_path)][-1] == "cut"
+
+
+def test_provenance_records_what_made_the_run(tmp_path: Path) -> None:
+    started(tmp_path)
+    found = json.loads((tmp_path / "provenance.json").read_text())
+    assert found["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert found["data"]["sha256"] == DATA.digest()
+    assert found["seed"] == QUICK.seed
+    assert len(found["model"]["weights_sha256"]) == 64
