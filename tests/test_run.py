@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kill_driver import RECIPE, network, small_data
 from torch import Tensor, nn
 
+from kill_driver import RECIPE, network, small_data
 from secateurs import load
 from secateurs.data import Data, Examples
 from secateurs.errors import InvalidInput, RunError, TrainingError

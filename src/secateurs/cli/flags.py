@@ -21,6 +21,10 @@ _TRAINING = Group("Recipe: training between and after the cuts", sort_key=12)
 _SETTINGS = Group("Settings of the training", sort_key=10)
 
 
+Json = Annotated[bool, Parameter(name="--json", negative="", show_default=False)]
+Options = Annotated[tuple[str, ...], Parameter(negative="", show_default=False)]
+
+
 def _flag(default: str, group: Group) -> Parameter:
     return Parameter(show_default=default or False, group=group, negative="")
 
@@ -63,13 +67,13 @@ class RecipeFlags:
     seed: Annotated[int | None, _flag("0", _SCORING)] = None
     """Everything random follows from it."""
     finetune_epochs: Annotated[int | None, _flag("none", _TRAINING)] = None
-    """Epochs of training after every cut."""
+    """Epochs of training after every cut (10 if only other --finetune flags are given)."""
     finetune_steps: Annotated[int | None, _flag("none", _TRAINING)] = None
     """At most so many optimiser steps after every cut."""
     finetune_lr: Annotated[float | None, _flag("0.01", _TRAINING)] = None
     """Learning rate of the training after every cut."""
     retrain_epochs: Annotated[int | None, _flag("none", _TRAINING)] = None
-    """Epochs of training at the end."""
+    """Epochs of training at the end (10 if only --retrain-lr is given)."""
     retrain_lr: Annotated[float | None, _flag("0.01", _TRAINING)] = None
     """Learning rate of the training at the end."""
     recalibrate: Annotated[int | None, _flag("none", _TRAINING)] = None

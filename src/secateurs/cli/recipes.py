@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,24 +42,8 @@ def chosen_recipe(name: str | None, overrides: dict[str, Any]) -> Recipe:
 
 def chosen_settings(name: str | None, overrides: dict[str, Any]) -> TrainSettings:
     """The training settings of that file or name (None: all defaults), with single ones overridden."""
-    from secateurs.recipe import recipe_from
+    from secateurs.recipe import read_settings, settings_from
 
-    path = None if name is None else find_recipe(name)
-    table = {} if path is None else _read(path)
-    # the table that a pruning recipe holds for its last training has the same fields and the same checks
-    inside = {f"retrain.{key}": value for key, value in overrides.items()}
-    try:
-        settings = recipe_from({"retrain": table}, where=str(path or "the command line"), **inside).retrain
-    except RecipeError as error:
-        raise RecipeError(str(error).replace("retrain.", "")) from error
-    assert settings is not None
-    return settings
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise RecipeError(f"{path}: cannot be read ({error.strerror}).") from error
-    except ValueError as error:
-        raise RecipeError(f"{path}: not TOML ({error}).") from error
+    if name is None:
+        return settings_from({}, where="the command line", **overrides)
+    return read_settings(find_recipe(name), **overrides)

@@ -1,13 +1,14 @@
-"""Where output goes: results to stdout, progress and warnings to stderr, one JSON document to stdout where that is asked for."""
+"""Where output goes: results (or one JSON document) to stdout, progress and warnings to stderr."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -40,11 +41,11 @@ def print_json(document: Any) -> None:
     stdout().print(Text(json.dumps(_plain(document), indent=1, ensure_ascii=False, allow_nan=False)), soft_wrap=True)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table; the first `left` columns are flush left, the others right."""
-    table = Table(title=title or None, title_justify="left")
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[int] = (0,)) -> None:
+    """Print a table; the columns numbered in `left` are flush left, the others right."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < left else "right", overflow="fold")
+        table.add_column(column, justify="left" if place in left else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     stdout().print(table)

@@ -1,0 +1,132 @@
+"""`secateurs eval`: accuracy and cost of a network, as it came or pruned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from secateurs.cli.flags import Json, Options, options
+from secateurs.cli.inputs import Origin, build_network, check_device, load_data, origin_of
+from secateurs.cli.terminal import percent, print_json, print_table
+from secateurs.errors import InvalidInput, RunError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from secateurs.data import Data
+    from secateurs.graph import Graph
+
+
+def evaluate(
+    run: Path | None = None,
+    /,
+    *,
+    model: str | None = None,
+    data: str | None = None,
+    model_option: Options = (),
+    data_option: Options = (),
+    weights: str | None = None,
+    split: Literal["train", "search", "test"] = "test",
+    batch: int = 256,
+    device: str | None = None,
+    as_json: Json = False,
+) -> None:
+    """Measure loss and accuracy of a network on a set that is named, and count its parameters and MACs.
+
+    With a run folder: the network as it came to the run, and as the run left it. Else the network that --model, --weights and
+    --data name; the weights may be the pruned.safetensors of a run.
+
+    Examples:
+
+    `secateurs eval runs/resnet20-cifar10-1`
+
+    `secateurs eval --model resnet20 --weights public --data cifar10`
+
+    Parameters
+    ----------
+    run
+        A finished run, or one that has stopped.
+    model
+        A built-in network such as resnet20, or your own as package.module:function.
+    data
+        digits, cifar10, xor, folder:PATH, or package.module:function that returns DataLoaders.
+    model_option
+        name=value for the network's constructor; may be given several times.
+    data_option
+        name=value for the data set; may be given several times.
+    weights
+        A state dict, the pruned.safetensors of a run, or "public".
+    split
+        The set to measure on.
+    batch
+        Examples at once.
+    device
+        Where to compute.
+    as_json
+        Print one JSON document on stdout.
+    """
+    check_device(device)
+    if run is not None:
+        if model is not None or weights is not None:
+            raise InvalidInput(f"{run} names its model and weights itself: leave out --model and --weights.")
+        origin, files = _of_run(run)
+    elif model is None or data is None:
+        raise InvalidInput("wanted a run folder, or --model and --data.")
+    else:
+        given = (options(model_option, "--model-option"), options(data_option, "--data-option"))
+        origin = Origin(model, data, *given, weights, device).settled()
+        files = {weights or "untrained": origin}
+    examples = load_data(origin)
+    rows = {
+        name: _measure(build_network(file), examples, split, batch=batch, device=device or file.device)
+        for name, file in files.items()
+    }
+    if as_json:
+        print_json({"model": origin.model, "data": examples.name, "split": split, "networks": rows})
+    else:
+        print_table(("network", f"accuracy on {split}", "loss", "examples", "parameters", "MACs"), map(_row, rows.items()))
+
+
+def _of_run(run: Path) -> tuple[Origin, dict[str, Origin]]:
+    """The origin of a run, and the same with each of the files that the run has left as its weights."""
+    from dataclasses import replace
+
+    from secateurs.record import read_provenance
+
+    origin = origin_of(read_provenance(run)["origin"], run)
+    files = {name: run / path for name, path in (("before", "checkpoints/start.safetensors"), ("pruned", "pruned.safetensors"))}
+    found = {name: replace(origin, weights=str(path)) for name, path in files.items() if path.exists()}
+    if not found:
+        raise RunError(f"{run}: no network in it yet.")
+    return origin, found
+
+
+def _measure(network: nn.Module | Graph, data: Data, split: str, *, batch: int, device: str | None) -> dict[str, Any]:
+    from secateurs.costs import cost
+    from secateurs.evaluate import evaluate as measure
+    from secateurs.graph import Graph
+
+    module = network.module if isinstance(network, Graph) else network
+    examples = data.splits()[split]
+    found = measure(module, examples, batch=batch, device=device)
+    counted = cost(module, data.train.batch(slice(0, 2)).inputs)
+    return {
+        "accuracy": found.accuracy,
+        "loss": found.loss,
+        "count": found.count,
+        "parameters": counted.parameters,
+        "macs": counted.macs,
+    }
+
+
+def _row(item: tuple[str, Mapping[str, Any]]) -> tuple[str, ...]:
+    name, found = item
+    return (
+        name,
+        percent(found["accuracy"], 2),
+        f"{found['loss']:.4f}",
+        f"{found['count']:,}",
+        f"{found['parameters']:,}",
+        f"{found['macs']:,}",
+    )

@@ -1,0 +1,226 @@
+"""Live progress on a terminal, plain lines elsewhere, nothing where a machine reads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from secateurs.cli.terminal import clock, percent, say, stderr
+
+if TYPE_CHECKING:
+    from secateurs.recipe import Recipe
+    from secateurs.run import Progress, Step
+    from secateurs.training import EpochRecord
+
+_HEARTBEAT_SECONDS = 30.0  # between plain lines within one step
+_PHASES = {
+    "score": "scoring masks",
+    "search": "searching the cut",
+    "finetune": "fine-tuning, epoch",
+    "retrain": "retraining, epoch",
+}
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is going on: `done` of `total` units of `what`, between a headline and a footer."""
+
+    headline: str
+    what: str
+    done: int
+    total: int
+    footer: str = ""
+
+
+class Display(Protocol):
+    """Shows what is going on, and lines that stay."""
+
+    def update(self, status: Status) -> None:
+        """Show this instead of what was shown before."""
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+
+
+@contextmanager
+def display(*, quiet: bool = False) -> Iterator[Display]:
+    """The display that suits where stderr goes: live on a terminal, plain lines elsewhere, none when `quiet`."""
+    console = stderr()
+    if quiet:
+        yield Silence()
+    elif console.is_terminal:
+        with Live(console=console, transient=True, refresh_per_second=8) as live:
+            yield LiveDisplay(live)
+    else:
+        yield LineDisplay()
+
+
+class Silence:
+    """Shows nothing."""
+
+    def update(self, status: Status) -> None:
+        """Show nothing."""
+
+    def line(self, text: str) -> None:
+        """Print nothing."""
+
+
+class LiveDisplay:
+    """A bar that moves, below the lines that stay."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+
+    def update(self, status: Status) -> None:
+        """Redraw the bar."""
+        self.live.update(rendered(status))
+
+    def line(self, text: str) -> None:
+        """Print above the bar."""
+        say(text, console=self.live.console)
+
+
+class LineDisplay:
+    """Plain lines; a status becomes one only when nothing has been printed for a while."""
+
+    def __init__(self, every: float = _HEARTBEAT_SECONDS) -> None:
+        self.every = every
+        self.last = time.monotonic()
+
+    def update(self, status: Status) -> None:
+        """Print the status if it is time for a sign of life."""
+        if time.monotonic() - self.last >= self.every:
+            tail = f"; {status.footer}" if status.footer else ""
+            self.line(f"{status.headline}: {status.what} {status.done} of {status.total}{tail}")
+
+    def line(self, text: str) -> None:
+        """Print at once."""
+        self.last = time.monotonic()
+        say(text, console=stderr())
+
+
+def rendered(status: Status) -> Group:
+    """A status as two or three rows of a terminal."""
+    row = Table.grid(padding=(0, 1))
+    bar = ProgressBar(total=max(status.total, 1), completed=min(status.done, status.total), width=30)
+    row.add_row(Text(f"  {status.what}"), bar, Text(f"{status.done} of {status.total}"))
+    rows: list[RenderableType] = [Text(status.headline, style="bold"), row]
+    if status.footer:
+        rows.append(Text(f"  {status.footer}", style="dim"))
+    return Group(*rows)
+
+
+@dataclass
+class Forecast:
+    """Predicts the seconds that are left from how long sites and epochs have taken so far."""
+
+    rounds: int
+    retrain_epochs: int = 0
+    sites: list[float] = field(default_factory=list)  # seconds of each finished site
+    epoch: float | None = None  # seconds of the latest epoch of training
+
+    def left(self, event: Progress, round_number: int, elapsed: float) -> float | None:
+        """Seconds to the end of the run, `elapsed` after the site at hand began; None when nothing is known yet."""
+        if event.phase == "retrain":
+            return None if self.epoch is None else (event.total - event.done) * self.epoch
+        known = sum(self.sites) / len(self.sites) if self.sites else None
+        if known is None and event.phase == "score" and event.done:
+            known = elapsed * event.total / event.done
+        if known is None:
+            return None
+        to_come = event.sites - event.number + (self.rounds - 1 - round_number) * event.sites
+        return max(known - elapsed, 0.0) + to_come * known + self.retrain_epochs * (self.epoch or 0.0)
+
+
+class RunWatcher:
+    """Turns the events and steps of a run into what a display shows."""
+
+    def __init__(self, shown: Display, recipe: Recipe, steps: Sequence[Step] = ()) -> None:
+        self.shown, self.rounds = shown, recipe.rounds
+        self.forecast = Forecast(recipe.rounds, recipe.retrain.epochs if recipe.retrain else 0, [s.seconds for s in steps])
+        self.latest: Step | None = steps[-1] if steps else None
+        self.began = self.marked = time.monotonic()
+        self.place = (self.latest.round, 0) if self.latest else (0, 0)  # round and number of the site at hand
+        self.site, self.sites = "", 0
+
+    def watch(self, event: Progress) -> None:
+        """Show an event of the run."""
+        now = time.monotonic()
+        if event.phase in ("finetune", "retrain"):
+            self.forecast.epoch = now - self.marked
+        self.marked = now
+        self._place(event)
+        left = self.forecast.left(event, self.place[0], now - self.began)
+        footer = [self._so_far()] if self.latest else []
+        footer += [f"about {clock(left)} left"] if left is not None else []
+        self.shown.update(
+            Status(self._headline(event), _PHASES[event.phase], event.done, max(event.done, event.total), ", ".join(footer))
+        )
+
+    def step(self, step: Step) -> None:
+        """Show a finished step."""
+        self.latest = step
+        self.forecast.sites.append(step.seconds)
+        self.began = self.marked = time.monotonic()
+        self.place = (step.round, self.place[1])
+        where = f"{self._round(step.round)}site {self.place[1]} of {self.sites}, {step.site}"
+        self.shown.line(f"{where}: {step.channels} → {step.kept} filters; {self._so_far()}; {step.seconds:.1f} s")
+
+    def _place(self, event: Progress) -> None:
+        number = event.number or self.place[1]
+        # a number that falls back is a new round: events do not say which
+        self.place = (self.place[0] + (number < self.place[1]), number)
+        self.site, self.sites = event.site or self.site, event.sites
+
+    def _headline(self, event: Progress) -> str:
+        if event.phase == "retrain":
+            return "All cuts are made"
+        return f"{self._round(self.place[0])}site {self.place[1]} of {self.sites}, {self.site}"
+
+    def _round(self, number: int) -> str:
+        return f"round {number + 1} of {self.rounds}, " if self.rounds > 1 else ""
+
+    def _so_far(self) -> str:
+        assert self.latest is not None
+        step = self.latest
+        return (
+            f"accuracy {percent(step.accuracy, 2)}, removed {percent(step.parameters_removed)} of the parameters, "
+            f"{percent(step.macs_removed)} of the MACs"
+        )
+
+
+class TrainWatcher:
+    """Turns the steps and epochs of a training into what a display shows."""
+
+    def __init__(self, shown: Display, epochs: int, title: str, *, lines: bool = True) -> None:
+        self.shown, self.epochs, self.title, self.lines = shown, epochs, title, lines
+        self.began = time.monotonic()
+        self.first: int | None = None
+        self.latest = ""
+
+    def step(self, done: int, total: int) -> None:
+        """Show an optimiser step."""
+        now = time.monotonic()
+        if self.first is None:
+            self.first, self.began = done, now
+        footer = [self.latest] if self.latest else []
+        if done > self.first:
+            footer.append(f"about {clock((now - self.began) / (done - self.first) * (total - done))} left")
+        self.shown.update(Status(self.title, "optimiser steps", done, total, ", ".join(footer)))
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Show a finished epoch."""
+        self.latest = f"loss {record.loss:.4f}"
+        if record.search_accuracy is not None:
+            self.latest += f", accuracy on the search set {percent(record.search_accuracy, 2)}"
+        if self.lines or record.epoch + 1 == self.epochs:
+            self.shown.line(f"epoch {record.epoch + 1} of {self.epochs}: {self.latest}, learning rate {record.lr:.3g}")

@@ -1,0 +1,113 @@
+"""How a run is told: its table of steps, its closing line, and both as plain values for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from secateurs.cli.progress import RunWatcher
+from secateurs.cli.terminal import clock, percent, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from secateurs.run import Outcome, Run, Step
+
+_COLUMNS = ("site", "round", "filters", "accuracy after the cut", "after training", "parameters removed", "MACs removed")
+
+
+def follow(run: Run, watcher: RunWatcher) -> Outcome:
+    """Do all of the run's work, telling the watcher."""
+    for step in run:
+        watcher.step(step)
+    return run.finish()
+
+
+@contextmanager
+def holding(run: Run, folder: Path) -> Iterator[None]:
+    """Let the folder go at the end; whoever interrupts is told how to go on."""
+    from secateurs.record import RunFolder
+
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(interrupted(folder)) from stop
+    finally:
+        if isinstance(run.record, RunFolder):
+            run.record.close()
+
+
+def interrupted(folder: Path) -> str:
+    """What to tell whoever pressed Ctrl-C."""
+    return f"Interrupted. All that was done is kept. Go on with: secateurs resume {folder}"
+
+
+def step_fields(step: Step) -> dict[str, Any]:
+    """A step as plain values, without its coefficients."""
+    return {field.name: getattr(step, field.name) for field in fields(step) if field.name != "importance"} | {"kept": step.kept}
+
+
+def print_outcome(folder: Path, outcome: Outcome) -> None:
+    """The table of steps and the closing lines of a finished run."""
+    from secateurs.run import outcome_fields
+
+    print_steps([step_fields(step) for step in outcome.steps])
+    print_closing(folder, outcome_fields(outcome))
+
+
+def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
+    """The table of steps; shares are removed since the start of the run."""
+    print_table(_COLUMNS, [_row(step) for step in steps])
+    say("Accuracies are on the search set. Removed is what the whole network has lost so far.")
+
+
+def print_closing(folder: Path, outcome: Mapping[str, Any]) -> None:
+    """What came of a run, and where it is."""
+    say(closing_line(outcome) + ".")
+    say(f"Stopped because {outcome['stopped']}, after {clock(outcome['seconds'])}.")
+    say(f"The smaller network: {folder / 'pruned.safetensors'}")
+
+
+def closing_line(outcome: Mapping[str, Any]) -> str:
+    """One sentence with the figures that matter, from the fields of an outcome."""
+    parameters, macs, test = (outcome[name] for name in ("parameters", "macs", "test"))
+    return (
+        f"{percent(removed(parameters))} of the parameters and {percent(removed(macs))} of the MACs removed, accuracy "
+        f"{100 * test['before']:.2f} → {100 * test['after']:.2f} % on {test['count']:,} test examples that chose nothing"
+    )
+
+
+def removed(counts: Mapping[str, int]) -> float:
+    """The share that is gone, of counts before and after."""
+    return 1 - counts["after"] / counts["before"] if counts["before"] else 0.0
+
+
+def print_run_json(folder: Path, run: Run, outcome: Outcome, **more: Any) -> None:
+    """A finished run as one JSON document."""
+    from secateurs.recipe import recipe_fields
+    from secateurs.run import outcome_fields
+
+    print_json(
+        {
+            "folder": str(folder),
+            "state": "finished",
+            "recipe": recipe_fields(run.recipe),
+            "steps": [step_fields(step) for step in outcome.steps],
+            "outcome": outcome_fields(outcome),
+            "pruned": str(folder / "pruned.safetensors"),
+            **more,
+        }
+    )
+
+
+def _row(step: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        step["site"],
+        str(step["round"] + 1),
+        f"{step['channels']} → {step['channels'] - len(step['removed'])}",
+        percent(step["accuracy_cut"], 2),
+        percent(step["accuracy"], 2),
+        percent(step["parameters_removed"]),
+        percent(step["macs_removed"]),
+    )

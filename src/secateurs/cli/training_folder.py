@@ -1,0 +1,111 @@
+"""The folder of a training: where it came from, a checkpoint after every epoch, and in the end the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from secateurs.errors import RunError
+from secateurs.files import write_text
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from secateurs.cli.inputs import Origin
+    from secateurs.data import Data
+    from secateurs.record import RunFolder
+    from secateurs.training import EpochRecord, TrainSettings, TrainState
+
+TRAINING = "training.json"
+WEIGHTS = "weights"
+_CHECKPOINT = "checkpoints/training"
+
+
+def is_training(path: Path) -> bool:
+    """Whether the folder holds a training."""
+    return (path / TRAINING).is_file()
+
+
+def create(path: Path, origin: Origin, settings: TrainSettings, data: Data) -> None:
+    """Start a training in `path`, which must not hold one, nor a run."""
+    from secateurs.record import PROVENANCE, disk_errors, environment
+
+    if is_training(path) or (path / PROVENANCE).exists():
+        raise RunError(
+            f"{path}: holds a training or a run already. Go on with it (secateurs resume {path}), or choose another."
+        )
+    known = {"origin": origin.record(), "settings": asdict(settings), "data": data.record(), **environment()}
+    with disk_errors(path):
+        path.mkdir(parents=True, exist_ok=True)
+        write_text(path / TRAINING, json.dumps(known, indent=1) + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What was recorded when the training was started."""
+    try:
+        found = json.loads((path / TRAINING).read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path / TRAINING}: cannot be read ({error}).") from error
+    assert isinstance(found, dict)
+    return found
+
+
+def train_in(
+    path: Path,
+    model: nn.Module,
+    data: Data,
+    settings: TrainSettings,
+    *,
+    device: str | None,
+    on_step: Callable[[int, int], None],
+    on_epoch: Callable[[EpochRecord], None],
+) -> list[EpochRecord]:
+    """Train `model` to the end, from the last checkpoint if there is one; leaves the weights, and gives all epochs."""
+    from secateurs.record import RunFolder
+    from secateurs.training import train_
+
+    if data.digest() != read(path)["data"]["sha256"]:
+        raise RunError(f"{path}: was started on other data: contents or split have changed. Start a new training.")
+    with RunFolder(path) as folder:
+        state = _state(folder)
+
+        def keep(now: TrainState) -> None:
+            folder.save_tensors(_CHECKPOINT, now.tensors, now.meta)
+            _note(folder, now)
+
+        if state is not None:
+            _note(folder, state)  # the line of its last epoch may have been lost
+        history = train_(
+            model,
+            data.train,
+            settings,
+            search=data.search,
+            device=device,
+            resume=state,
+            save=keep,
+            on_step=on_step,
+            on_epoch=on_epoch,
+        )
+        folder.save_tensors(WEIGHTS, model.state_dict())
+        return list(history.epochs)
+
+
+def weights_file(path: Path) -> Path:
+    """Where the trained weights are."""
+    return path / f"{WEIGHTS}.safetensors"
+
+
+def _state(folder: RunFolder) -> TrainState | None:
+    from secateurs.training import TrainState
+
+    found = folder.load_tensors(_CHECKPOINT)
+    return None if found is None else TrainState(*found)
+
+
+def _note(folder: RunFolder, state: TrainState) -> None:
+    known = len(folder.units("epoch"))
+    for record in state.meta["epochs"][known:]:
+        folder.append("epoch", **record)

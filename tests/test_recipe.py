@@ -1,0 +1,94 @@
+"""Recipes: read as written, and wrong fields told by name, value and what is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secateurs import Recipe, TrainSettings, read_recipe
+from secateurs.errors import RecipeError
+from secateurs.recipe import read_settings, write_recipe
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+@given(
+    max_drop=st.floats(0, 1),
+    rounds=st.integers(1, 9),
+    direction=st.sampled_from(["forward", "backward"]),
+    target=st.none() | st.floats(0, 1),
+    epochs=st.none() | st.integers(0, 99),
+    sites=st.lists(st.text(st.characters(codec="ascii", exclude_categories=["C"]), min_size=1), max_size=3),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    max_drop: float,
+    rounds: int,
+    direction: str,
+    target: float | None,
+    epochs: int | None,
+    sites: list[str],
+) -> None:
+    training = None if epochs is None else TrainSettings(epochs=epochs, schedule="step", milestones=(3, 5))
+    recipe = Recipe(
+        max_drop=max_drop,
+        rounds=rounds,
+        direction=direction,  # type: ignore[arg-type]
+        target_macs=target,
+        finetune=training,
+        sites=tuple(sites),
+    )
+    path = tmp_path_factory.mktemp("recipes") / "recipe.toml"
+    write_recipe(path, recipe)
+    assert read_recipe(path) == recipe
+
+
+def test_tables_and_overrides(tmp_path: Path) -> None:
+    path = written(tmp_path, "max_drop = 0.02\n[finetune]\nepochs = 3\nlr = 0.05\n")
+    recipe = read_recipe(path)
+    assert recipe == Recipe(max_drop=0.02, finetune=TrainSettings(epochs=3, lr=0.05))
+    changed = read_recipe(path, **{"max_drop": 0.5, "finetune.epochs": 7, "retrain.epochs": 2})
+    assert changed == replace(recipe, max_drop=0.5, finetune=TrainSettings(epochs=7, lr=0.05), retrain=TrainSettings(epochs=2))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_dorp = 0.1", r"unknown field 'max_dorp'. Did you mean 'max_drop'"),
+        ("[finetune]\nepoch = 1", r"unknown field 'finetune.epoch'. Did you mean 'epochs'"),
+        ("max_drop = 'much'", r"max_drop = 'much': expected `float`"),
+        ("max_drop = 2.0", r"max_drop = 2.0: wanted 0 to 1"),
+        ("rounds = 0", r"rounds = 0: wanted 1 or more"),
+        ("direction = 'sideways'", r"direction"),
+        ("design = 'exakt'", r"design"),
+        ("[finetune]\nlr = -1.0", r"lr = -1.0: wanted 0 or more"),
+        ("finetune = 3", r"finetune = 3: expected `object"),
+        ("max_drop = ", r"not TOML"),
+    ],
+)
+def test_wrong_fields_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(RecipeError, match=message) as told:
+        read_recipe(path)
+    assert str(path) in str(told.value)
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        read_recipe(tmp_path / "none.toml")
+
+
+def test_settings_of_a_training_alone(tmp_path: Path) -> None:
+    path = written(tmp_path, "epochs = 30\nschedule = 'one-cycle'\n")
+    assert read_settings(path, lr=0.2) == TrainSettings(epochs=30, schedule="one-cycle", lr=0.2)
+    with pytest.raises(RecipeError, match="unknown field 'epoch'"):
+        read_settings(written(tmp_path, "epoch = 3"))
