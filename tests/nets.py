@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from secateurs import Graph, Site, compact, find_sites, masked, trace
+from secateurs import Graph, Site, compact, masked, trace
 from secateurs.graph import tensors_in
 
 ATOL = 1e-12
@@ -33,7 +33,7 @@ def randomise_(model: nn.Module, seed: int = 0) -> nn.Module:
         if not tensor.is_floating_point():
             continue
         with torch.no_grad():
-            if name.endswith("running_var") or tensor.dim() < 2 and name.endswith("weight"):
+            if name.endswith("running_var") or (tensor.dim() < 2 and name.endswith("weight")):
                 tensor.copy_(0.5 + torch.rand(tensor.shape, generator=generator, dtype=torch.float64))
             else:
                 fan = max(tensor[0].numel(), 1) if tensor.dim() > 1 else 4

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from nets import assert_same, random_keep, random_tensor, randomise_, run
 from safetensors import safe_open
 from torch import Tensor, nn
 
 import secateurs
+from nets import assert_same, random_keep, random_tensor, randomise_, run
 from secateurs import Graph, compact, find_sites, load, save, trace
 from secateurs.errors import ArtefactError, PlanError, SecateursError
 from secateurs.models import build, example_input
@@ -145,6 +145,13 @@ def test_every_truncation_is_named(saved: Path) -> None:
             load(Block(), saved)
 
 
+def same_json(a: bytes, b: bytes) -> bool:
+    try:
+        return bool(json.loads(a) == json.loads(b))
+    except ValueError:
+        return False
+
+
 def test_every_changed_byte_is_noticed(saved: Path) -> None:
     """Every byte of the header, and some of the weights: each gives an error, never another network."""
     data = bytearray(saved.read_bytes())
@@ -156,13 +163,11 @@ def test_every_changed_byte_is_noticed(saved: Path) -> None:
         changed = bytearray(data)
         changed[place] ^= 1 if place % 2 else 4
         saved.write_bytes(changed)
-        try:
-            found = load(model, saved)
-        except (ArtefactError, PlanError) as error:
-            assert saved.name in str(error)
-        else:  # only spaces between entries of the header mean nothing
-            assert json.loads(changed[8 : 8 + length]) == json.loads(data[8 : 8 + length])
-            assert_same(run(found.module, random_tensor(2, 3, 4, 4)), reference)
+        if place < 8 + length and same_json(changed[8 : 8 + length], data[8 : 8 + length]) and changed[:8] == data[:8]:
+            assert_same(run(load(model, saved).module, random_tensor(2, 3, 4, 4)), reference)  # a space that means nothing
+        else:
+            with pytest.raises((ArtefactError, PlanError), match=saved.name):
+                load(model, saved)
 
 
 def rewrite(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], None]) -> None:
@@ -259,7 +264,7 @@ def test_other_files_are_named(tmp_path: Path, content: bytes) -> None:
 
 def test_plain_weights_and_absent_files_are_named(tmp_path: Path) -> None:
     safetensors.torch.save_file(Block().state_dict(), tmp_path / "plain")
-    with pytest.raises(ArtefactError, match="got format None.*not saved by secateurs.*load_state_dict"):
+    with pytest.raises(ArtefactError, match=r"got format None.*not saved by secateurs.*load_state_dict"):
         load(Block(), tmp_path / "plain")
     with pytest.raises(ArtefactError, match="absent: cannot be read"):
         load(Block(), tmp_path / "absent")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net, assert_compact_is_masked, random_tensor, randomise_, run, seeded, traced
 from torch import Tensor, nn
 
+from nets import Net, assert_compact_is_masked, random_tensor, randomise_, run, seeded, traced
 from secateurs import Graph, compact, find_sites, masked, trace, verify
 from secateurs.errors import InvalidInput, InvalidMask, NonFinite, NotEqual, SecateursError, UnknownSite, Untraceable
 
@@ -82,7 +82,7 @@ def test_the_nearest_names_are_suggested() -> None:
 
 def test_one_site_given_twice(graph: Graph) -> None:
     site = find_sites(graph)[0]
-    with pytest.raises(InvalidInput, match="'a'.*twice"):
+    with pytest.raises(InvalidInput, match=r"'a'.*twice"):
         compact(graph, {site: torch.arange(6) > 1, "a": torch.arange(6) > 2})
 
 
@@ -170,12 +170,14 @@ def test_a_network_that_was_moved_after_tracing(move: Callable[[nn.Module], nn.M
 
 @pytest.mark.parametrize("example", [None, [X], {"x": X}, (), ((X,),), 3, (X, 2)])
 def test_examples_that_are_none(example: Any) -> None:
-    with pytest.raises(InvalidInput, match="example_input: got .*, wanted a tensor, or a tuple of tensors"):
+    with pytest.raises(InvalidInput, match=r"example_input: got .*, wanted a tensor, or a tuple of tensors"):
         trace(chain().double(), example)
 
 
 def test_an_example_that_does_not_fit() -> None:
-    with pytest.raises(InvalidInput, match=r"Net does not run on the example input of shape \(2, 5, 8, 8\).*Pass an input that"):
+    with pytest.raises(
+        InvalidInput, match=r"Net does not run on the example input of shape \(2, 5, 8, 8\).*Pass an input that"
+    ):
         trace(chain().double(), random_tensor(2, 5, 8, 8))
 
 
@@ -200,7 +202,7 @@ def test_weight_norm_of_the_old_kind_names_the_new_one() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         layer = torch.nn.utils.weight_norm(nn.Conv2d(3, 6, 3))
-    with pytest.raises(SecateursError, match="cannot be copied.*torch.nn.utils.parametrizations"):
+    with pytest.raises(SecateursError, match=r"cannot be copied.*torch.nn.utils.parametrizations"):
         trace(chain(a=layer).double(), X)
 
 
@@ -269,7 +271,7 @@ def test_dynamic_control_flow_names_the_users_line() -> None:
     "body",
     [
         lambda net, x: net.a(x[: int(x.sum())]),
-        lambda net, x: [row for row in net.a(x)],
+        lambda net, x: list(net.a(x)),
         lambda net, x: net.a(x) if bool((x > 0).all()) else net.a(-x),
         lambda net, x: net.a(x) * float(x.mean()),
         lambda net, x: torch.tensor([len(x)]) * net.a(x),
@@ -277,7 +279,7 @@ def test_dynamic_control_flow_names_the_users_line() -> None:
     ],
 )
 def test_other_things_that_cannot_be_traced(body: Callable[..., Any]) -> None:
-    with pytest.raises(SecateursError, match="cannot follow Net|does not run on the example input"):
+    with pytest.raises(SecateursError, match=r"cannot follow Net|does not run on the example input"):
         trace(Net(body, a=nn.Conv2d(3, 2, 1)).double().eval(), X)
 
 
@@ -308,7 +310,7 @@ def test_changes_behind_a_view_and_chance() -> None:
         return net.b(y)
 
     for body in (behind_a_view, lambda net, x: net.b(net.a(x) + torch.rand_like(x[:, :1]))):
-        with pytest.raises(Untraceable, match="gives another output than the model itself.*random.*in place behind a view"):
+        with pytest.raises(Untraceable, match=r"gives another output than the model itself.*random.*in place behind a view"):
             traced(Net(body, a=nn.Conv2d(3, 6, 1), b=nn.Conv2d(6, 2, 1)), X)
 
 
@@ -321,19 +323,15 @@ def test_any_number_of_arguments() -> None:
         def forward(self, *inputs: Tensor) -> Tensor:
             return self.b(F.relu(self.a(inputs[0])))
 
-    try:
-        graph = traced(Starred(), X)
-    except SecateursError as error:
-        assert "Starred" in str(error)  # refused with a message is as good
-    else:
-        assert_compact_is_masked(graph, {"a": torch.arange(6) > 1})
+    with pytest.raises(SecateursError, match="Starred"):
+        traced(Starred(), X)
 
 
 def test_scripted_models_and_unknown_leaves() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 2, 1)).double())
-    with pytest.raises(SecateursError, match="ScriptModule|scripted"):
+    with pytest.raises(SecateursError, match=r"ScriptModule|scripted"):
         trace(scripted, X)
     with pytest.raises(InvalidInput, match="leaves: the model has no submodule 'layer9'"):
         trace(chain().double(), X, leaves=["layer9"])
@@ -371,7 +369,7 @@ def test_tied_layers_and_layers_called_twice_are_unprunable_with_the_reason() ->
     assert reasons["b"] == "Conv2d at node 'b' is called 2 times: its filters would have to go from all its calls at once"
     assert reasons["c"] == "Conv2d at node 'c' shares its weights with 'd'"
     assert reasons["d"] == "Conv2d at node 'd' shares its weights with 'c'"
-    with pytest.raises(UnknownSite, match="'b' is not a site: .*is called 2 times"):
+    with pytest.raises(UnknownSite, match=r"'b' is not a site: .*is called 2 times"):
         compact(graph, {"b": torch.ones(6, dtype=torch.bool)})
     same = compact(graph, {})
     assert same.module.c.weight is same.module.d.weight  # still tied
@@ -398,7 +396,7 @@ def test_tied_weights_stay_tied_when_others_are_cut() -> None:
 def test_verify_notices_a_network_that_is_not_the_masked_one(graph: Graph) -> None:
     keep = {"a": torch.arange(6) > 1}
     wrong = compact(graph, {"a": torch.arange(6) < 4})
-    with pytest.raises(NotEqual, match="differs from the masked one by .* where outputs reach .*tolerance"):
+    with pytest.raises(NotEqual, match=r"differs from the masked one by .* where outputs reach .*tolerance"):
         verify(graph, keep, wrong)
     nearly = compact(graph, keep)
     with torch.no_grad():
@@ -413,7 +411,7 @@ def test_verify_notices_nan(graph: Graph) -> None:
     broken = compact(graph, {"a": torch.arange(6) > 1})
     with torch.no_grad():
         broken.module.b.bias[0] = float("nan")
-    with pytest.raises(NotEqual, match="differs from the masked one by (nan|inf)"):
+    with pytest.raises(NotEqual, match=r"differs from the masked one by (nan|inf)"):
         verify(graph, {"a": torch.arange(6) > 1}, broken)
     assert run(graph.module, X).isfinite().all()
 

@@ -10,9 +10,9 @@ from typing import Literal
 
 import pytest
 import torch
-from nets import assert_compact_is_masked, random_tensor, randomise_, seeded
 from torch import Tensor
 
+from nets import assert_compact_is_masked, random_tensor, randomise_, seeded
 from secateurs import Graph, Site, compact, cost, find_sites, trace
 from secateurs.models import build
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
+
 from nets import (
     BLOCKS,
     HEADS,
@@ -27,8 +29,6 @@ from nets import (
     run,
     traced,
 )
-from torch import Tensor, nn
-
 from secateurs import Graph, Plan, compact, find_site, find_sites, load, masked, replay, save, trace, verify
 from secateurs.channels import take
 from secateurs.compaction import Align, Constant

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nets import Net, random_tensor, run, traced
 from torch import nn
 
+from nets import Net, random_tensor, run, traced
 from secateurs import Graph, Plan, compact, replay
 from secateurs.errors import PlanError, SecateursError
 from secateurs.plan import PlannedCut
@@ -65,7 +65,9 @@ def test_cutting_nothing_leaves_no_step() -> None:
 
 cuts = st.integers(1, 40).flatmap(
     lambda n: st.builds(
-        lambda site, ids, n=n: PlannedCut(site, tuple(sorted(ids)), n), st.text(min_size=1, max_size=9), st.sets(st.integers(0, n - 1))
+        lambda site, ids, n=n: PlannedCut(site, tuple(sorted(ids)), n),
+        st.text(min_size=1, max_size=9),
+        st.sets(st.integers(0, n - 1)),
     )
 )
 
@@ -137,5 +139,5 @@ def test_a_plan_for_another_width_is_refused() -> None:
 
 def test_a_plan_for_other_layers_is_refused() -> None:
     plan = Plan(((PlannedCut("features.3", (0,), 6),),), "nets.Net")
-    with pytest.raises(SecateursError, match="no site 'features.3'"):
+    with pytest.raises(SecateursError, match=r"no site 'features.3'"):
         replay(chain(), plan)

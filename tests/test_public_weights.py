@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from nets import random_keep
 from torch import Tensor, nn
 
+from nets import random_keep
 from secateurs import compact, find_sites, masked, trace, verify
 from secateurs.home import home
 from secateurs.models import PUBLIC_MEAN, PUBLIC_STD, load_public

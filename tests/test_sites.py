@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Net, assert_compact_is_masked, random_keep, random_tensor, randomise_, run, traced
 from torch import Tensor, nn
 
+from nets import Net, assert_compact_is_masked, random_keep, random_tensor, randomise_, run, traced
 from secateurs import Graph, compact, find_site, find_sites, masked, trace
 from secateurs.errors import InvalidInput, UnknownSite
 from secateurs.models import build, example_input

@@ -5,16 +5,12 @@ Loading traces the fresh model, replays the plan, and fills in the weights: the 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from secateurs.compaction import replay
@@ -22,6 +18,7 @@ from secateurs.errors import ArtefactError, InvalidInput, PlanError, SecateursEr
 from secateurs.files import write_bytes
 from secateurs.graph import Graph, trace
 from secateurs.plan import Plan
+from secateurs.tensorfile import Damaged, dump, parse
 
 FORMAT = "1"
 
@@ -35,7 +32,6 @@ def save(graph: Graph, path: str | Path, *, metadata: Mapping[str, str] | None =
     for name, value in (metadata or {}).items():
         if not isinstance(value, str):
             raise InvalidInput(f"metadata {name!r}: got {type(value).__name__}, wanted text. Use str(...) or json.dumps(...).")
-    tensors = _tensors(graph.module)
     header = {
         **(metadata or {}),
         "secateurs_format": FORMAT,
@@ -43,9 +39,8 @@ def save(graph: Graph, path: str | Path, *, metadata: Mapping[str, str] | None =
         "leaves": json.dumps(graph.leaves),
         "example": json.dumps([[list(e.shape), str(e.dtype).removeprefix("torch.")] for e in graph.example]),
     }
-    header["digest"] = digest(tensors, header)
     try:
-        write_bytes(path, safetensors.torch.save(tensors, header))
+        write_bytes(path, dump(graph.module.state_dict(), header))
     except OSError as error:
         raise ArtefactError(f"{path}: cannot be written ({error.strerror}). Nothing was changed.") from error
     return path
@@ -80,46 +75,15 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     except OSError as error:
         raise ArtefactError(f"{path}: cannot be read ({error.strerror}).") from error
     try:
-        header = _header(data)
-        tensors = safetensors.torch.load(data)
-    except (SafetensorError, ValueError, KeyError, struct.error) as error:
-        raise ArtefactError(
-            f"{path}: not a whole safetensors file ({error}). Was it cut short? Copy or make it again."
-        ) from error
+        tensors, header = parse(data)
+    except Damaged as error:
+        raise ArtefactError(f"{path}: {error}. Was it cut short? Copy or make it again.") from error
     if header.get("secateurs_format") != FORMAT:
         raise ArtefactError(
             f"{path}: got format {header.get('secateurs_format')!r}, wanted {FORMAT!r}: not saved by secateurs, or by another "
             f"release. Plain weights are loaded with model.load_state_dict."
         )
-    if digest(tensors, {k: v for k, v in header.items() if k != "digest"}) != header.get("digest"):
-        raise ArtefactError(
-            f"{path}: the contents do not match their digest: the file was changed or damaged. Copy or make it again."
-        )
     return header, tensors
-
-
-def digest(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> str:
-    """SHA-256 over names, kinds, shapes and bytes, and over the entries of a header."""
-    sha = hashlib.sha256(json.dumps(dict(header or {}), sort_keys=True).encode())
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        sha.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The state dict as independent contiguous tensors, so that tied weights are stored under each of their names."""
-    return {name: t.detach().cpu().contiguous().clone() for name, t in module.state_dict().items()}
-
-
-def _header(data: bytes) -> dict[str, str]:
-    (length,) = struct.unpack("<Q", data[:8])
-    whole = json.loads(data[8 : 8 + length])
-    found = whole.get("__metadata__", {}) if isinstance(whole, dict) else None
-    if not isinstance(found, dict):
-        raise ValueError("its header holds no metadata")
-    return {str(key): str(value) for key, value in found.items()}
 
 
 def _plan(header: Mapping[str, str], path: Path) -> Plan:

@@ -340,10 +340,13 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def _is_one_to_one(layer: nn.Module) -> bool:
-    """A depthwise layer with one filter for each channel."""
-    groups = getattr(layer, "groups", 1)
-    return isinstance(groups, int) and 1 < groups == getattr(layer, "in_channels", 0) == getattr(layer, "out_channels", 0)
+def _filters_a_channel(module: fx.GraphModule, node: fx.Node) -> int:
+    """How many filters a depthwise layer has for each channel; 0 for any other node. A cut can make it look otherwise."""
+    layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+    groups, inputs, filters = (getattr(layer, name, None) for name in ("groups", "in_channels", "out_channels"))
+    if isinstance(groups, int) and isinstance(filters, int) and 1 < groups == inputs:
+        return filters // groups
+    return 0
 
 
 def _note_origin_(module: fx.GraphModule) -> None:
@@ -351,7 +354,7 @@ def _note_origin_(module: fx.GraphModule) -> None:
     seen: dict[str, int] = {}
     for node in module.graph.nodes:
         node.meta["unread"] = not node.users
-        node.meta["one_to_one"] = node.op == "call_module" and _is_one_to_one(module.get_submodule(str(node.target)))
+        node.meta["filters_a_channel"] = _filters_a_channel(module, node)
         if node.op not in ("call_function", "call_method"):
             continue
         name = ".".join(part for part in (module_path(node), call_word(node)) if part)

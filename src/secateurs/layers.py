@@ -1,4 +1,4 @@
-"""The modules that secateurs adds to networks: `Mask`, `Align` where live channels differ, `Constant` for a folded branch."""
+"""The modules that secateurs adds to networks: `Mask`, `Align` and `SumInto` where live channels differ, `Constant`."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Align(nn.Module):
         """The input with its channels picked and widened."""
         if not self.slides:
             index = self.index
-            if self.fills:
+            if self.fills:  # from the input with one zero channel behind it: cheaper than a pad, which fills all of it first
                 index = torch.where(index < 0, x.shape[self.axis], index)
-                x = self._pad(x, 0, 1)
+                x = torch.cat([x, torch.zeros_like(x.narrow(self.axis, 0, 1))], self.axis)
             return x.index_select(self.axis, index)
         if self.start or self.count != x.shape[self.axis]:
             x = x.narrow(self.axis, self.start, self.count)
@@ -73,6 +73,29 @@ class Align(nn.Module):
         """Widths and form, for printing."""
         form = "slice/pad" if self.slides else "gather"
         return f"{self.count} channels to {len(self.take)}, axis={self.axis}, {form}"
+
+
+class SumInto(nn.Module):
+    """Adds a narrow tensor onto the channels `index` of a wide one: a sum that does not widen its narrow term first.
+
+    Adding channel by channel pays where a channel is large; small ones are gathered and added at once.
+    """
+
+    index: Tensor
+    LARGE = 2048  # values of one channel over the batch: measured on a CPU, where either way takes equally long
+
+    def __init__(self, align: Align) -> None:
+        super().__init__()
+        self.axis = align.axis
+        self.widen = align
+        self.register_buffer("index", torch.tensor([j for j, i in enumerate(align.take) if i >= 0]), persistent=False)
+
+    def forward(self, wide: Tensor, narrow: Tensor) -> Tensor:
+        """Of the shape of `wide`."""
+        if torch.compiler.is_compiling() or narrow.numel() < self.LARGE * narrow.shape[self.axis]:
+            widened: Tensor = self.widen(narrow)
+            return wide + widened
+        return wide.index_add(self.axis, self.index, narrow)
 
 
 class Constant(nn.Module):

@@ -19,15 +19,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from secateurs.artefact import digest
 from secateurs.errors import RunError
 from secateurs.files import write_bytes, write_text
 from secateurs.recipe import Recipe, read_recipe, recipe_fields, write_recipe
+from secateurs.tensorfile import Damaged, dump, parse
 
 JOURNAL, PROVENANCE, RECIPE = "journal.jsonl", "provenance.json", "recipe.toml"
 
@@ -97,10 +95,8 @@ class RunFolder(Record):
 
     def save_tensors(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
         """Write `name`.safetensors with `meta` in its header."""
-        plain = {key: t.detach().cpu().contiguous().clone() for key, t in tensors.items()}
         with disk_errors(self.path):
-            data = safetensors.torch.save(plain, {"meta": json.dumps(meta or {}), "digest": digest(plain)})
-            write_bytes(self.path / f"{name}.safetensors", data)
+            write_bytes(self.path / f"{name}.safetensors", dump(tensors, {"meta": json.dumps(meta or {})}))
 
     def load_tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Read `name`.safetensors; None if there is none; a damaged file is an error."""
@@ -108,13 +104,9 @@ class RunFolder(Record):
         if not path.exists():
             return None
         try:
-            data = path.read_bytes()
-            tensors = safetensors.torch.load(data)
-            header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-            if header["digest"] != digest(tensors):
-                raise ValueError("the contents do not match their digest")
+            tensors, header = parse(path.read_bytes())
             return tensors, json.loads(header["meta"])
-        except (SafetensorError, ValueError, KeyError) as error:
+        except (Damaged, KeyError, ValueError) as error:
             raise RunError(f"{path}: damaged ({error}). Restore it from a copy, or start the run anew.") from error
 
     def delete(self, name: str) -> None:

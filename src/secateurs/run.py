@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateurs.artefact import digest, load, save
+from secateurs.artefact import load, save
 from secateurs.compaction import compact, verify
 from secateurs.costs import Cost, cost
 from secateurs.data.examples import Examples
@@ -34,6 +34,7 @@ from secateurs.recipe import Recipe
 from secateurs.record import Record, create_folder, disk_errors, environment, open_folder
 from secateurs.search import Cut, find_cut
 from secateurs.sites import Site, find_sites
+from secateurs.tensorfile import digest
 from secateurs.training import EpochRecord, TrainSettings, TrainState, carry_momentum, recalibrate_, train_
 
 START = "checkpoints/start"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 import torch
@@ -19,6 +19,7 @@ from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
 from secateurs.flow import Channelwise, Flow, Flows, Join, Layer, Opaque, analyse, find_flows, revivals
 from secateurs.graph import Graph, shape_of
 from secateurs.layers import Align
+from secateurs.sums import spread_sums
 
 Shortcut = Literal["before", "after"]
 
@@ -75,6 +76,7 @@ def find_sites(graph: Graph, shortcut: Shortcut = "before") -> Sites:
     """All sites of `graph`; `shortcut` says where a residual block's last filters are masked: before or after the add."""
     if shortcut not in ("before", "after"):
         raise InvalidInput(f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add).")
+    graph = replace(graph, module=spread_sums(graph.module))
     flows = find_flows(graph.module)
     search = _Search(graph, flows, shortcut, analyse(flows, {}).need)
     sites: dict[fx.Node, Site] = {}
@@ -197,7 +199,7 @@ class _Search:
 
     def _is_depthwise(self, node: fx.Node) -> bool:
         flow = self.flows.of[node]
-        return isinstance(flow, Layer) and bool(node.meta.get("one_to_one")) and not flow.reads_all
+        return isinstance(flow, Layer) and node.meta.get("filters_a_channel") == 1 and not flow.reads_all
 
     def _candidates(self, chain: list[fx.Node]) -> list[fx.Node]:
         """Where the mask may go, best first: from a layer's activation on, or from the layer if it has none.

@@ -289,7 +289,7 @@ def revivals(flows: Flows, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
             continue
         if isinstance(flow, Opaque):
             yield node, flow.reason
-        elif isinstance(flow, Layer) and not flow.depthwise:
+        elif isinstance(flow, Layer) and not node.meta.get("filters_a_channel", flow.depthwise):
             if flow.reads_all:
                 yield node, f"{node.target!s} reads along another axis than the channels'"
         elif flow.axis is not None:
