@@ -83,6 +83,8 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
             f"{path}: got format {header.get('secateurs_format')!r}, wanted {FORMAT!r}: not saved by secateurs, or by another "
             f"release. Plain weights are loaded with model.load_state_dict."
         )
+    if "digest" not in header:
+        raise ArtefactError(f"{path}: its digest is gone: the file was changed or damaged. Copy or make it again.")
     return header, tensors
 
 

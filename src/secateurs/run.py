@@ -408,13 +408,21 @@ class Run:
         settings = _with_seed(settings, derive(self.recipe.seed, phase, number))
         teacher = self.original.module if settings.distill else None
 
+        def note(state: TrainState) -> None:
+            """Journal the epochs that a checkpoint holds and the journal does not."""
+            for epoch in state.meta["epochs"][len(self.record.units("epoch", step=number, phase=phase)) :]:
+                self.record.append("epoch", step=number, phase=phase, **epoch)
+
         def kept(state: TrainState) -> None:
             self.record.save_tensors(TRAINING, state.tensors, {**state.meta, "phase": phase, "step": number})
-            self.record.append("epoch", step=number, phase=phase, **state.meta["epochs"][-1])
+            note(state)
 
         def told(epoch: EpochRecord) -> None:
             self._tell(phase, epoch.epoch + 1, settings.epochs)
 
+        resumed = self._training_state(phase, number)
+        if resumed is not None:  # killed between the checkpoint and its line in the journal
+            note(resumed)
         with self._unless_over_budget():
             history = train_(
                 self.graph.module,
@@ -426,7 +434,7 @@ class Run:
                 metric=self.metric,
                 device=self.device,
                 momentum=self.momentum,
-                resume=self._training_state(phase, number),
+                resume=resumed,
                 save=kept,
                 on_epoch=told,
             )

@@ -47,8 +47,10 @@ def _only_widens(module: fx.GraphModule, node: fx.Node) -> bool:
     if node.op != "call_module" or len(node.users) != 1:
         return False
     layer = module.get_submodule(str(node.target))
+    if not isinstance(layer, Align) or not layer.fills:
+        return False
     dims = shape_of(node.all_input_nodes[0]).dims
-    return isinstance(layer, Align) and layer.fills and dims is not None and layer.count == dims[layer.axis]
+    return dims is not None and layer.count == dims[layer.axis]
 
 
 def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
