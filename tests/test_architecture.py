@@ -13,7 +13,7 @@ SRC = ROOT / "src" / "secateurs"
 
 # bottom to top; what shares a row may not import each other, unless it is the same package
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "naming", "home"),
+    ("errors", "naming", "home", "usercode"),
     ("files", "channels", "layers", "costs", "tensorfile"),
     ("normalise", "plan", "fetch", "timing"),
     ("graph",),

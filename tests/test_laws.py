@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +33,9 @@ from nets import (
 )
 from secateurs import Graph, Plan, compact, find_site, find_sites, load, masked, replay, save, trace, verify
 from secateurs.channels import take
-from secateurs.compaction import Align, Constant
 from secateurs.errors import EmptyLayer
-from secateurs.masking import Mask, split_at
+from secateurs.layers import Align, Constant, Mask, SumInto
+from secateurs.masking import split_at
 from secateurs.models import build, example_input, names
 from secateurs.normalise import FollowsMode
 from secateurs.sites import resolve
@@ -118,6 +120,46 @@ def test_compact_equals_masked(case: Case) -> None:
         reference = masked(graph, keep)
         for batch in (graph.example, OTHER):
             assert_same(run(smaller.module, *batch), run(reference, *batch))
+            with sums_as_for_large_inputs():
+                assert_same(run(smaller.module, *batch), run(reference, *batch))
+
+
+@contextmanager
+def sums_as_for_large_inputs() -> Iterator[None]:
+    """Sums with a narrow term take another form for large inputs: let small ones take it too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SumInto, "LARGE", 0)
+        yield
+
+
+def sum_of(join: Callable[[Tensor, Tensor], Tensor]) -> Net:
+    return Net(
+        lambda net, x: net.b(torch.relu(join(torch.relu(net.a(x)), net.c(x)))),
+        a=nn.Conv2d(3, 8, 1),
+        c=nn.Conv2d(3, 8, 1),
+        b=nn.Conv2d(8, 3, 1),
+    )
+
+
+@pytest.mark.parametrize("size", [(2, 3, 4, 4), (2, 3, 32, 32), (4, 3, 64, 64)])
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda y, z: y + z,
+        lambda y, z: torch.channel_shuffle(y, 2) + z,  # the narrow term comes in another order
+        lambda y, z: z + y[:1],  # and is broadcast over the batch
+        lambda y, z: y.mean((2, 3), keepdim=True) + z,
+        lambda y, z: torch.cat([y[:, 4:], y[:, :4]], 1) + z,
+    ],
+)
+def test_sums_with_a_narrow_term_at_every_size(size: tuple[int, ...], join: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x = random_tensor(*size)
+    graph = traced(sum_of(join), x)
+    for seed in range(3):
+        keep = random_keep(find_sites(graph), seed, share=0.3)
+        smaller = assert_compact_is_masked(graph, keep)
+        with sums_as_for_large_inputs():
+            assert_same(run(smaller.module, x), run(masked(graph, keep), x))
 
 
 @law(20)
@@ -275,7 +317,9 @@ def test_narrowed_modules_are_ordinary_and_consistent(case: Case) -> None:
         return
     for name, part in smaller.module.named_modules():
         if name:
-            assert type(part).__module__.startswith("torch.nn") or isinstance(part, Align | Constant | FollowsMode), name
+            assert type(part).__module__.startswith("torch.nn") or isinstance(part, Align | Constant | FollowsMode | SumInto), (
+                name
+            )
         assert_consistent(part)
     whole = dict(graph.module.named_parameters())
     for name, kept in smaller.kept.items():

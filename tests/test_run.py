@@ -25,7 +25,7 @@ from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.evaluate import accuracy
 from secateurs.models import build
 from secateurs.recipe import Recipe
-from secateurs.record import RunFolder, read_journal
+from secateurs.record import read_journal
 from secateurs.run import Progress, Step, prune, resume
 from secateurs.training import TrainSettings
 
@@ -188,8 +188,7 @@ def started(folder: Path, recipe: Recipe = QUICK) -> list[Step]:
     """A run left after its first step."""
     run = prune(network(), DATA, recipe, folder=folder)
     steps = [next(iter(run))]
-    assert isinstance(run.record, RunFolder)
-    run.record.close()
+    run.close()
     return steps
 
 
@@ -197,8 +196,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     run = prune(network(), DATA, QUICK, folder=tmp_path)
     with pytest.raises(RunError, match="another process is working on this run"):
         resume(tmp_path, network(), DATA)
-    assert isinstance(run.record, RunFolder)
-    run.record.close()
+    run.close()
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
@@ -234,7 +232,7 @@ def test_a_damaged_journal_is_an_error_but_a_torn_last_line_is_not(tmp_path: Pat
     journal = tmp_path / "journal.jsonl"
     whole = journal.read_bytes()
     journal.write_bytes(whole + b'{"unit": "mas')
-    resume(tmp_path, network(), DATA).record.close()  # type: ignore[attr-defined]
+    resume(tmp_path, network(), DATA).close()
     assert journal.read_bytes() == whole
     journal.write_bytes(whole[:50] + b"\n" + whole[50:])
     with pytest.raises(RunError, match=r"line \d+: damaged"):
@@ -268,7 +266,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RunError, match="the disk is full"):
         run.finish()
     monkeypatch.undo()
-    run.record.close()  # type: ignore[attr-defined]
+    run.close()
     resume(tmp_path / "full", network(), DATA).finish()
     same_files(tmp_path / "whole", tmp_path / "full")
 
@@ -291,7 +289,7 @@ def test_a_diverging_training_is_an_error_and_the_run_is_not_lost(tmp_path: Path
     run = prune(network(), DATA, recipe, folder=tmp_path)
     with pytest.raises(TrainingError, match="epoch"):
         run.finish()
-    run.record.close()  # type: ignore[attr-defined]
+    run.close()
     assert [entry["unit"] for entry in read_journal(tmp_path)][-1] == "cut"
 
 

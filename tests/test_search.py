@@ -37,9 +37,7 @@ def curves(draw: st.DrawFn) -> list[float]:
 
 @settings(deadline=None, max_examples=200)
 @given(curves(), st.integers(0, 30), st.sampled_from(METHODS))
-def test_the_drop_is_never_exceeded_and_the_method_keeps_its_word(
-    curve: list[float], hundredths: int, method: Method
-) -> None:
+def test_the_drop_is_never_exceeded_and_the_method_keeps_its_word(curve: list[float], hundredths: int, method: Method) -> None:
     channels, max_drop = len(curve), hundredths / 100
     cut = find_cut(range(channels), by_count(curve), baseline=curve[0], max_drop=max_drop, method=method)
     passing = brute_force(curve, curve[0], max_drop)

@@ -269,7 +269,7 @@ def _pairs_by_terms(u: Tensor, s: Tensor, ridge: float) -> tuple[Tensor, Tensor]
 
 
 def _ridge(features: Tensor, s: Tensor, ridge: float) -> Tensor:
-    """The coefficients of `_least_squares` for a positive `ridge`, some ten times faster: no singular vectors."""
+    """The coefficients of `_least_squares` for a positive `ridge`, without the cost of singular vectors."""
     x, y = features - features.mean(-2, keepdim=True), s - s.mean(-1, keepdim=True)
     penalty = ridge * x.shape[-2] * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     coef: Tensor = torch.linalg.solve(x.mT @ x + penalty, x.mT @ y[..., None])

@@ -6,7 +6,7 @@ Also splits the network at a site: the prefix up to the mask, the suffix behind 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +70,7 @@ def split_at(graph: Graph, site: Site) -> Split:
     module = graph.module
     nodes = list(module.graph.nodes)
     place = next(node for node in nodes if node.name == site.node)
-    behind = _behind(place)
+    behind = _reachable([place], lambda node: node.users)
     if place.op == "output" or not behind:
         raise UnsupportedOp(f"site {site.name!r}: nothing follows it, so there is no suffix to run.")
     carried = [
@@ -79,32 +79,21 @@ def split_at(graph: Graph, site: Site) -> Split:
     return Split(_prefix(module, place, carried), _suffix(module, place, carried, behind), site.axis)
 
 
-def _behind(place: fx.Node) -> set[fx.Node]:
-    """All nodes that depend on `place`."""
+def _reachable(places: list[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """All nodes that can be reached from the given ones; a given one only if it can be reached from another."""
     found: set[fx.Node] = set()
-    open_nodes = [place]
-    while open_nodes:
-        for user in open_nodes.pop().users:
-            if user not in found:
-                found.add(user)
-                open_nodes.append(user)
-    return found
-
-
-def _ahead(places: list[fx.Node]) -> set[fx.Node]:
-    """The given nodes and all that they depend on."""
-    found = set(places)
     open_nodes = list(places)
     while open_nodes:
-        for source in open_nodes.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                open_nodes.append(source)
+        for node in neighbours(open_nodes.pop()):
+            if node not in found:
+                found.add(node)
+                open_nodes.append(node)
     return found
 
 
 def _prefix(module: fx.GraphModule, place: fx.Node, carried: list[fx.Node]) -> fx.GraphModule:
-    graph, ahead = fx.Graph(), _ahead([place, *carried])
+    graph, ends = fx.Graph(), [place, *carried]
+    ahead = {*ends, *_reachable(ends, lambda node: node.all_input_nodes)}
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         if node in ahead or node.op == "placeholder":

@@ -53,6 +53,9 @@ class Record:
     def delete(self, name: str) -> None:
         """Forget `name`."""
 
+    def close(self) -> None:
+        """Nothing more will be noted."""
+
     def units(self, unit: str, **fields: Any) -> list[dict[str, Any]]:
         """The entries of one kind whose fields have the given values, in order."""
         return [e for e in self.entries if e["unit"] == unit and all(e.get(k) == v for k, v in fields.items())]

@@ -202,6 +202,13 @@ class Run:
     # ---- Algorithm 1 -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Step]:
+        try:
+            yield from self._walk()
+        except Exception:
+            self.close()
+            raise
+
+    def _walk(self) -> Iterator[Step]:
         self._measure_start()
         for name in self._sites_in_turn():
             began = time.monotonic()
@@ -225,6 +232,10 @@ class Run:
                 pass
         assert self.outcome is not None
         return self.outcome
+
+    def close(self) -> None:
+        """Let go of the run folder, so that others can go on with it; a finished or failed run has done so."""
+        self.record.close()
 
     def save(self, path: str | Path) -> Path:
         """Save the network as it is now (see `secateurs.save`)."""
@@ -543,6 +554,7 @@ class Run:
             seconds=time.monotonic() - self._began,
         )
         self._write_outcome(self.outcome)
+        self.close()
 
     def _load_retrained(self) -> None:
         found = self.record.load_tensors("checkpoints/retrained")

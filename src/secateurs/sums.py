@@ -37,20 +37,22 @@ def _terms(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | N
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
         return None
     for wide, narrow in ((one, other), (other, one)):
-        if _only_widens(module, narrow) and shape_of(wide).dims == shape_of(node).dims and not _only_widens(module, wide):
+        same_shape = shape_of(wide).dims == shape_of(narrow).dims == shape_of(node).dims
+        if same_shape and _only_widens(module, narrow) and not _only_widens(module, wide):
             return wide, narrow
     return None
 
 
 def _only_widens(module: fx.GraphModule, node: fx.Node) -> bool:
-    """An alignment for one reader that drops nothing and puts zeros between what it gets."""
+    """An alignment for one reader that drops and reorders nothing and puts zeros between what it gets; not broadcast."""
     if node.op != "call_module" or len(node.users) != 1:
         return False
     layer = module.get_submodule(str(node.target))
     if not isinstance(layer, Align) or not layer.fills:
         return False
     dims = shape_of(node.all_input_nodes[0]).dims
-    return dims is not None and layer.count == dims[layer.axis]
+    in_order = [i for i in layer.take if i >= 0] == list(range(layer.count))
+    return dims is not None and in_order and layer.count == dims[layer.axis]
 
 
 def spread_sums(module: fx.GraphModule) -> fx.GraphModule:

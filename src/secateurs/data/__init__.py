@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from secateurs.data.cifar10 import get_cifar10, load_cifar10
@@ -18,6 +15,7 @@ from secateurs.data.loaders import as_data, from_loaders
 from secateurs.data.splits import Data, split, subset
 from secateurs.data.xor import load_xor, sample_xor
 from secateurs.errors import DataError, InvalidInput, suggest
+from secateurs.usercode import current_folder_importable
 
 __all__ = [
     "SETS",
@@ -59,7 +57,7 @@ def load(name: str, **options: Any) -> Data:
 
 def _find(module: str, attribute: str) -> Callable[..., Any]:
     try:
-        with _current_folder_importable():
+        with current_folder_importable():
             found = importlib.import_module(module)
     except Exception as error:  # the user's module runs its own code
         what = f"{type(error).__name__}: {error}"
@@ -69,18 +67,6 @@ def _find(module: str, attribute: str) -> Callable[..., Any]:
         names = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
         raise InvalidInput(f"{module} has no function {attribute!r}.{suggest(attribute, names)}")
     return function  # type: ignore[no-any-return]
-
-
-@contextmanager
-def _current_folder_importable() -> Iterator[None]:
-    # a script installed by pip does not look there, and that is where people keep their own modules
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
 
 
 def _call(function: Callable[..., Any], name: str, options: dict[str, Any]) -> Any:

@@ -159,7 +159,7 @@ def _train_block_(w1: Tensor, w2: Tensor, b2: Tensor, x: Tensor, y: Tensor, orde
 
 
 def _gradients(w1: Tensor, w2: Tensor, b2: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of each experiment's mean binary cross-entropy; written out, they take a fifth of autograd's time."""
+    """Gradients of each experiment's mean binary cross-entropy; written out, they take far less time than autograd."""
     hidden = w1[0, :, None] * x[0]
     for weights, values in zip(w1[1:], x[1:], strict=True):
         hidden.addcmul_(weights[:, None], values)

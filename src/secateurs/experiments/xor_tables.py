@@ -38,7 +38,7 @@ def paper_sheet(rows: Sequence[Row], tables: Sequence[Sequence[Row]], seeds: Seq
     )
     title = f"Table 1: % of {rows[0].training.experiments:,} experiments that reach 95 % accuracy on the training points"
     each = tuple(f"seed {seed}" for seed in seeds) if several else ()
-    columns = ("row", "paper", "ours", "95 % interval", "paper inside", "difference", *each, "fresh points")
+    columns = ("row", "paper", "ours", "95 %", "inside", "ours − paper", *each, "fresh")
     return Sheet(title, columns, lines)
 
 

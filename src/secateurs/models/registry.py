@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from secateurs.models.resnext import SmallResNeXt
 from secateurs.models.split import SmallSplitNet
 from secateurs.models.unet import SmallUNet
 from secateurs.models.vgg import VGG16
+from secateurs.usercode import current_folder_importable
 
 Factory = Callable[..., nn.Module]
 
@@ -82,7 +81,7 @@ def resolve(spec: str, **options: Any) -> nn.Module:
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise InvalidInput(f"model {spec!r}: wanted package.module:callable, such as mypackage.networks:build.")
-    with _current_folder_importable():
+    with current_folder_importable():
         return _call(_load_callable(spec, module_name, attribute), f"model {spec!r}", options)
 
 
@@ -121,18 +120,7 @@ def _check_options(factory: Factory, what: str, options: Mapping[str, Any]) -> N
             raise InvalidInput(f"{what} has no option {option!r}.{suggest(option, parameters)}")
 
 
-@contextmanager
-def _current_folder_importable() -> Iterator[None]:
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-
-
 def _load_callable(spec: str, module_name: str, attribute: str) -> Factory:
-    importlib.invalidate_caches()  # the file may be younger than Python's listing of the folder
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
