@@ -43,6 +43,7 @@ test-real: $(STAMP) ## Tests on the real CIFAR-10 and the public weights
 
 bench: $(STAMP) ## Time surgery and what it brings, as ratios
 	@$(BIN)/python -m benchmarks.surgery
+	@$(BIN)/python -m benchmarks.xor
 
 limits: $(STAMP) ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import BinaryIO
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file beside `path`; on success it is synced and takes the place of `path`, on error it vanishes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+    name = path.parent / f".{path.name}.{secrets.token_hex(6)}.part"
+    handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, as any new file
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -23,7 +24,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         os.replace(name, path)
         sync_folder(path.parent)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
 
 
