@@ -19,12 +19,17 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["file.txt"]
 
 
+def fail_half_way(path: Path) -> None:
+    with replacing(path) as file:
+        file.write(b"new")
+        raise RuntimeError("half-way")
+
+
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "file.txt"
     write_text(path, "old")
-    with pytest.raises(RuntimeError, match="half-way"), replacing(path) as file:
-        file.write(b"new")
-        raise RuntimeError("half-way")
+    with pytest.raises(RuntimeError, match="half-way"):
+        fail_half_way(path)
     assert path.read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["file.txt"]
 
