@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recipe",),
     ("record",),
     ("run",),
-    ("models", "criteria", "report"),
+    ("models",),
     ("experiments",),
     ("cli",),
 )
