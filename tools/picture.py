@@ -1,4 +1,4 @@
-"""Draws the filters that a run kept and removed at each site, and the accuracy along the way: python tools/picture.py RUN OUT.svg"""
+"""Draws what a run kept at each site, and its accuracy along the way: python tools/picture.py RUN OUT.svg"""
 
 from __future__ import annotations
 
