@@ -19,11 +19,12 @@ class Conditions:
     python: str
     torch: str
     date: str
+    load: float  # processes that wanted a core in the last minute, this one included
 
     def sentence(self) -> str:
         return (
-            f"{self.cpu}, {self.cores} cores, {self.threads} torch threads, Python {self.python}, torch {self.torch}, "
-            f"{self.date}"
+            f"{self.cpu}, {self.cores} cores (load average {self.load:.1f}), torch threads: {self.threads}, "
+            f"Python {self.python}, torch {self.torch}, {self.date}"
         )
 
 
@@ -36,6 +37,7 @@ def conditions() -> Conditions:
         python=platform.python_version(),
         torch=torch.__version__,
         date=date.today().isoformat(),
+        load=os.getloadavg()[0],
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from secateurs import Graph
 
-KINDS = ("Conv2d", "BatchNorm2d", "relu", "add", "Align")  # all else is "other"
+KINDS = ("Conv2d", "BatchNorm2d", "relu", "add", "SumInto", "Align")  # all else is "other"
 
 
 class StopWatch(fx.Interpreter):

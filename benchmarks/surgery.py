@@ -189,7 +189,7 @@ def measure(repeats: int) -> Report:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1, help="torch threads; one is least disturbed by other programs")
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     write_text(RESULTS, json.dumps(asdict(measure(options.repeats)), indent=1) + "\n")

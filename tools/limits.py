@@ -2,7 +2,7 @@
 
 Run it as `make limits`, or as `tools/limits NAME...` for some models only. Every model gets random weights and random
 BatchNorm statistics, is traced, searched for sites, and loses 30 % of the channels of all sites at once, with both
-shortcut positions; the compacted network must give what the masked one gives. Writes benchmarks/results/limits.json
+shortcut positions; the compacted network must give what the masked one gives. Writes benchmarks/results/limits.jsonl
 and the tables in docs/limits.md.
 """
 
@@ -20,17 +20,18 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secateurs import compact, cost, find_sites, masked, trace
+from secateurs import Unprunable, compact, cost, find_sites, masked, trace
 from secateurs.errors import SecateursError
 from secateurs.files import write_text
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "limits.json"
+RESULTS = ROOT / "benchmarks" / "results" / "limits.jsonl"
 PAGE = ROOT / "docs" / "limits.md"
 BEGIN, END = "<!-- begin: made by `make limits` -->", "<!-- end: made by `make limits` -->"
 
@@ -61,12 +62,12 @@ class Surgery:
 
 @dataclass(frozen=True)
 class Refusal:
-    """One layer that can lose no filters."""
+    """The layers of one model that can lose no filters, for one kind of reason."""
 
-    name: str
-    reason: str
-    kind: str  # the reason without the names and numbers of this place
+    kind: str  # the reason without the names and numbers of a place
+    layers: int
     macs: int  # locked
+    example: str  # the first layer
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def build(name: str) -> tuple[nn.Module, int]:
 
 
 def randomise_(model: nn.Module, generator: torch.Generator) -> None:
-    """Make every vector and constant random: fresh norms, biases and layer scales are all ones or zeros, and hide mistakes."""
+    """Make every vector and constant random: fresh norms, biases and layer scales, ones or zeros, hide mistakes."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_floating_point():
             continue
@@ -169,10 +170,10 @@ def operate(name: str, family: str) -> Row:
     del model
     whole = cost(graph)
     weighted = [layer for layer in cost(graph, convention="paper").layers if layer.macs]
-    done, refusals = {}, set()
+    done, refused = {}, []
     for shortcut in ("before", "after"):
         sites = find_sites(graph, shortcut=shortcut)
-        refusals |= {Refusal(u.name, u.reason, kind_of(u.reason, graph.module), u.macs) for u in sites.unprunable}
+        refused += sites.unprunable
         done[shortcut] = surgery(graph, sites, whole, x, random_cut(sites, generator))
     return Row(
         name,
@@ -184,18 +185,16 @@ def operate(name: str, family: str) -> Row:
         whole.macs,
         done["before"],
         done["after"],
-        tuple(sorted(refusals, key=lambda r: (r.name, r.reason))),
+        grouped(refused, graph.module),
     )
 
 
 def surgery(graph: Any, sites: Any, whole: Any, x: Tensor, cut: dict[str, Tensor]) -> Surgery:
     """Cut, compact, and compare with the masked and the uncut network."""
     layers = {layer for site in sites for layer in site.layers}
+    narrow = compact(graph, cut)
     with torch.inference_mode():
-        uncut = graph.module(x)
-        reference = masked(graph, cut)(x)
-        narrow = compact(graph, cut)
-        result = narrow.module(x)
+        uncut, reference, result = graph.module(x), masked(graph, cut)(x), narrow.module(x)
     scale = reference.abs().max()
     left = cost(narrow)
     return Surgery(
@@ -235,6 +234,21 @@ def run_apart(name: str) -> Row:
     if done.returncode:
         return Row(name, family, failure=f"crash: exit status {done.returncode}: {done.stderr[-500:]}")
     return from_json(json.loads(done.stdout.splitlines()[-1]))
+
+
+def in_order(rows: Iterable[Row]) -> list[Row]:
+    """By family, then by size."""
+    return sorted(rows, key=lambda row: (FAMILIES.index(row.family), row.parameters, row.model))
+
+
+def read_rows() -> list[Row]:
+    """The rows of earlier runs."""
+    return [from_json(json.loads(line)) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def write_rows(rows: list[Row]) -> None:
+    """One row of JSON a line."""
+    write_text(RESULTS, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
 
 def from_json(record: dict[str, Any]) -> Row:
@@ -279,26 +293,30 @@ def short(failure: str) -> str:
 
 def refusal_table(rows: list[Row]) -> str:
     """One line a kind of reason, those that lock most MACs first."""
-    places: dict[str, list[tuple[Row, str, int]]] = defaultdict(list)
+    found: dict[str, list[tuple[Row, Refusal]]] = defaultdict(list)
     for row in rows:
         for refusal in row.refusals:
-            places[refusal.kind].append((row, refusal.name, refusal.macs))
+            found[refusal.kind].append((row, refusal))
+    locked = {kind: median(r.macs / row.macs for row, r in places) for kind, places in found.items()}
     lines = [
-        "| reason | places | models | MACs locked, median of these models | for example |",
+        "| reason | layers | models | MACs locked, median of these models | for example |",
         "| --- | ---: | ---: | ---: | --- |",
     ]
-
-    def locked(found: list[tuple[Row, str, int]]) -> float:
-        share: dict[str, float] = defaultdict(float)
-        for row, _, macs in found:
-            share[row.model] += macs / row.macs
-        return sorted(share.values())[len(share) // 2]
-
-    for reason, found in sorted(places.items(), key=lambda item: -locked(item[1])):
-        row, name, _ = found[0]
-        models = len({row.model for row, _, _ in found})
-        lines.append(f"| {reason} | {len(found)} | {models} | {percent(locked(found), 1)} | `{name}` of {row.model} |")
+    for kind in sorted(found, key=lambda kind: -locked[kind]):
+        row, first = found[kind][0]
+        layers = sum(refusal.layers for _, refusal in found[kind])
+        lines.append(
+            f"| {kind} | {layers} | {len(found[kind])} | {percent(locked[kind], 1)} | `{first.example}` of {row.model} |"
+        )
     return "\n".join(lines)
+
+
+def grouped(unprunable: Iterable[Unprunable], network: nn.Module) -> tuple[Refusal, ...]:
+    """Refusals by kind of reason, each layer counted once though both shortcut positions refuse it."""
+    layers: dict[str, dict[str, int]] = defaultdict(dict)
+    for refused in unprunable:
+        layers[kind_of(refused.reason, network)][refused.name] = refused.macs
+    return tuple(Refusal(kind, len(macs), sum(macs.values()), next(iter(macs))) for kind, macs in layers.items())
 
 
 def kind_of(reason: str, network: nn.Module) -> str:
@@ -338,17 +356,15 @@ def main() -> int:
     if options.one:
         print(json.dumps(asdict(survey(options.one))))
         return 0
-    saved = {r["model"]: from_json(r) for r in json.loads(RESULTS.read_text())["rows"]} if RESULTS.exists() else {}
+    rows = read_rows()
     known = [] if options.render else torchvision_models().list_models(module=torchvision_models())
     for name in options.names or known:
         row = run_apart(name)
-        saved[name] = row
         print(f"{name}: {verdict(row)} in {row.seconds:.0f} s {short(row.failure)}", file=sys.stderr)
-        ordered = sorted(saved.values(), key=lambda r: (FAMILIES.index(r.family), r.parameters, r.model))
-        write_text(RESULTS, json.dumps({"rows": [asdict(r) for r in ordered]}, indent=1) + "\n")
-    rows = sorted(saved.values(), key=lambda r: (FAMILIES.index(r.family), r.parameters, r.model))
+        rows = in_order([row, *(other for other in rows if other.model != name)])
+        write_rows(rows)  # after each model: an interrupted run goes on with the names that are missing
     update_page(render(rows))
-    return int(any(verdict(row) in ("wrong", "crash") for row in rows))
+    return int(any(verdict(row) not in ("equal", "no sites") for row in rows))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, overload
+from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor, fx
@@ -93,6 +93,14 @@ def find_sites(graph: Graph, shortcut: Shortcut = "before") -> Sites:
     found = [sites[place] for place in sorted(sites, key=order.__getitem__)]
     hidden = [*_opaque_layers(graph, flows)]
     return Sites(found, [u for u in [*refused, *hidden] if u.name not in covered])
+
+
+def remember_names_(graph: Graph, module: fx.GraphModule) -> None:
+    """Note the sites' names at their places in `module`, a copy of the uncut network: a cut may fold away what gave them."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    for shortcut in get_args(Shortcut):
+        for site in find_sites(graph, shortcut):
+            nodes[site.node].meta.setdefault("site_names", {})[shortcut] = site.name
 
 
 def find_site(graph: Graph, name: str) -> Site:
@@ -271,7 +279,8 @@ class _Search:
         axis = self.flows.of[place].axis
         assert axis is not None
         wide = place.meta.get("original_channels", channels)
-        return Site(self._name(layer, layers[::-1]), channels, place.name, axis, layers[::-1], original, wide)
+        name = place.meta.get("site_names", {}).get(self.shortcut) or self._name(layer, layers[::-1])
+        return Site(name, channels, place.name, axis, layers[::-1], original, wide)
 
     def _loses(self, layer: fx.Node, needed: Tensor) -> bool:
         """Whether the layer needs fewer filters than without any mask."""

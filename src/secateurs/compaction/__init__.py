@@ -21,7 +21,7 @@ from secateurs.graph import Graph, record_shapes_, tensors_in
 from secateurs.layers import Align, Constant
 from secateurs.masking import Masks, copy_module, masked
 from secateurs.plan import Plan, PlannedCut
-from secateurs.sites import Site, check_masks, resolve
+from secateurs.sites import Site, check_masks, remember_names_, resolve
 from secateurs.sums import fuse_sums_, spread_sums
 
 __all__ = ["Align", "Constant", "Verification", "compact", "replay", "verify"]
@@ -39,6 +39,8 @@ def compact(graph: Graph, masks: Masks | Plan) -> Graph:
     checked = check_masks(graph, masks)
     module = spread_sums(copy_module(graph))
     nodes = {node.name: node for node in module.graph.nodes}
+    if not graph.plan.steps:
+        remember_names_(graph, module)
     flows = find_flows(module)
     keep = {nodes[site.node]: mask for site, mask in checked.values() if not bool(mask.all())}
     widths = {node: flows.width(node) for node in flows.of if flows.of[node].axis is not None}

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from secateurs.channels import all_of, ids, none_of
 from secateurs.compaction.folding import fold_sum, insert_constant
 from secateurs.compaction.narrow import narrow_channelwise_, narrow_layer_
-from secateurs.compaction.state import Rewriting
+from secateurs.compaction.state import Rewriting, hand_site_on
 from secateurs.flow import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
 from secateurs.layers import Align
 
@@ -140,7 +140,7 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
     if flow.how == "gather":
         state.standing_for[node] = current
         if not straight and node.meta.get("ends_site"):
-            current.meta["ends_site"] = True
+            hand_site_on(node, current)
     else:
         node.replace_input_with(source, current)
         assert flow.resize is not None

@@ -9,7 +9,7 @@ from secateurs.channels import none_of, positions
 from secateurs.compaction.folding import constant_at
 from secateurs.compaction.nodes import narrow_node
 from secateurs.compaction.sizes import fix_sizes
-from secateurs.compaction.state import Rewriting
+from secateurs.compaction.state import Rewriting, hand_site_on
 from secateurs.flow import Flow, Opaque
 from secateurs.layers import Align, mask_channels
 
@@ -60,7 +60,7 @@ def _drop_masked(state: Rewriting, node: fx.Node) -> None:
     with state.module.graph.inserting_after(current):
         take = positions(carried, wanted)
         gather = state.insert(f"align_{node.name}", Align(take, state.axis_of(node)), (current,))
-    gather.meta["ends_site"] = True  # the site is what the gather lets through
+    hand_site_on(node, gather)  # the site is what the gather lets through
     state.standing_for[node] = gather
     state.layout[node] = wanted
 

@@ -135,3 +135,9 @@ class Rewriting:
             f"the cut leaves {layer!r} without a single channel, and {where!s} cannot do without it. "
             f"Keep at least one filter there."
         )
+
+
+def hand_site_on(node: fx.Node, gather: fx.Node) -> None:
+    """Mark `gather` as the place where the site at `node` ends from now on."""
+    gather.meta["ends_site"] = True
+    gather.meta["site_names"] = dict(node.meta.get("site_names", {}))
