@@ -21,4 +21,3 @@ def test_half_of_the_parameters_go_at_a_loss_of_at_most_a_point(seed: int) -> No
     assert outcome.test_before.accuracy > 0.95, "the network to prune is not trained"
     assert parameters <= 0.5 * outcome.cost_before.parameters, outcome.summary()
     assert outcome.test_before.accuracy - outcome.test_after.accuracy <= 0.01 + 1e-9, outcome.summary()
-    print(outcome.summary())

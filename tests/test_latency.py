@@ -23,9 +23,7 @@ class Sleeper(nn.Module):
         self.seen: list[tuple[bool, bool, int, bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(
-            (self.drop.training, torch.is_inference_mode_enabled(), torch.get_num_threads(), gc.isenabled())
-        )
+        self.seen.append((self.drop.training, torch.is_inference_mode_enabled(), torch.get_num_threads(), gc.isenabled()))
         time.sleep(self.seconds)
         return x
 

@@ -111,7 +111,7 @@ def assert_something_is_constant(module: nn.Module) -> None:
 # ---- compact = masked -------------------------------------------------------------------------------------------------
 
 
-@law(60)
+@law(45)
 def test_compact_equals_masked(case: Case) -> None:
     graph = case.graph()
     keep = case.keep(graph)
@@ -141,7 +141,7 @@ def sum_of(join: Callable[[Tensor, Tensor], Tensor]) -> Net:
     )
 
 
-@pytest.mark.parametrize("size", [(2, 3, 4, 4), (2, 3, 32, 32), (4, 3, 64, 64)])
+@pytest.mark.parametrize("size", [(2, 3, 4, 4), (2, 3, 32, 32)])
 @pytest.mark.parametrize(
     "join",
     [
@@ -218,7 +218,7 @@ def second_masks(graph: Graph, keep: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: keep[name][list(site.original)] for name, site in resolve(graph, keep).items()}
 
 
-@law(40)
+@law(30)
 def test_two_steps_equal_one(case: Case) -> None:
     graph = case.graph()
     first, second = case.keep(graph), case.keep(graph, seed=1)
@@ -250,7 +250,7 @@ def test_two_steps_equal_one(case: Case) -> None:
     }
 
 
-@law(25)
+@law(20)
 def test_a_replayed_plan_gives_the_network_bit_for_bit(case: Case) -> None:
     graph = case.graph()
     half = compacted_or_empty(graph, case.keep(graph))
@@ -269,7 +269,7 @@ def assert_bit_equal(a: nn.Module, b: nn.Module) -> None:
     assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@law(25)
+@law(20)
 def test_loading_gives_what_was_saved_bit_for_bit(case: Case) -> None:
     graph = case.graph()
     smaller = compacted_or_empty(graph, case.keep(graph))

@@ -27,15 +27,12 @@ def follow(run: Run, watcher: RunWatcher) -> Outcome:
 @contextmanager
 def holding(run: Run, folder: Path) -> Iterator[None]:
     """Let the folder go at the end; whoever interrupts is told how to go on."""
-    from secateurs.record import RunFolder
-
     try:
         yield
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(interrupted(folder)) from stop
     finally:
-        if isinstance(run.record, RunFolder):
-            run.record.close()
+        run.close()
 
 
 def interrupted(folder: Path) -> str:

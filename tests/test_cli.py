@@ -1,0 +1,546 @@
+"""The console command: what it prints, what it leaves, how it ends; all on networks of a few neurons."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+from rich.console import Console
+from rich.live import Live
+
+from secateurs import load
+from secateurs.cli import demo as demo_command
+from secateurs.cli import execute, inputs, progress, recipes
+from secateurs.cli import train as train_command
+from secateurs.cli.flags import RecipeFlags, TrainFlags, options
+from secateurs.cli.inputs import Origin, is_pruned_file, run_folder
+from secateurs.data import load as load_data
+from secateurs.errors import InvalidInput
+from secateurs.evaluate import evaluate
+from secateurs.models import build, load_weights_
+from secateurs.recipe import Recipe, read_recipe, read_settings
+from secateurs.run import Progress
+from secateurs.training import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
+
+NET = ["--model", "mlp", "--model-option", "hidden=[8, 6]", "--data", "digits"]
+QUICK = ["--max-drop", "0.2", "--masks-per-filter", "4", "--scoring-examples", "64", "--finetune-epochs", "2"]
+TRAINING = ["--epochs", "4", "--lr", "0.2", "--batch", "64"]
+
+Said = Callable[[], str]
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "net"
+    assert execute(["train", *NET, *TRAINING, "--out", str(folder)]) == 0
+    return folder / "weights.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, weights: Path) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert execute(["prune", *NET, *QUICK, "--weights", str(weights), "--out", str(folder)]) == 0
+    return folder
+
+
+def document(capsys: pytest.CaptureFixture[str], *tokens: str) -> Any:
+    """What a command prints with --json, on an stdout that holds nothing else."""
+    capsys.readouterr()
+    assert execute([*tokens, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def failing(capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 1) -> str:
+    """What a command says on stderr when it ends with `code`; stdout stays empty."""
+    capsys.readouterr()
+    assert execute(list(tokens)) == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "Traceback" not in said.err
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", said.err).split())
+
+
+# ---- help, version, exit codes -----------------------------------------------------------------------------------------
+
+
+def test_help_answers_without_importing_torch() -> None:
+    code = (
+        "import sys; from secateurs.cli import execute; "
+        "codes = [execute([*c.split(), '--help']) for c in ('', 'prune', 'train', 'demo', 'eval', 'data get')]; "
+        "assert codes == [0] * 6, codes; assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for command in ("demo", "prune", "resume", "show", "sites", "train", "eval", "data", "reproduce"):
+        assert re.search(rf"│ {command} ", done.stdout), command
+    for exit_code in ("0 done", "1 error", "2 wrong usage", "130"):
+        assert exit_code in done.stdout
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["--version"]) == 0
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert capsys.readouterr().out.strip() == re.search(r'^version = "(.*)"', project, re.M)[1]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        (["prnue"], "Did you mean"),
+        (["prune", "--modl", "mlp", "--data", "digits"], "--model"),
+        (["prune", *NET, "--max-drop", "much"], "--max-drop"),
+        (["prune", *NET, "--budget", "rum"], "run"),
+        (["prune", *NET, "--out", "a", "--name", "b"], "--name"),
+        (["prune"], "--model"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_names_the_flag(capsys: pytest.CaptureFixture[str], tokens: list[str], wanted: str) -> None:
+    assert wanted in failing(capsys, *tokens, code=2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        (["prune", "--model", "resnt20", "--data", "digits"], "'resnet20'"),
+        (["prune", "--model", "mlp", "--model-option", "hiden=[4]", "--data", "digits"], "'hidden'"),
+        (["prune", "--model", "mlp", "--model-option", "hidden", "--data", "digits"], "wanted name=value"),
+        (["prune", "--model", "mlp", "--data", "digts"], "'digits'"),
+        (["prune", "--model", "mlp", "--data", "digits", "--data-option", "sead=1"], "'seed'"),
+        (["prune", *NET, "--recipe", "2cores"], "'2core'"),
+        (["prune", *NET, "--recipe", "no.toml"], "no.toml: cannot be read"),
+        (["prune", *NET, "--max-drop", "2"], "max_drop = 2.0: wanted 0 to 1"),
+        (["prune", *NET, "--set", "max_dorp=0.1"], "'max_drop'"),
+        (["prune", *NET, "--set", "finetune.augment=crp"], "finetune.augment = 'crp'"),
+        (["prune", *NET, "--weights", "none.pt"], "none.pt"),
+        (["prune", *NET, "--device", "cuda:77"], "--device cuda:77"),
+        (["prune", *NET, "--sites", "layer3.*", "--masks", "8"], "'layers.1'"),
+        (["train", *NET, "--set", "learning_rate=1"], "'learning_rate'"),
+        (["eval"], "a run folder, or --model and --data"),
+        (["eval", "runs/none"], "provenance.json"),
+        (["show", "runs/none"], "provenance.json"),
+        (["resume", "runs/none"], "provenance.json"),
+        (["sites", "--model", "torch.nn:Identity"], "--input-shape"),
+        (["data", "get", "cifar100"], "'cifar10'"),
+        (["data", "get", "digits"], "nothing to get"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*CUDA.*")
+def test_errors_end_with_1_and_say_what_to_do(capsys: pytest.CaptureFixture[str], tokens: list[str], wanted: str) -> None:
+    assert wanted in failing(capsys, *tokens)
+
+
+def test_an_unreachable_address_is_an_error_that_names_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setenv("SECATEURS_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("secateurs.fetch.urlopen", offline)
+    said = failing(capsys, "data", "get", "cifar10")
+    assert "https://www.cs.toronto.edu" in said
+    assert "no route to host" in said
+    assert "by hand" in said
+
+
+# ---- flags and recipes -------------------------------------------------------------------------------------------------
+
+
+def shown_default(value: object) -> str:
+    return "none" if value is None else str(value)
+
+
+@pytest.mark.parametrize("name", [n for n in get_type_hints(RecipeFlags) if n not in ("set", "sites", "scoring_examples")])
+def test_defaults_in_the_help_are_those_of_the_recipe(name: str) -> None:
+    hint = get_type_hints(RecipeFlags, include_extras=True)[name]
+    table, _, inner = name.partition("_")
+    if table in ("finetune", "retrain"):
+        assert getattr(Recipe(), table) is None
+        value = None if inner in ("epochs", "steps") else getattr(TrainSettings(), inner)
+    else:
+        value = getattr(Recipe(), name)
+    assert hint.__metadata__[0].show_default == shown_default(value)
+
+
+@pytest.mark.parametrize("name", [n for n in get_type_hints(TrainFlags) if n not in ("set", "milestones")])
+def test_defaults_in_the_help_are_those_of_training(name: str) -> None:
+    hint = get_type_hints(TrainFlags, include_extras=True)[name]
+    assert hint.__metadata__[0].show_default == shown_default(getattr(TrainSettings(), name))
+
+
+def choices(kind: type, name: str) -> set[str]:
+    return {c for literal in get_args(get_type_hints(kind)[name]) for c in get_args(literal)} or set(
+        get_args(get_type_hints(kind)[name])
+    )
+
+
+@pytest.mark.parametrize("name", ["budget", "direction", "shortcut", "search"])
+def test_choices_of_flags_are_those_of_the_recipe(name: str) -> None:
+    assert choices(RecipeFlags, name) == choices(Recipe, name)
+
+
+@pytest.mark.parametrize("name", ["schedule", "augment"])
+def test_choices_of_flags_are_those_of_training(name: str) -> None:
+    assert choices(TrainFlags, name) == choices(TrainSettings, name)
+
+
+def test_flags_reach_their_fields() -> None:
+    given = RecipeFlags(max_drop=0.1, sites=("a", "b.*"), finetune_lr=0.5, retrain_epochs=3, set=("finetune.augment=crop",))
+    recipe = recipes.chosen_recipe(None, given.overrides())
+    assert (recipe.max_drop, recipe.sites) == (0.1, ("a", "b.*"))
+    assert recipe.finetune == TrainSettings(lr=0.5, augment="crop")
+    assert recipe.retrain == TrainSettings(epochs=3)
+
+
+def test_values_of_options_are_toml_or_text() -> None:
+    given = ["a=1", "b=0.5", "c=true", "d=[8, 16]", "e=B", 'f="x=y"', "g=x=y", "h=", "i=2020-01-01", "j=1\nk=2"]
+    wanted = {"a": 1, "b": 0.5, "c": True, "d": [8, 16], "e": "B", "f": "x=y", "g": "x=y", "h": "", "i": "2020-01-01"}
+    assert options(given, "--x") == wanted | {"j": "1\nk=2"}
+    with pytest.raises(InvalidInput, match="--x 'a': wanted name=value"):
+        options(["a"], "--x")
+
+
+def test_flags_override_a_recipe_file(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("max_drop = 0.1\nrounds = 2\n[finetune]\nepochs = 7\nlr = 0.5\n")
+    recipe = recipes.chosen_recipe("own.toml", RecipeFlags(max_drop=0.2, finetune_epochs=1).overrides())
+    assert (recipe.max_drop, recipe.rounds) == (0.2, 2)
+    assert recipe.finetune == TrainSettings(epochs=1, lr=0.5)
+
+
+def test_shipped_recipes_are_valid_and_found_by_name() -> None:
+    shipped = recipes.shipped_recipes()
+    assert {"demo", "2core", "paper-resnet", "train-demo", "train-paper-resnet"} <= set(shipped)
+    for name, path in shipped.items():
+        read_settings(path) if name.startswith("train-") else read_recipe(path)
+        assert recipes.find_recipe(name) == path
+
+
+def test_the_paper_recipes_ask_for_what_the_paper_did() -> None:
+    recipe = read_recipe(recipes.find_recipe("paper-resnet"))
+    # M = 10·C masks, P = 0.3, α of half a point, all training images, filters put back one at a time
+    assert (recipe.masks_per_filter, recipe.off, recipe.max_drop, recipe.scoring_examples) == (10, 0.3, 0.005, None)
+    assert (recipe.direction, recipe.shortcut, recipe.search, recipe.scoring) == ("forward", "before", "paper", "train")
+    assert recipe.finetune == PAPER_FINETUNE
+    assert recipe.finetune.epochs == 10
+    assert recipe.retrain == PAPER_RETRAIN
+    assert (recipe.retrain.epochs, recipe.retrain.lr, recipe.retrain.milestones) == (80, 0.01, (20, 40, 60))
+    assert read_settings(recipes.find_recipe("train-paper-resnet")) == PAPER_RESNET
+
+
+# ---- train -------------------------------------------------------------------------------------------------------------
+
+
+def test_train_leaves_weights_that_do_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    told = document(capsys, "train", *NET, *TRAINING)
+    assert told["folder"] == "runs/train-mlp-digits-1"
+    assert [epoch["epoch"] for epoch in told["epochs"]] == [0, 1, 2, 3]
+    model = build("mlp", hidden=(8, 6))
+    load_weights_(model, Path(told["weights"]))
+    assert evaluate(model, load_data("digits").search).accuracy == told["epochs"][-1]["search_accuracy"]
+    assert told["epochs"][-1]["loss"] < told["epochs"][0]["loss"]
+    assert "holds a training" in failing(capsys, "train", *NET, "--out", told["folder"])
+
+
+def test_an_interrupted_training_ends_with_the_same_weights(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, weights: Path, tmp_path: Path
+) -> None:
+    class Impatient(train_command.TrainWatcher):
+        def epoch(self, record: Any) -> None:
+            super().epoch(record)
+            if record.epoch == 1:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(train_command, "TrainWatcher", Impatient)
+        said = failing(capsys, "train", *NET, *TRAINING, "--name", "mine", code=130)
+    assert said.endswith("Go on with: secateurs resume runs/mine")
+    assert execute(["show", "runs/mine"]) == 0
+    assert "Stopped, 2 of 4 epochs are done." in capsys.readouterr().out
+    assert execute(["resume", "runs/mine"]) == 0
+    assert (tmp_path / "runs/mine/weights.safetensors").read_bytes() == weights.read_bytes()
+    told = document(capsys, "show", "runs/mine")
+    assert told["state"] == "finished"
+    assert [epoch["epoch"] for epoch in told["epochs"]] == [0, 1, 2, 3]
+
+
+# ---- prune, resume, show -----------------------------------------------------------------------------------------------
+
+
+def test_prune_shows_its_steps_and_leaves_a_smaller_network(
+    capsys: pytest.CaptureFixture[str], weights: Path, finished: Path
+) -> None:
+    capsys.readouterr()
+    assert execute(["prune", *NET, *QUICK, "--weights", str(weights)]) == 0
+    said = capsys.readouterr()
+    assert "runs/mlp-digits-1/pruned.safetensors" in said.out
+    assert re.search(r"layers\.1 +1 +8 → \d", said.out)
+    assert re.search(r"[\d.]+ % of the parameters and [\d.]+ % of the MACs removed, accuracy", said.out)
+    assert "site 1 of 2, layers.1: 8 →" in said.err
+    assert "\x1b" not in said.err + said.out, "control codes where there is no terminal"
+    network = load(build("mlp", hidden=(8, 6)), "runs/mlp-digits-1/pruned.safetensors")
+    end = [json.loads(line) for line in Path("runs/mlp-digits-1/journal.jsonl").read_text().splitlines()][-1]
+    assert sum(p.numel() for p in network.module.parameters()) == end["parameters"]["after"] < end["parameters"]["before"]
+    # the same command in another folder: the same network, bit for bit
+    assert Path("runs/mlp-digits-1/pruned.safetensors").read_bytes() == (finished / "pruned.safetensors").read_bytes()
+
+
+def test_prune_as_json(capsys: pytest.CaptureFixture[str], weights: Path) -> None:
+    told = document(capsys, "prune", *NET, *QUICK, "--weights", str(weights), "--name", "j")
+    assert told["folder"] == "runs/j"
+    assert told["recipe"]["max_drop"] == 0.2
+    assert [step["site"] for step in told["steps"]] == ["layers.1", "layers.4"]
+    assert all(step["kept"] == step["channels"] - len(step["removed"]) for step in told["steps"])
+    assert told["outcome"]["test"]["count"] == 300
+    again = document(capsys, "resume", "runs/j")
+    assert {**again, "outcome": None} == {**told, "outcome": None}
+    assert "holds a run already" in failing(capsys, "prune", *NET, *QUICK, "--weights", str(weights), "--name", "j")
+
+
+def test_an_interrupted_run_shows_where_it_is_and_ends_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, weights: Path, finished: Path
+) -> None:
+    def impatient(self: progress.RunWatcher, event: Progress) -> None:
+        if event.phase == "finetune" and self.latest is not None:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(progress.RunWatcher, "watch", impatient)
+        said = failing(capsys, "prune", *NET, *QUICK, "--weights", str(weights), "--name", "cut", code=130)
+    assert said.endswith("Go on with: secateurs resume runs/cut")
+    assert execute(["show", "runs/cut"]) == 0
+    shown = capsys.readouterr().out
+    assert "Stopped, fine-tuning after step 2: 1 epochs are done." in shown
+    assert "Go on with: secateurs resume runs/cut" in shown
+    assert document(capsys, "show", "runs/cut")["state"] == "stopped"
+    assert execute(["resume", "runs/cut"]) == 0
+    assert "Going on with runs/cut: 1 steps are done" in capsys.readouterr().err
+    assert Path("runs/cut/pruned.safetensors").read_bytes() == (finished / "pruned.safetensors").read_bytes()
+
+
+def test_ctrl_c_ends_a_process_cleanly(capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path) -> None:
+    tokens = ["prune", *NET, "--weights", str(weights), "--masks", "200000", "--max-drop", "0.2", "--out", "long"]
+    code = "from secateurs.cli import main; main()"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *tokens], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for(lambda: '"masks"' in journal(tmp_path / "long"))
+        assert document(capsys, "show", "long")["state"] == "running"
+        assert "another process" in failing(capsys, "resume", "long")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert out == ""
+    assert "Traceback" not in err
+    assert err.strip().endswith("Go on with: secateurs resume long")
+    told = document(capsys, "show", "long")
+    assert told["state"] == "stopped"
+    assert re.fullmatch(r"at step 1: \d+ masks are scored", told["at"])
+
+
+def journal(folder: Path) -> str:
+    path = folder / "journal.jsonl"
+    return path.read_text() if path.exists() else ""
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_an_own_network_and_own_data_are_found_again_from_another_folder(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "ownnets.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "def build(width=6):\n"
+        "    torch.manual_seed(0)\n"
+        "    return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, 2))\n"
+        "def loaders():\n"
+        "    generator = torch.Generator().manual_seed(0)\n"
+        "    x = torch.randn(90, 2, generator=generator)\n"
+        "    y = (x.prod(1) > 0).long()\n"
+        "    return (x[:60], y[:60]), (x[60:], y[60:])\n"
+    )
+    own = ["--model", "ownnets:build", "--model-option", "width=8", "--data", "ownnets:loaders", "--max-drop", "0.5"]
+    told = document(capsys, "prune", *own)
+    assert told["folder"] == "runs/ownnets-build-ownnets-loaders-1"
+    assert told["steps"][0]["channels"] == 8
+    folder = tmp_path / told["folder"]
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "ownnets")
+    assert document(capsys, "resume", str(folder))["steps"] == told["steps"]
+
+
+def test_a_run_started_in_python_says_that_it_cannot_be_built_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from secateurs import prune
+
+    data = load_data("digits")
+    run = prune(build("mlp", hidden=(8, 6)), data, Recipe(), folder=tmp_path / "library")
+    run.close()
+    assert "secateurs.run.resume" in failing(capsys, "resume", str(tmp_path / "library"))
+    assert execute(["show", str(tmp_path / "library")]) == 0
+    assert "a model given in Python on digits" in capsys.readouterr().out
+
+
+# ---- sites, eval -------------------------------------------------------------------------------------------------------
+
+
+def test_sites_lists_what_can_go_and_what_cannot(capsys: pytest.CaptureFixture[str]) -> None:
+    told = document(capsys, "sites", "--model", "resnet20")
+    # 19 convolutions; 40,551,040 MACs and 269,722 weights and BatchNorm parameters are the known figures of ResNet-20
+    assert len(told["sites"]) == 19
+    assert told["macs"] == 40_551_040
+    assert told["parameters"] == 269_722
+    assert told["sites"][0] == {"name": "conv1", "channels": 16, "layers": ["conv1"], "macs": 3 * 9 * 16 * 32 * 32}
+    assert [refused["name"] for refused in told["unprunable"]] == ["linear"]
+    assert execute(["sites", "--model", "mlp", "--data", "digits"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"layers\.1 +layers\.1 +64 +4,096", said)
+    assert re.search(r"output +it is the network's output +320", said)
+
+
+def test_sites_takes_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--input-shape", "1", "8", "8"]
+    told = document(capsys, "sites", "--model", "resnet8", "--model-option", "in_channels=1", *shape, "--shortcut", "after")
+    assert told["sites"][0]["macs"] == 9 * 16 * 8 * 8
+    assert "layer1.0.add" in [site["name"] for site in told["sites"]]
+
+
+def test_eval_agrees_with_the_run_before_and_after(capsys: pytest.CaptureFixture[str], weights: Path, finished: Path) -> None:
+    end = document(capsys, "show", str(finished))["outcome"]
+    networks = document(capsys, "eval", str(finished))["networks"]
+    for name, when in (("before", "before"), ("pruned", "after")):
+        assert networks[name]["accuracy"] == end["test"][when]
+        assert networks[name]["parameters"] == end["parameters"][when]
+        assert networks[name]["macs"] == end["macs"][when]
+    alone = document(capsys, "eval", *NET, "--weights", str(finished / "pruned.safetensors"), "--split", "search")
+    (found,) = alone["networks"].values()
+    assert found["accuracy"] == end["search"]["after"]
+    (plain,) = document(capsys, "eval", *NET, "--weights", str(weights))["networks"].values()
+    assert plain == networks["before"]
+    assert is_pruned_file(finished / "pruned.safetensors")
+    assert not is_pruned_file(weights)
+
+
+# ---- inputs ------------------------------------------------------------------------------------------------------------
+
+
+def test_public_weights_are_searched_on_images_they_have_not_seen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("secateurs.data.load", lambda name, **options: asked.append(options))
+    inputs.load_data(Origin("resnet20", "cifar10", weights="public").settled())
+    assert capsys.readouterr().err == ""
+    inputs.load_data(Origin("resnet20", "cifar10", data_options={"split": "paper"}, weights="public").settled())
+    assert "Warning: the public weights were trained on all 50,000" in capsys.readouterr().err
+    inputs.load_data(Origin("resnet20", "cifar10").settled())
+    assert asked == [{"split": "public"}, {"split": "paper"}, {}]
+
+
+def test_an_untrained_network_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    document(capsys, "prune", *NET, "--max-drop", "0", "--masks", "4", "--scoring-examples", "16")
+    assert execute(["prune", *NET, "--max-drop", "0", "--masks", "4", "--scoring-examples", "16"]) == 0
+    assert "Warning: no --weights" in capsys.readouterr().err
+
+
+def test_folders_are_numbered_and_named_after_model_and_data(tmp_path: Path) -> None:
+    assert run_folder(None, None, "my.nets:build", "folder:/a b") == Path("runs/my.nets-build-folder-a-b-1")
+    (tmp_path / "runs/mlp-digits-1").mkdir(parents=True)
+    assert run_folder(None, None, "mlp", "digits") == Path("runs/mlp-digits-2")
+    assert run_folder(None, "x", "mlp", "digits") == Path("runs/x")
+    assert run_folder(Path("y"), None, "mlp", "digits") == Path("y")
+
+
+# ---- progress ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_time_left_is_that_of_the_sites_and_epochs_to_come() -> None:
+    event = Progress("score", 10, 40, "a", number=3, sites=5)
+    assert progress.Forecast(rounds=1).left(Progress("score", 0, 40, "a", 1, 5), 0, 0.0) is None
+    # the first site: 2 s for a quarter of its masks make 8 s a site, 6 s for the rest of this one, and two sites to come
+    assert progress.Forecast(rounds=1).left(event, 0, 2.0) == pytest.approx(6 + 2 * 8)
+    # 4 s a site so far; two more rounds of five sites each, and 3 epochs of 10 s at the end
+    known = progress.Forecast(rounds=3, retrain_epochs=3, sites=[3.0, 5.0], epoch=10.0)
+    assert known.left(event, 0, 1.0) == pytest.approx(3 + 2 * 4 + 2 * 5 * 4 + 3 * 10)
+    assert known.left(Progress("retrain", 1, 3), 0, 99.0) == pytest.approx(2 * 10)
+
+
+def test_plain_lines_give_a_sign_of_life_only_after_a_while(capsys: pytest.CaptureFixture[str]) -> None:
+    status = progress.Status("site 1 of 2, a", "scoring masks", 5, 10, "about 0:10 left")
+    lines = progress.LineDisplay(every=1000)
+    lines.update(status)
+    assert capsys.readouterr().err == ""
+    lines = progress.LineDisplay(every=0)
+    lines.update(status)
+    assert capsys.readouterr().err == "site 1 of 2, a: scoring masks 5 of 10; about 0:10 left\n"
+
+
+def test_a_terminal_gets_a_bar_with_all_that_matters() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=100, _environ={})
+    with Live(console=console, auto_refresh=False) as live:
+        watcher = progress.RunWatcher(progress.LiveDisplay(live), Recipe(rounds=2), [a_step()])
+        watcher.watch(Progress("score", 5, 10, "layer2.0.conv1", number=4, sites=7))
+        live.refresh()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    for part in ("round 1 of 2, site 4 of 7, layer2.0.conv1", "scoring masks", "5 of 10", "accuracy 97.00 %"):
+        assert part in shown
+    assert "removed 25.0 % of the parameters, 12.5 % of the MACs, about 0:" in shown
+
+
+def a_step() -> Any:
+    from secateurs.run import Step
+
+    figures = {"accuracy_before": 0.98, "accuracy_cut": 0.96, "accuracy": 0.97, "loss": 0.1}
+    shares = {"parameters_removed": 0.25, "macs_removed": 0.125}
+    return Step(
+        1, 0, "conv1", 16, (3, 1), **figures, **shares, evaluated=(), masks=8, r2_held_out=0.5, split_half=0.5, seconds=2.0
+    )
+
+
+# ---- demo --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_ends_with_lines_of_python_that_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"max_drop": 0.5, "masks_per_filter": 1, "scoring_examples": 16, "rounds": 1}
+    monkeypatch.setattr(demo_command, "chosen_recipe", lambda name, given: recipes.chosen_recipe(None, {**small, **given}))
+    monkeypatch.setattr(
+        demo_command, "chosen_settings", lambda name, given: TrainSettings(epochs=1, batch=256, lr=0.1, **given)
+    )
+    assert execute(["demo", "--seed", "3"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(
+        r"% of the MACs removed, accuracy .* on 500 test examples that chose nothing, .*(faster|slower|speed-up)", said
+    )
+    lines = [line.strip() for line in said.splitlines() if line.startswith("    ")]
+    assert len(lines) == 4
+    names: dict[str, Any] = {}
+    exec("\n".join(lines), names)
+    assert names["small"](torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    told = document(capsys, "show", "runs/demo-1")
+    assert told["provenance"]["origin"]["data_options"]["seed"] == 3
+    assert told["outcome"]["parameters"]["after"] == sum(p.numel() for p in names["small"].parameters())
