@@ -51,7 +51,7 @@ class RecipeFlags:
     target_macs: Annotated[float | None, _flag("none", _RECIPE)] = None
     """Stop when this share of the multiply-accumulates is removed."""
     search: Annotated[Literal["bisect", "scan", "paper"] | None, _flag("bisect", _RECIPE)] = None
-    """How the number of filters to remove is found: by halving (log C measurements), by ones up, or by ones down (the paper)."""
+    """How the number of filters to remove is found: by halving, one by one upwards, or downwards (the paper)."""
     largest_share: Annotated[float | None, _flag("0.9", _RECIPE)] = None
     """Of a site's filters that one cut may remove."""
     masks_per_filter: Annotated[int | None, _flag("10", _SCORING)] = None

@@ -57,6 +57,8 @@ def compact(graph: Graph, masks: Masks | Plan) -> Graph:
             stand_in.meta["original_channels"] = wide
     record_shapes_(module, graph.example)
     fuse_sums_(module)
+    there = {node.name for node in module.graph.nodes}
+    remaining = {name: found for name, found in remaining.items() if name in there}  # a name can come again for another node
     cuts = [_planned(site, mask) for site, mask in checked.values() if not bool(mask.all())]
     plan = graph.plan.then(cuts) if cuts else graph.plan
     return Graph(module, graph.example, plan, graph.leaves, remaining, state.kept)

@@ -1,0 +1,33 @@
+"""Many cuts one after the other, as a run makes them: every site keeps its name and its account of original channels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nets import randomise_
+from secateurs import compact, find_sites, replay, trace, verify
+from secateurs.models import build, example_input
+
+
+@pytest.mark.parametrize("name", ["resnet8", "resnet8-b", "mobilenet-small", "resnext-small", "split-small", "unet-small"])
+@pytest.mark.parametrize("shortcut", ["before", "after"])
+def test_site_by_site_in_two_rounds(name: str, shortcut: str) -> None:
+    start = trace(randomise_(build(name), 0), example_input(name).double())
+    names = [site.name for site in find_sites(start, shortcut)]  # type: ignore[arg-type]
+    left = {site.name: set(range(site.channels)) for site in find_sites(start, shortcut)}  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    graph = start
+    for step, site_name in enumerate([*names, *names]):
+        sites = {site.name: site for site in find_sites(graph, shortcut)}  # type: ignore[arg-type]
+        site = sites[site_name]
+        assert set(site.original) <= left[site_name]
+        keep = torch.rand(site.channels, generator=generator) > 0.25
+        keep[step % site.channels] = True
+        verify(graph, {site: keep})
+        graph = compact(graph, {site: keep})
+        left[site_name] = {i for i, kept in zip(site.original, keep.tolist(), strict=True) if kept}
+    assert {site.name for site in find_sites(graph, shortcut)} <= set(names)  # type: ignore[arg-type]
+    again = replay(start, graph.plan)
+    batch = example_input(name).double()
+    torch.testing.assert_close(again.module(batch), graph.module(batch), rtol=0, atol=1e-12)
