@@ -1,7 +1,7 @@
 # Every target makes .venv and installs the pinned versions by itself: a fresh clone needs nothing but Python and make.
 
 PYTHON ?= python3
-WORKERS ?= 0
+WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
@@ -33,9 +33,8 @@ check: $(STAMP) ## Format, lint, types, import direction and architecture
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_architecture.py
 
-# One torch thread: the small networks of the tests only lose by a second one (117 s against 45 s for 280 tests on 2 busy
-# cores). Worker processes pay only on idle cores (WORKERS=2): each imports torch, and tests of timing disturb each other.
-test: check ## check, then all default tests with coverage of src (WORKERS=2 runs them in two processes)
+# One torch thread: the small networks of the tests only lose by a second one. Two processes, one a core.
+test: check ## check, then all default tests with coverage of src (WORKERS=0 runs them in one process)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --cov --cov-report=term
 
 test-real: $(STAMP) ## Tests on the real CIFAR-10 and the public weights

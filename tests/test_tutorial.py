@@ -45,7 +45,7 @@ def test_the_tutorial_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
             pytest.fail(f"line {line}: a block of {language!r}, which nobody runs")
     outcome = names["outcome"]
     assert outcome.search_before.accuracy > 0.9, "the network to prune is not trained"
-    assert outcome.search_before.accuracy - outcome.search_after.accuracy <= 0.01 + 1e-12
+    assert outcome.search_before.accuracy - outcome.search_after.accuracy <= 0.02 + 1e-12
     assert outcome.cost_after.parameters < 0.9 * outcome.cost_before.parameters
     assert "runs/first/pruned.safetensors" in capsys.readouterr().out
 

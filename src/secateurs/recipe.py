@@ -6,7 +6,7 @@ import dataclasses
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -165,10 +165,15 @@ def _overridden(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, 
 
 
 def _refuse_unknown(fields: dict[str, Any], kind: Any, where: str, prefix: str) -> None:
-    known = [f.name for f in dataclasses.fields(kind)]
-    for name in fields:
-        if name not in known:
-            raise RecipeError(f"{where}: unknown field {prefix + name!r}.{suggest(name, known)}")
+    hints = get_type_hints(kind)
+    for name, value in fields.items():
+        if name not in hints:
+            raise RecipeError(f"{where}: unknown field {prefix + name!r}.{suggest(name, hints)}")
+        allowed = get_args(hints[name]) if get_origin(hints[name]) is Literal else (value,)
+        if value not in allowed:
+            raise RecipeError(
+                f"{where}: {prefix}{name} = {value!r}: wanted one of {', '.join(allowed)}.{suggest(str(value), allowed)}"
+            )
 
 
 def _readable(error: msgspec.ValidationError, fields: dict[str, Any]) -> str:

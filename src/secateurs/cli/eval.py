@@ -76,7 +76,7 @@ def evaluate(
     else:
         given = (options(model_option, "--model-option"), options(data_option, "--data-option"))
         origin = Origin(model, data, *given, weights, device).settled()
-        files = {weights or "untrained": origin}
+        files = {weights or "as built": origin}
     examples = load_data(origin)
     rows = {
         name: _measure(build_network(file), examples, split, batch=batch, device=device or file.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +53,10 @@ class Origin:
 
 def origin_of(record: Mapping[str, Any], where: Path) -> Origin:
     """The origin that a provenance keeps; modules of the folder it was started from become importable."""
-    if "model" not in record or "data" not in record:
+    if not {"model", "data"} <= set(record) <= {known.name for known in fields(Origin)}:
         raise RunError(
             f"{where}: was not started from the command line, so it does not say how to build its model and its data. "
-            f"Go on from Python: secateurs.run.resume({str(where)!r}, model, data)."
+            f"Go on from Python: secateurs.resume({str(where)!r}, model, data)."
         )
     origin = Origin(**record)
     if origin.folder and origin.folder not in sys.path:

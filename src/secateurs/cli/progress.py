@@ -92,8 +92,8 @@ class LiveDisplay:
 class LineDisplay:
     """Plain lines; a status becomes one only when nothing has been printed for a while."""
 
-    def __init__(self, every: float = _HEARTBEAT_SECONDS) -> None:
-        self.every = every
+    def __init__(self, every: float | None = None) -> None:
+        self.every = _HEARTBEAT_SECONDS if every is None else every
         self.last = time.monotonic()
 
     def update(self, status: Status) -> None:
@@ -146,6 +146,8 @@ class RunWatcher:
 
     def __init__(self, shown: Display, recipe: Recipe, steps: Sequence[Step] = ()) -> None:
         self.shown, self.rounds = shown, recipe.rounds
+        may_stop_early = recipe.rounds > 1 or recipe.target_parameters is not None or recipe.target_macs is not None
+        self.about = "at most" if may_stop_early else "about"
         self.forecast = Forecast(recipe.rounds, recipe.retrain.epochs if recipe.retrain else 0, [s.seconds for s in steps])
         self.latest: Step | None = steps[-1] if steps else None
         self.began = self.marked = time.monotonic()
@@ -161,7 +163,7 @@ class RunWatcher:
         self._place(event)
         left = self.forecast.left(event, self.place[0], now - self.began)
         footer = [self._so_far()] if self.latest else []
-        footer += [f"about {clock(left)} left"] if left is not None else []
+        footer += [f"{self.about} {clock(left)} left"] if left is not None else []
         self.shown.update(
             Status(self._headline(event), _PHASES[event.phase], event.done, max(event.done, event.total), ", ".join(footer))
         )
