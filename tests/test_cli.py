@@ -566,7 +566,7 @@ def test_the_demo_ends_with_lines_of_python_that_work(
     assert re.search(
         r"% of the MACs removed, accuracy .* on 500 test examples that chose nothing, .*(faster|slower|speed-up)", said
     )
-    lines = [line.strip() for line in said.splitlines() if line.startswith("    ") and line.strip()]
+    lines = [line.strip() for line in said[said.index("The smaller network in Python:") :].splitlines()[1:] if line.strip()]
     assert len(lines) == 4
     names: dict[str, Any] = {}
     exec("\n".join(lines), names)
