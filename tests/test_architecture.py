@@ -14,7 +14,7 @@ SRC = ROOT / "src" / "secateurs"
 # bottom to top; what shares a row may not import each other, unless it is the same package
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "naming", "home", "usercode"),
-    ("files", "channels", "layers", "costs", "tensorfile"),
+    ("files", "channels", "layers", "costs", "tensorfile", "store"),
     ("normalise", "plan", "fetch", "timing"),
     ("graph",),
     ("flow", "sums"),
@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("artefact", "data", "masks", "importance", "search"),
     ("evaluate",),
     ("ensemble", "training"),
-    ("recipe",),
+    ("recipe", "steps"),
     ("record",),
     ("run",),
     ("models",),

@@ -30,7 +30,7 @@ from secateurs.errors import InvalidInput
 from secateurs.evaluate import evaluate
 from secateurs.models import build, load_weights_
 from secateurs.recipe import Recipe, read_recipe, read_settings
-from secateurs.run import Progress
+from secateurs.steps import Progress
 from secateurs.training import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
 
 NET = ["--model", "mlp", "--model-option", "hidden=[8, 6]", "--data", "digits"]
@@ -541,7 +541,7 @@ def test_a_terminal_gets_a_bar_with_all_that_matters() -> None:
 
 
 def a_step() -> Any:
-    from secateurs.run import Step
+    from secateurs.steps import Step
 
     figures = {"accuracy_before": 0.98, "accuracy_cut": 0.96, "accuracy": 0.97, "loss": 0.1}
     shares = {"parameters_removed": 0.25, "macs_removed": 0.125}

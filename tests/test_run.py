@@ -26,7 +26,8 @@ from secateurs.evaluate import accuracy
 from secateurs.models import build
 from secateurs.recipe import Recipe
 from secateurs.record import read_journal
-from secateurs.run import Progress, Step, prune, resume
+from secateurs.run import prune, resume
+from secateurs.steps import Progress, Step
 from secateurs.training import TrainSettings
 
 DATA = small_data()

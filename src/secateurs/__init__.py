@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from secateurs.masks import sample_masks
     from secateurs.plan import Plan
     from secateurs.recipe import Recipe, read_recipe
-    from secateurs.run import Outcome, Run, Step, prune, resume
+    from secateurs.run import Run, prune, resume
     from secateurs.search import Cut, find_cut
     from secateurs.sites import Site, Unprunable, find_site, find_sites
+    from secateurs.steps import Outcome, Step
     from secateurs.timing import Latency, latency
     from secateurs.training import TrainSettings, train_
 
@@ -36,9 +37,10 @@ _HOMES = {
     "masks": ("sample_masks",),
     "plan": ("Plan",),
     "recipe": ("Recipe", "read_recipe"),
-    "run": ("Outcome", "Run", "Step", "prune", "resume"),
+    "run": ("Run", "prune", "resume"),
     "search": ("Cut", "find_cut"),
     "sites": ("Site", "Unprunable", "find_site", "find_sites"),
+    "steps": ("Outcome", "Step"),
     "timing": ("Latency", "latency"),
     "training": ("TrainSettings", "train_"),
 }

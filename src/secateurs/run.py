@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from secateurs.artefact import load, save
 from secateurs.compaction import compact, verify
-from secateurs.costs import Cost, cost
+from secateurs.costs import cost
 from secateurs.data.examples import Examples
 from secateurs.data.seeding import derive, generator_for
 from secateurs.data.splits import Data, subset
-from secateurs.ensemble import Ensemble, accuracy_under, score_masks, split_for
+from secateurs.engine import split_for
+from secateurs.ensemble import Ensemble, accuracy_under, score_masks
 from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.evaluate import Device, Evaluation, Measure, correct, cross_entropy, evaluate
 from secateurs.graph import Graph, trace
@@ -34,77 +35,12 @@ from secateurs.recipe import Recipe
 from secateurs.record import Record, create_folder, disk_errors, environment, open_folder
 from secateurs.search import Cut, find_cut
 from secateurs.sites import Site, find_sites
+from secateurs.steps import Outcome, Progress, Step, outcome_fields, step_fields, step_from
 from secateurs.tensorfile import digest
 from secateurs.training import EpochRecord, TrainSettings, TrainState, carry_momentum, recalibrate_, train_
 
 START = "checkpoints/start"
 TRAINING = "checkpoints/training"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands, many times a step: `done` of `total` units of the phase at hand."""
-
-    phase: str  # "score", "search", "finetune", "retrain"
-    done: int
-    total: int
-    site: str = ""
-    number: int = 0  # of the site in this round, from 1
-    sites: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """What happened at one site. Accuracies are on the search set, fractions; shares are removed since the start of the run."""
-
-    number: int  # from 1
-    round: int
-    site: str
-    channels: int  # filters before the cut
-    removed: tuple[int, ...]  # in original channel ids, least important first
-    accuracy_before: float
-    accuracy_cut: float  # right after the cut
-    accuracy: float  # after fine-tuning
-    loss: float
-    parameters_removed: float
-    macs_removed: float
-    evaluated: tuple[tuple[int, float], ...]  # (filters removed, accuracy) in the order measured
-    masks: int
-    r2_held_out: float
-    split_half: float
-    seconds: float
-    importance: Importance | PairImportance | None = None  # None for a step read back from the journal
-
-    @property
-    def kept(self) -> int:
-        """Filters after the cut."""
-        return self.channels - len(self.removed)
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a finished run gives: the smaller network, and what it costs and can do beside the original."""
-
-    graph: Graph
-    steps: tuple[Step, ...]
-    stopped: str  # why no further site was cut
-    search_before: Evaluation
-    search_after: Evaluation
-    test_before: Evaluation
-    test_after: Evaluation
-    cost_before: Cost
-    cost_after: Cost
-    seconds: float
-
-    def summary(self) -> str:
-        """One sentence with the figures that matter."""
-        parameters = 1 - self.cost_after.parameters / self.cost_before.parameters
-        macs = 1 - self.cost_after.macs / max(self.cost_before.macs, 1)
-        return (
-            f"{parameters:.1%} of the parameters and {macs:.1%} of the MACs removed, accuracy "
-            f"{self.test_before.accuracy:.2%} → {self.test_after.accuracy:.2%} on {self.test_after.count:,} test examples "
-            f"that chose nothing"
-        )
 
 
 def prune(
@@ -491,8 +427,7 @@ class Run:
             with disk_errors(self.record.path):
                 save(self.graph, self.record.path / f"checkpoints/{step.number:04d}.safetensors")
             self.record.save_tensors(f"checkpoints/{step.number:04d}-momentum", self.momentum)
-        fields = {name: getattr(step, name) for name in _STEP_FIELDS}
-        self.record.append("step", **fields)
+        self.record.append("step", **step_fields(step))
         self.record.delete(TRAINING)
         older = [s.number for s in self.steps if s.removed]
         if step.removed and older:
@@ -509,7 +444,7 @@ class Run:
 
     def restore(self, model: nn.Module) -> None:
         """Take up what the journal and the checkpoints say was done."""
-        self.steps = [_step_from(entry) for entry in self.record.units("step")]
+        self.steps = [step_from(entry) for entry in self.record.units("step")]
         cut = [step.number for step in self.steps if step.removed]
         if cut and self.record.path is not None:
             path = self.record.path / f"checkpoints/{cut[-1]:04d}.safetensors"
@@ -587,19 +522,6 @@ class Run:
             self._watch(Progress(phase, done, total, "" if site is None else site.name, *self._position))
 
 
-_STEP_FIELDS = (
-    *("number", "round", "site", "channels", "removed", "accuracy_before", "accuracy_cut", "accuracy", "loss"),
-    *("parameters_removed", "macs_removed", "evaluated", "masks", "r2_held_out", "split_half", "seconds"),
-)
-
-
-def _step_from(entry: Mapping[str, Any]) -> Step:
-    fields = {name: entry[name] for name in _STEP_FIELDS}
-    fields["removed"] = tuple(fields["removed"])
-    fields["evaluated"] = tuple((int(m), float(a)) for m, a in fields["evaluated"])
-    return Step(**fields)
-
-
 def _cut_from(entry: Mapping[str, Any], channels: int) -> Cut:
     removed = tuple(int(i) for i in entry["removed"])
     keep = torch.ones(channels, dtype=torch.bool)
@@ -615,23 +537,6 @@ def _one_less(cut: Cut, accuracy: float) -> Cut:
     keep[cut.removed[-1]] = True
     evaluated = (*cut.evaluated, (cut.m, accuracy))
     return replace(cut, keep=keep, removed=removed, m=len(removed), evaluated=evaluated)
-
-
-def outcome_fields(outcome: Outcome) -> dict[str, Any]:
-    """The figures of an outcome as plain values."""
-    return {
-        "stopped": outcome.stopped,
-        "search": {"before": outcome.search_before.accuracy, "after": outcome.search_after.accuracy},
-        "test": {
-            "before": outcome.test_before.accuracy,
-            "after": outcome.test_after.accuracy,
-            "count": outcome.test_after.count,
-        },
-        "parameters": {"before": outcome.cost_before.parameters, "after": outcome.cost_after.parameters},
-        "macs": {"before": outcome.cost_before.macs, "after": outcome.cost_after.macs},
-        "bytes": {"before": outcome.cost_before.bytes, "after": outcome.cost_after.bytes},
-        "seconds": outcome.seconds,
-    }
 
 
 def _provenance(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from secateurs.data import Data
-    from secateurs.run import Outcome
+    from secateurs.steps import Outcome
     from secateurs.training import EpochRecord
 
 MODEL, OPTIONS = "resnet8", {"in_channels": 1, "widths": [20, 40, 80]}
@@ -98,7 +98,7 @@ def speed_up(model: nn.Module, outcome: Outcome, data: Data) -> str:
 
 
 def _print_closing(folder: Path, outcome: Outcome, speed: str) -> None:
-    from secateurs.run import outcome_fields
+    from secateurs.steps import outcome_fields
 
     say(f"{closing_line(outcome_fields(outcome))}, {speed}.")
     say("")

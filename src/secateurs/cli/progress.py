@@ -18,7 +18,7 @@ from secateurs.cli.terminal import clock, percent, say, stderr
 
 if TYPE_CHECKING:
     from secateurs.recipe import Recipe
-    from secateurs.run import Progress, Step
+    from secateurs.steps import Progress, Step
     from secateurs.training import EpochRecord
 
 _HEARTBEAT_SECONDS = 30.0  # between plain lines within one step

@@ -12,7 +12,8 @@ from secateurs.cli.progress import RunWatcher
 from secateurs.cli.terminal import clock, percent, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from secateurs.run import Outcome, Run, Step
+    from secateurs.run import Run
+    from secateurs.steps import Outcome, Step
 
 _COLUMNS = ("site", "round", "filters", "accuracy after the cut", "after training", "parameters removed", "MACs removed")
 
@@ -47,7 +48,7 @@ def step_fields(step: Step) -> dict[str, Any]:
 
 def print_outcome(folder: Path, outcome: Outcome) -> None:
     """The table of steps and the closing lines of a finished run."""
-    from secateurs.run import outcome_fields
+    from secateurs.steps import outcome_fields
 
     print_steps([step_fields(step) for step in outcome.steps])
     print_closing(folder, outcome_fields(outcome))
@@ -83,7 +84,7 @@ def removed(counts: Mapping[str, int]) -> float:
 def print_run_json(folder: Path, run: Run, outcome: Outcome, **more: Any) -> None:
     """A finished run as one JSON document."""
     from secateurs.recipe import recipe_fields
-    from secateurs.run import outcome_fields
+    from secateurs.steps import outcome_fields
 
     print_json(
         {

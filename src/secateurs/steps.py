@@ -1,0 +1,114 @@
+"""What a run says of itself: where it stands, what happened at a site, and how it ended; and each as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from secateurs.costs import Cost
+from secateurs.evaluate import Evaluation
+from secateurs.graph import Graph
+from secateurs.importance import Importance, PairImportance
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, many times a step: `done` of `total` units of the phase at hand."""
+
+    phase: str  # "score", "search", "finetune", "retrain"
+    done: int
+    total: int
+    site: str = ""
+    number: int = 0  # of the site in this round, from 1
+    sites: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What happened at one site. Accuracies are on the search set, fractions; shares are removed since the start of the run."""
+
+    number: int  # from 1
+    round: int
+    site: str
+    channels: int  # filters before the cut
+    removed: tuple[int, ...]  # in original channel ids, least important first
+    accuracy_before: float
+    accuracy_cut: float  # right after the cut
+    accuracy: float  # after fine-tuning
+    loss: float
+    parameters_removed: float
+    macs_removed: float
+    evaluated: tuple[tuple[int, float], ...]  # (filters removed, accuracy) in the order measured
+    masks: int
+    r2_held_out: float
+    split_half: float
+    seconds: float
+    importance: Importance | PairImportance | None = None  # None for a step read back from the journal
+
+    @property
+    def kept(self) -> int:
+        """Filters after the cut."""
+        return self.channels - len(self.removed)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What a finished run gives: the smaller network, and what it costs and can do beside the original."""
+
+    graph: Graph
+    steps: tuple[Step, ...]
+    stopped: str  # why no further site was cut
+    search_before: Evaluation
+    search_after: Evaluation
+    test_before: Evaluation
+    test_after: Evaluation
+    cost_before: Cost
+    cost_after: Cost
+    seconds: float
+
+    def summary(self) -> str:
+        """One sentence with the figures that matter."""
+        parameters = 1 - self.cost_after.parameters / self.cost_before.parameters
+        macs = 1 - self.cost_after.macs / max(self.cost_before.macs, 1)
+        return (
+            f"{parameters:.1%} of the parameters and {macs:.1%} of the MACs removed, accuracy "
+            f"{self.test_before.accuracy:.2%} → {self.test_after.accuracy:.2%} on {self.test_after.count:,} test examples "
+            f"that chose nothing"
+        )
+
+
+STEP_FIELDS = (
+    *("number", "round", "site", "channels", "removed", "accuracy_before", "accuracy_cut", "accuracy", "loss"),
+    *("parameters_removed", "macs_removed", "evaluated", "masks", "r2_held_out", "split_half", "seconds"),
+)
+
+
+def step_fields(step: Step) -> dict[str, Any]:
+    """The figures of a step as plain values."""
+    return {name: getattr(step, name) for name in STEP_FIELDS}
+
+
+def step_from(entry: Mapping[str, Any]) -> Step:
+    """The step that was written down as plain values."""
+    fields = {name: entry[name] for name in STEP_FIELDS}
+    fields["removed"] = tuple(fields["removed"])
+    fields["evaluated"] = tuple((int(m), float(a)) for m, a in fields["evaluated"])
+    return Step(**fields)
+
+
+def outcome_fields(outcome: Outcome) -> dict[str, Any]:
+    """The figures of an outcome as plain values."""
+    return {
+        "stopped": outcome.stopped,
+        "search": {"before": outcome.search_before.accuracy, "after": outcome.search_after.accuracy},
+        "test": {
+            "before": outcome.test_before.accuracy,
+            "after": outcome.test_after.accuracy,
+            "count": outcome.test_after.count,
+        },
+        "parameters": {"before": outcome.cost_before.parameters, "after": outcome.cost_after.parameters},
+        "macs": {"before": outcome.cost_before.macs, "after": outcome.cost_after.macs},
+        "bytes": {"before": outcome.cost_before.bytes, "after": outcome.cost_after.bytes},
+        "seconds": outcome.seconds,
+    }

@@ -1,0 +1,100 @@
+"""The store gives back what it was given, bit for bit, across processes and crashes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secateurs.errors import InvalidInput, RunError
+from secateurs.store import Store, context_of, mask_key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 5), (0,)])
+def test_a_value_comes_back_bit_for_bit_from_the_file(tmp_path: Path, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = (torch.rand(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
+    store = Store(tmp_path / "measured.sqlite")
+    store.put("here", [b"key"], [value])
+    store.close()
+    (found,) = Store(tmp_path / "measured.sqlite").get("here", [b"key"])
+    assert found is not None
+    assert (found.dtype, found.shape) == (dtype, shape)
+    assert torch.equal(found, value)
+
+
+def test_what_is_not_finite_comes_back_too() -> None:
+    store = Store()
+    store.put("here", [b"a"], [torch.tensor([float("nan"), float("inf"), -0.0], dtype=torch.float64)])
+    (found,) = store.get("here", [b"a"])
+    assert found is not None
+    assert str(found.tolist()) == "[nan, inf, -0.0]"
+
+
+def test_contexts_and_keys_are_apart() -> None:
+    store = Store()
+    store.put("one", [b"a", b"b"], [torch.tensor(1.0), torch.tensor(2.0)])
+    store.put("two", [b"a"], [torch.tensor(3.0)])
+    assert [None if v is None else v.item() for v in store.get("one", [b"b", b"c", b"a"])] == [2.0, None, 1.0]
+    assert [None if v is None else v.item() for v in store.get("two", [b"a", b"b"])] == [3.0, None]
+    assert len(store) == 3
+
+
+def test_what_is_known_stays() -> None:
+    store = Store()
+    store.put("one", [b"a"], [torch.tensor(1.0)])
+    store.put("one", [b"a"], [torch.tensor(2.0)])
+    (found,) = store.get("one", [b"a"])
+    assert found is not None
+    assert found.item() == 1.0
+
+
+def test_parts_of_a_context_do_not_run_together() -> None:
+    assert context_of("ab", "c") != context_of("a", "bc")
+
+
+@given(bits=st.lists(st.booleans(), min_size=1, max_size=40), other=st.lists(st.booleans(), min_size=1, max_size=40))
+@settings(deadline=None, max_examples=50)
+def test_masks_of_one_site_have_one_key_each(bits: list[bool], other: list[bool]) -> None:
+    other = (other * len(bits))[: len(bits)]
+    assert (mask_key(torch.tensor(bits)) == mask_key(torch.tensor(other))) == (bits == other)
+
+
+def test_a_killed_process_loses_nothing_that_put_returned_from(tmp_path: Path) -> None:
+    script = """
+        import os, signal, sys, torch
+        from pathlib import Path
+        from secateurs.store import Store
+        store = Store(Path(sys.argv[1]))
+        for i in range(5):
+            store.put("here", [bytes([i])], [torch.tensor(float(i))])
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    path = tmp_path / "measured.sqlite"
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [v.item() for v in Store(path).get("here", [bytes([i]) for i in range(5)]) if v is not None] == [0, 1, 2, 3, 4]
+
+
+def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "measured.sqlite"
+    path.write_bytes(b"this is no database, and long enough to be seen as none" * 10)
+    with pytest.raises(RunError, match=r"measured\.sqlite.*Delete it"):
+        Store(path)
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="nowhere"):
+        Store(tmp_path / "nowhere" / "measured.sqlite")
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"torch\.int64"):
+        Store().put("here", [b"a"], [torch.tensor(1)])
