@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -125,6 +126,82 @@ def test_one_filter_is_never_removed() -> None:
     assert (cut.m, cut.keep.tolist(), cut.evaluated) == (0, [True], ())
 
 
+@settings(deadline=None, max_examples=100)
+@given(curves(), st.integers(0, 30), st.sampled_from(METHODS), st.integers(1, 9), st.data())
+def test_only_allowed_widths_are_tried(
+    curve: list[float], hundredths: int, method: Method, round_to: int, data: st.DataObject
+) -> None:
+    channels = len(curve)
+    widths = data.draw(st.none() | st.lists(st.integers(1, 50), max_size=6))
+    cut = find_cut(
+        range(channels),
+        by_count(curve),
+        baseline=curve[0],
+        max_drop=hundredths / 100,
+        method=method,
+        round_to=round_to,
+        widths=widths,
+    )
+
+    def allowed(m: int) -> bool:
+        return (channels - m) % round_to == 0 and (widths is None or channels - m in widths)
+
+    assert all(allowed(m) for m, _ in cut.evaluated)
+    assert cut.m == 0 or allowed(cut.m)
+    possible = [m for m in brute_force(curve, curve[0], hundredths / 100) if m == 0 or allowed(m)]
+    assert cut.m in possible
+    if method == "paper":
+        assert cut.m == max(possible)
+
+
+@pytest.mark.parametrize(("channels", "kept"), [(16, 8), (20, 8), (8, 8), (6, 6), (1, 1)])
+def test_kept_filters_come_in_eights_where_that_is_possible(channels: int, kept: int) -> None:
+    cut = find_cut(range(channels), lambda keep: 1.0, baseline=1.0, max_drop=0.0, round_to=8)
+    assert int(cut.keep.sum()) == kept
+
+
+@dataclass(frozen=True)
+class Told:
+    accuracy: float
+    accepted: bool
+    upper: float
+    by_estimate: bool
+
+
+def told(limit: int, *, estimate: int | None = None) -> Callable[[Tensor], Told]:
+    """A judge that accepts up to `limit` filters off, and whose point estimate would have up to `estimate`."""
+
+    def judge(keep: Tensor) -> Told:
+        m = int((~keep).sum())
+        return Told(1 - m / 100, m <= limit, m / 50, m <= (limit if estimate is None else estimate))
+
+    return judge
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_judgement_decides_in_place_of_the_drop(method: Method) -> None:
+    cut = find_cut(range(16), told(5, estimate=9), baseline=1.0, max_drop=0.0, method=method)
+    assert (cut.m, cut.bound) == (5, pytest.approx(0.1))
+    largest = {"bisect": 7, "paper": 9, "scan": 6}[method]  # of the m measured, what a point estimate would have allowed
+    assert cut.by_estimate == largest
+
+
+def test_a_plain_accuracy_has_no_bound() -> None:
+    cut = find_cut(range(8), by_count([1, 1, 1, 0, 0, 0, 0, 0]), baseline=1.0, max_drop=0.0)
+    assert (cut.m, cut.by_estimate, cut.bound, cut.refused) == (2, 2, None, ())
+
+
+@pytest.mark.parametrize(
+    ("certified", "retries", "m", "refused"),
+    [(12, 1, 12, ()), (7, 1, 6, (12,)), (5, 1, 0, (12, 6)), (5, 2, 3, (12, 6)), (11, 0, 0, (12,)), (0, 9, 0, (12, 6, 3, 1))],
+)
+def test_the_certificate_has_the_last_word(certified: int, retries: int, m: int, refused: tuple[int, ...]) -> None:
+    cut = find_cut(range(16), told(12), baseline=1.0, max_drop=0.0, certify=told(certified), retries=retries)
+    assert (cut.m, cut.refused) == (m, refused)
+    assert cut.bound == (pytest.approx(m / 50) if m else None)
+    assert cut.accuracy == pytest.approx(1 - m / 100)
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
@@ -138,6 +215,9 @@ def test_one_filter_is_never_removed() -> None:
         ({"method": "bisection"}, InvalidInput, "Did you mean 'bisect'"),
         ({"largest_share": 1.5}, InvalidInput, "largest_share: got 1.5"),
         ({"max_remove": -1}, InvalidInput, "max_remove: got -1"),
+        ({"round_to": 0}, InvalidInput, "round_to: got 0"),
+        ({"widths": [4, 0]}, InvalidInput, r"widths: got \[4, 0\]"),
+        ({"retries": -1}, InvalidInput, "retries: got -1"),
     ],
 )
 def test_wrong_arguments_are_explained(wrong: dict[str, object], error: type[Exception], message: str) -> None:

@@ -1,0 +1,360 @@
+"""The contract: how much accuracy a run may lose, and how sure that must be before a cut is accepted. Pure maths.
+
+The promise: with probability `confidence`, the true drop of the network (on all images like these, not just on the
+ones at hand) is at most `max_drop`. A network is accepted only if an upper confidence bound on its drop is, and the
+bound is paired: the same images before and after, so that only images whose answer changed carry any noise.
+
+A run asks about many networks, and which it asks about depends on earlier answers. That is paid for like this:
+
+- The images are divided once, blindly (`divide_images`). The *steering* ones may be looked at as often as one likes;
+  they choose the candidates. The *certifying* ones only ever answer "yes, within the drop" or "no", and only about
+  candidates that were chosen without them. (Where candidates come in an order fixed beforehand, from small cuts to large
+  ones, no steering images are needed: all of them can certify, and the first "no" ends the climb.)
+- A "yes" is free. As long as all answers are yes, the certifying images have not influenced what is asked next, so the
+  whole sequence of candidates was fixed before. Let the first bad one in it be number k. The promise can only break if
+  this single candidate gets a yes, and the bound lets that happen with the chance it was given. (If it gets a no, what
+  follows is another sequence: see the next point.)
+- A "no" changes what is asked next, so it opens a new sequence, and every sequence that could have been opened needs a
+  chance of its own. All of them share 1 - confidence: 4/5 for the sequence without a no; a sequence with r of them gets
+  4/5 · (1/5)^r, divided over all places at which they could have come by 1 / (g (g + 1)) for a no that is the g-th answer
+  since the last one. Added up over all sequences, however long, this is exactly 1 - confidence. Nothing needs to be
+  known beforehand about how many looks there will be.
+
+Where the drop counts from the untouched network, the promise is about whatever network the run ends with, whatever the
+number of sites. Where it counts from the start of each site, it is that no site loses more than `max_drop` (all of them
+at once, with the same probability); what they lose together is not bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from secateurs.errors import InvalidInput, NonFinite
+
+How = Literal["pairs", "t", "estimate"]
+
+_DIGITS = 12  # 0.92 - 0.91 is 0.010000000000000009 in binary: a drop of one point must count as 0.01
+_NO = 0.2  # of the chance of error: what a sequence leaves to those with one "no" more
+_FEW = 40  # images below this · ln(1 / chance) are too few for limits to be squared and added
+_RARE = 1e-7  # and smaller chances too small
+_TINY = 1e-300  # stands for a chance that underflows
+_CAUTION = 1.05  # square-and-add uses chance ** this: see `_pairs_slack`
+
+
+@dataclass(frozen=True)
+class DropBound:
+    """What the same images before and after say about the drop."""
+
+    estimate: float  # mean of before - after over these images; NaN if the network gives NaN
+    upper: float  # the true drop is at most this, but for a chance of `chance`; inf if the network gives NaN
+    chance: float  # that the true drop is above `upper`; NaN for a point estimate
+    images: int
+    lost: int  # images that are worse after
+    won: int  # images that are better after
+    how: How  # "pairs": right or wrong; "t": real-valued metric; "estimate": no bound was asked for
+
+    @property
+    def slack(self) -> float:
+        """What certainty costs: upper - estimate."""
+        return self.upper - self.estimate
+
+
+@dataclass(frozen=True)
+class ClassBound:
+    """The class whose upper bound on the drop is the largest."""
+
+    label: int
+    bound: DropBound
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a network is within a contract, and what decided it."""
+
+    accepted: bool
+    accuracy: float  # mean of `after`
+    bound: DropBound
+    worst: ClassBound | None  # None when the contract says nothing of classes
+    by_estimate: bool  # whether the point estimates alone would have accepted it
+
+    @property
+    def upper(self) -> float:
+        """The upper bound on the drop."""
+        return self.bound.upper
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What may be lost: `max_drop` over all images, and `worst_class` by any single class, with `confidence`.
+
+    Drops are fractions (0.01 = 1 point). With `confidence` None the point estimate decides and nothing is promised about
+    other images.
+    """
+
+    max_drop: float
+    confidence: float | None = 0.95
+    worst_class: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_drop", self.max_drop), ("worst_class", self.worst_class)):
+            if value is not None and not value >= 0:
+                raise InvalidInput(f"{name}: got {value}, wanted a fraction of 0 or more (0.005 is half a point).")
+        if self.confidence is not None:
+            _check_confidence(self.confidence)
+
+    def chance(self, answers: Sequence[bool] = ()) -> float | None:
+        """The chance of error that the next look may take after these answers (True = accepted); None: point estimate."""
+        if self.confidence is None:
+            return None
+        share, since = 1 - _NO, 0
+        for accepted in answers:
+            since += 1
+            if not accepted:
+                share, since = share * _NO / (since * (since + 1)), 0
+        return (1 - self.confidence) * share
+
+    def judge(
+        self,
+        before: Tensor,
+        after: Tensor,
+        classes: Tensor | None = None,
+        *,
+        answers: Sequence[bool] = (),
+        share: float = 1.0,
+    ) -> Verdict:
+        """Whether a network with values `after` (N,) is within the contract, counted from one with `before` (N,).
+
+        `answers` are those that the same images have given before. With a bound on the worst class, `classes` (N,) names
+        every image's class; classes without an image are not judged. A bad network has at least one bound beyond its
+        limit and needs all of them within to be accepted, so every bound may take the whole chance of error. `share` is
+        for steering half-way: the bounds must lie within so much of what is allowed in the end.
+        """
+        chance = self.chance(answers)
+        bound = _bound(before, after, chance)
+        by_class = [] if self.worst_class is None else _class_bounds(before, after, classes, chance)
+        limits = [(bound, self.max_drop), *((found.bound, self.worst_class or 0.0) for found in by_class)]
+        return Verdict(
+            accepted=all(_within(each.upper, share * limit) for each, limit in limits),
+            accuracy=float(after.double().mean()),
+            bound=bound,
+            worst=max(by_class, key=lambda found: found.bound.upper, default=None),
+            by_estimate=all(_within(each.estimate, limit) for each, limit in limits),
+        )
+
+
+class Promise:
+    """A contract, the values that the drop counts from, and the answers that these images have given so far."""
+
+    def __init__(
+        self, contract: Contract, before: Tensor, *, classes: Tensor | None = None, answers: Sequence[bool] = ()
+    ) -> None:
+        self.contract, self.before, self.classes = contract, before, classes
+        self.answers = tuple(answers)
+
+    def certify(self, after: Tensor) -> Verdict:
+        """Ask once, and remember the answer: a "no" makes all later bounds wider. `after` (N,) must be new to these images."""
+        verdict = self.contract.judge(self.before, after, self.classes, answers=self.answers)
+        self.answers = (*self.answers, verdict.accepted)
+        return verdict
+
+    def counted_from(self, before: Tensor) -> Promise:
+        """The same contract for the next site, whose drop counts from the network at its start; answers are kept."""
+        return Promise(self.contract, before, classes=self.classes, answers=self.answers)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Positions of images, ascending and disjoint."""
+
+    steering: Tensor  # long, looked at freely
+    certifying: Tensor  # long, only asked about what was chosen without them
+
+
+def divide_images(count: int, *, certifying: float = 0.5, seed: int = 0) -> Sides:
+    """Divide `count` images at random, a share `certifying` (rounded) to certify; the images' contents play no part."""
+    if not 0 <= certifying <= 1:
+        raise InvalidInput(f"certifying: got {certifying}, wanted a share from 0 to 1.")
+    shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+    chosen = round(certifying * count)
+    return Sides(steering=shuffled[chosen:].sort().values, certifying=shuffled[:chosen].sort().values)
+
+
+def paired_bound(before: Tensor, after: Tensor, confidence: float | None) -> DropBound:
+    """Upper confidence bound on the drop in a metric, from its values (N,) on the same images before and after.
+
+    Right or wrong (values 0 and 1): exact (Clopper-Pearson) limits for the share of images that were lost and for the
+    share that was won, combined as `_pairs_slack` says. Other values: Student's t for the mean difference, which assumes
+    that the mean is about normal (some tens of images that differ), and never less than what N images cannot show: that
+    a share of 1 - chance^(1/N) of all images loses the whole range of the values seen. With `confidence` None the
+    bound is the estimate. A NaN in `after` makes the bound infinite; one in `before` is an error.
+    """
+    if confidence is not None:
+        _check_confidence(confidence)
+    return _bound(before, after, None if confidence is None else 1 - confidence)
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def _bound(before: Tensor, after: Tensor, chance: float | None) -> DropBound:
+    x, y = _checked_values(before, after)
+    lost, won, images = int((y < x).sum()), int((y > x).sum()), len(x)
+    binary = _is_binary(x) and _is_binary(y)
+    how: How = "estimate" if chance is None else ("pairs" if binary else "t")
+    if not bool(y.isfinite().all()):
+        estimate, slack = math.nan, math.inf
+    else:
+        estimate = (lost - won) / images if binary else float((x - y).mean())
+        slack = 0.0 if chance is None else (_pairs_slack(lost, won, images, chance) if binary else _t_slack(x, y, chance))
+    upper = math.inf if slack == math.inf else estimate + slack
+    return DropBound(estimate, upper, math.nan if chance is None else chance, images, lost, won, how)
+
+
+def _pairs_slack(lost: int, won: int, images: int, chance: float) -> float:
+    """How far the true drop may lie above (lost - won) / images.
+
+    For few images the two exact limits are simply added, each with a part of the chance: always valid, and wide. With
+    more they are squared and added (with the correlation of the two counts), which for large counts is the normal bound
+    z · sqrt(lost + won) / images, and for none lost or won the exact one. That is no theorem for counts in between, so
+    all outcomes were enumerated over a grid of true rates: raising the chance to the power 1.05 was needed, and enough,
+    for every drop of 0 or more and chances down to 1e-7 (`python -m benchmarks.contract enumerate`).
+    """
+    if chance < _RARE or images < _FEW * math.log(1 / chance):
+        above = _upper_limit(lost, images, 0.75 * chance) - lost / images
+        below = won / images - _lower_limit(won, images, 0.25 * chance)
+        return above + below
+    cautious = math.pow(chance, _CAUTION)
+    p, q = lost / images, won / images
+    above, below = _upper_limit(lost, images, cautious) - p, q - _lower_limit(won, images, cautious)
+    correlation = math.sqrt(p * q / ((1 - p) * (1 - q))) if 0 < p < 1 and 0 < q < 1 else 0.0
+    return math.sqrt(above**2 + below**2 + 2 * correlation * above * below)
+
+
+def _t_slack(before: Tensor, after: Tensor, chance: float) -> float:
+    images = len(before)
+    values = torch.cat([before, after])
+    unseen = (1 - math.pow(chance, 1 / images)) * float(values.max() - values.min())
+    difference = before - after
+    floor = unseen - float(difference.mean())
+    if images < 2:
+        return max(floor, float(values.max() - values.min()) * 2)
+    spread = float(difference.std()) / math.sqrt(images)
+    return max(_t_quantile(images - 1, chance) * spread, floor)
+
+
+@lru_cache(maxsize=4096)
+def _upper_limit(count: int, images: int, chance: float) -> float:
+    """Clopper-Pearson: the rate at which `count` or fewer of `images` have this chance."""
+    if count == images:
+        return 1.0
+    return _root(lambda rate: _incomplete_beta(1 - rate, images - count, count + 1), chance, count / images, 1.0)
+
+
+@lru_cache(maxsize=4096)
+def _lower_limit(count: int, images: int, chance: float) -> float:
+    """Clopper-Pearson: the rate at which `count` or more of `images` have this chance."""
+    if count == 0:
+        return 0.0
+    return _root(lambda rate: _incomplete_beta(rate, count, images - count + 1), chance, count / images, 0.0)
+
+
+@lru_cache(maxsize=4096)
+def _t_quantile(freedom: int, chance: float) -> float:
+    """What Student's t exceeds with this chance (below 1/2)."""
+
+    def tail(t: float) -> float:
+        return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5) / 2
+
+    high = 1.0
+    while tail(high) > chance:
+        high *= 2
+    return _root(tail, chance, 0.0, high)
+
+
+def _root(tail: Callable[[float], float], chance: float, inner: float, outer: float) -> float:
+    """Where `tail` is `chance`: larger at `inner`, smaller at `outer` (false position on logarithms, Illinois)."""
+
+    def excess(x: float) -> float:
+        return math.log(max(tail(x), _TINY)) - math.log(max(chance, _TINY))
+
+    at_inner, at_outer, last = excess(inner), excess(outer), 0.0
+    for _ in range(200):
+        middle = (inner * at_outer - outer * at_inner) / (at_outer - at_inner) if at_outer < 0 < at_inner else outer
+        at_middle = excess(middle)
+        if abs(at_middle) < 1e-11 or abs(outer - inner) < 1e-15:
+            return middle
+        again = 0.5 if at_middle * last > 0 else 1.0  # the end that stays twice counts half
+        last = at_middle
+        if at_middle > 0:
+            inner, at_inner, at_outer = middle, at_middle, at_outer * again
+        else:
+            outer, at_outer, at_inner = middle, at_middle, at_inner * again
+    return outer
+
+
+def _incomplete_beta(x: float, a: float, b: float) -> float:
+    """I_x(a, b), the distribution function of Beta(a, b), by its continued fraction (modified Lentz)."""
+    if x <= 0 or x >= 1:
+        return float(x > 0)
+    if x > (a + 1) / (a + b + 2):  # where the fraction converges fast is on the other side
+        return 1 - _incomplete_beta(1 - x, b, a)
+    scale = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
+    upper, lower = 1.0, 1 / (1 - (a + b) * x / (a + 1))
+    fraction = lower
+    for k in range(1, 100_000):
+        for term in (
+            k * (b - k) * x / ((a + 2 * k - 1) * (a + 2 * k)),
+            -(a + k) * (a + b + k) * x / ((a + 2 * k) * (a + 2 * k + 1)),
+        ):
+            lower = 1 / ((1 + term * lower) or _TINY)
+            upper = (1 + term / upper) or _TINY
+            fraction *= upper * lower
+        if abs(upper * lower - 1) < 1e-15:
+            break
+    return scale * fraction
+
+
+# ---- classes and checks ----------------------------------------------------------------------------------------------
+
+
+def _class_bounds(before: Tensor, after: Tensor, classes: Tensor | None, chance: float | None) -> list[ClassBound]:
+    if classes is None or classes.shape != before.shape:
+        got = "none" if classes is None else f"shape {tuple(classes.shape)}"
+        raise InvalidInput(f"classes: got {got}, wanted the class of each of the {len(before)} images for worst_class.")
+    labels = classes.to(before.device)
+    here = [(label, labels == label) for label in sorted(set(classes.tolist()))]
+    return [ClassBound(label, _bound(before[mine], after[mine], chance)) for label, mine in here]
+
+
+def _within(drop: float, limit: float) -> bool:
+    return round(drop - limit, _DIGITS) <= 0 if math.isfinite(drop) else drop < limit  # False for NaN
+
+
+def _is_binary(values: Tensor) -> bool:
+    return bool(((values == 0) | (values == 1)).all())
+
+
+def _checked_values(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    if before.ndim != 1 or before.shape != after.shape or len(before) == 0:
+        raise InvalidInput(
+            f"before and after: got shapes {tuple(before.shape)} and {tuple(after.shape)}, wanted one value for each of the "
+            f"same images, (N,) with N of 1 or more."
+        )
+    x, y = before.detach().cpu().double(), after.detach().cpu().double()
+    if not bool(x.isfinite().all()):
+        raise NonFinite("before: the network that the drop counts from gives NaN or infinite values. Check its outputs.")
+    return x, y
+
+
+def _check_confidence(confidence: float) -> None:
+    if not 0.5 < confidence < 1:
+        raise InvalidInput(
+            f"confidence: got {confidence}, wanted more than 0.5 and less than 1, or None for the point estimate."
+        )

@@ -1,0 +1,288 @@
+"""The contract: bounds that hold at the stated rate, chances that add up, and a promise kept by whole runs on fresh data."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from secateurs.contract import Contract, Promise, Verdict, divide_images, paired_bound
+from secateurs.errors import InvalidInput, NonFinite
+from secateurs.search import find_cut
+
+
+def pairs(images: int, lost: int, won: int) -> tuple[Tensor, Tensor]:
+    """Right or wrong before and after, with so many images lost and won."""
+    before, after = torch.zeros(images), torch.zeros(images)
+    before[: images - won], after[lost:] = 1, 1
+    return before, after
+
+
+def binomial_tail(most: int, images: int, rate: float) -> float:
+    """P(count <= most), added up."""
+    return math.fsum(math.comb(images, k) * rate**k * (1 - rate) ** (images - k) for k in range(most + 1))
+
+
+# ---- one bound -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_changed_leaves_what_the_images_cannot_show() -> None:
+    # the rule of three: a share of 3 / N could be lost without one of N images showing it
+    bound = paired_bound(*pairs(2_000, 0, 0), 0.95)
+    assert (bound.estimate, bound.lost, bound.won, bound.images, bound.how) == (0, 0, 0, 2_000, "pairs")
+    assert bound.upper == pytest.approx(1 - 0.05 ** (1.05 / 2_000), rel=1e-9)
+    assert paired_bound(*pairs(20, 0, 0), 0.95).upper == pytest.approx(1 - (0.75 * 0.05) ** (1 / 20), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("images", "lost", "level"), [(1_000, 7, 0.05**1.05), (300, 40, 0.05**1.05), (30, 3, 0.0375), (1, 1, 1.0)]
+)
+def test_without_images_won_the_limit_is_the_exact_one(images: int, lost: int, level: float) -> None:
+    upper = paired_bound(*pairs(images, lost, 0), 0.95).upper
+    assert binomial_tail(lost, images, upper) == pytest.approx(level, rel=1e-6)
+
+
+@pytest.mark.parametrize(("images", "lost", "won"), [(5_000, 60, 40), (10_000, 200, 200), (100_000, 700, 300)])
+def test_many_pairs_give_the_normal_bound_and_a_little(images: int, lost: int, won: int) -> None:
+    normal = 1.6449 * math.sqrt(lost + won - (lost - won) ** 2 / images) / images
+    assert normal < paired_bound(*pairs(images, lost, won), 0.95).slack < 1.13 * normal
+
+
+@pytest.mark.parametrize(("images", "quantile"), [(2, 6.3138), (10, 1.8331), (31, 1.6973), (121, 1.6577)])  # of t tables
+def test_real_values_get_students_t(images: int, quantile: float) -> None:
+    difference = torch.linspace(-1, 1.5, images, dtype=torch.float64)
+    bound = paired_bound(torch.full((images,), 3.0), 3.0 - difference, 0.95)
+    spread = np.std(difference.numpy(), ddof=1) / math.sqrt(images)
+    assert bound.how == "t"
+    assert bound.estimate == pytest.approx(0.25)
+    assert bound.slack == pytest.approx(max(quantile * spread, (1 - 0.05 ** (1 / images)) * 2.5 - 0.25), rel=1e-4)
+
+
+def test_real_values_that_all_agree_are_no_proof() -> None:
+    values = torch.linspace(0, 1, 101)
+    assert paired_bound(values, values, 0.95).upper == pytest.approx(1 - 0.05 ** (1 / 101))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 600), st.data())
+def test_more_confidence_means_a_wider_bound(images: int, data: st.DataObject) -> None:
+    lost = data.draw(st.integers(0, images))
+    won = data.draw(st.integers(0, images - lost))
+    bounds = [paired_bound(*pairs(images, lost, won), c).upper for c in (None, 0.6, 0.8, 0.95, 0.99, 0.999999)]
+    assert all(a <= b + 1e-12 for a, b in itertools.pairwise(bounds))
+    assert bounds[0] == pytest.approx((lost - won) / images)
+
+
+def miss(images: int, rates: tuple[float, float], upper: Callable[[int, int], float]) -> float:
+    """The chance that the true drop is above the bound, added up over all outcomes that matter."""
+    p, q = rates
+    total = 0.0
+    most = [math.ceil(images * rate + 7 * math.sqrt(images * rate) + 7) for rate in rates]
+    for lost, won in itertools.product(range(most[0]), range(most[1])):
+        rest = images - lost - won
+        if rest >= 0 and upper(lost, won) < p - q:
+            ways = math.lgamma(images + 1) - math.lgamma(lost + 1) - math.lgamma(won + 1) - math.lgamma(rest + 1)
+            total += math.exp(ways + lost * math.log(p) + won * math.log(q) + rest * math.log(1 - p - q))
+    return total
+
+
+@pytest.mark.parametrize(
+    ("images", "rates"),
+    [(12, (0.2, 0.1)), (60, (0.03, 0.01)), (130, (0.05, 0.05)), (400, (0.02, 0.01)), (2_000, (0.004, 0.001))],
+)
+@pytest.mark.parametrize("confidence", [0.95, 0.999])
+def test_the_bound_holds_over_all_outcomes(images: int, rates: tuple[float, float], confidence: float) -> None:
+    def ours(lost: int, won: int) -> float:
+        return paired_bound(*pairs(images, lost, won), confidence).upper
+
+    assert miss(images, rates, ours) <= 1 - confidence
+
+
+def test_the_normal_bound_would_not_hold() -> None:
+    def normal(lost: int, won: int) -> float:
+        return (lost - won + 1.6449 * math.sqrt(lost + won)) / 400
+
+    assert miss(400, (0.01, 0.001), normal) > 0.08
+
+
+# ---- many looks ------------------------------------------------------------------------------------------------------
+
+
+def test_the_chances_of_all_sequences_add_up() -> None:
+    contract, looks = Contract(0.01), 12
+    patterns = itertools.product([True, False], repeat=looks)
+    # a sequence is told by where its refusals were; what follows the last one is all yes
+    shares = [contract.chance(pattern) or 0 for pattern in patterns]
+    assert 0.047 < sum(shares) < 0.05
+    assert contract.chance() == contract.chance([True] * 1_000) == pytest.approx(0.04)
+    assert contract.chance([True, True, False, True]) == pytest.approx(0.05 * 0.8 * 0.2 / 12)
+
+
+def test_asking_again_and_again_does_not_break_the_promise() -> None:
+    """12 candidates that are all a little too bad, tried until one is accepted."""
+    rng, contract, images, runs = np.random.default_rng(0), Contract(0.02), 500, 200
+    patient, careless = 0, 0
+    for _ in range(runs):
+        promise = Promise(contract, torch.ones(images))
+        answers = []
+        for _ in range(12):
+            after = torch.from_numpy((rng.random(images) > 0.0201).astype(np.float32))
+            patient += promise.certify(after).accepted
+            answers.append(contract.judge(promise.before, after).accepted)
+            if promise.answers[-1]:
+                break
+        careless += any(answers)
+    assert patient <= 0.05 * runs + 2 * math.sqrt(0.05 * 0.95 * runs)
+    assert careless > 0.2 * runs  # each look at the full chance: the test can fail
+
+
+class World:
+    """Images whose margin is normal; each filter removed adds its own noise, so the true drop is known in closed form."""
+
+    MEAN = 1.4
+
+    def __init__(self, images: int, seed: int, sites: int = 6, channels: int = 8) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.sizes = torch.linspace(0.05, 0.3, channels).repeat(sites, 1)  # variance that each filter adds
+        self.margins = torch.randn(images, generator=generator) + self.MEAN
+        noise = torch.randn(sites, channels, images, generator=generator) * self.sizes[..., None].sqrt()
+        self.noise = torch.cat([torch.zeros(sites, 1, images), noise.cumsum(1)], 1)
+
+    def right(self, cuts: list[int], images: Tensor) -> Tensor:
+        moved = self.margins + sum((self.noise[site, m] for site, m in enumerate(cuts)), torch.zeros(()))
+        return (moved > 0).float()[images]
+
+    def drop(self, cuts: list[int]) -> float:
+        variance = 1 + sum(float(self.sizes[site, :m].sum()) for site, m in enumerate(cuts))
+        return NormalDist().cdf(self.MEAN) - NormalDist().cdf(self.MEAN / math.sqrt(variance))
+
+
+def off(keep: Tensor) -> int:
+    return int((~keep).sum())
+
+
+def pruned(world: World, contract: Contract) -> tuple[list[int], Promise]:
+    """Site after site, m found by bisection: half of the images steer, half certify (all steer without a bound)."""
+    sides = divide_images(len(world.margins), certifying=0.0 if contract.confidence is None else 0.5)
+    start = world.right([], sides.steering)
+    promise = Promise(contract, world.right([], sides.certifying))
+    cuts: list[int] = []
+
+    def steer(keep: Tensor) -> Verdict:
+        return contract.judge(start, world.right([*cuts, off(keep)], sides.steering), answers=promise.answers)
+
+    def certify(keep: Tensor) -> Verdict:
+        return promise.certify(world.right([*cuts, off(keep)], sides.certifying))
+
+    for _ in range(len(world.sizes)):
+        last_word = None if contract.confidence is None else certify
+        cuts.append(find_cut(range(8), steer, baseline=1.0, max_drop=contract.max_drop, certify=last_word).m)
+    return cuts, promise
+
+
+def test_whole_runs_keep_the_promise_on_fresh_data_and_the_point_estimate_does_not() -> None:
+    runs, max_drop = 60, 0.04
+    broken = {0.95: 0, None: 0}
+    removed = 0
+    for run in range(runs):
+        world = World(1_600, run)
+        for confidence in broken:
+            cuts, promise = pruned(world, Contract(max_drop, confidence))
+            broken[confidence] += world.drop(cuts) > max_drop
+            if confidence is not None:
+                removed += sum(cuts)
+                # the total budget, on the very images that certify: no sequence of sites exceeds it
+                certifying = divide_images(len(world.margins)).certifying
+                assert float((promise.before - world.right(cuts, certifying)).mean()) <= max_drop
+    assert broken[0.95] <= 0.05 * runs + 2 * math.sqrt(0.05 * 0.95 * runs)
+    assert broken[None] > 0.4 * runs
+    assert removed > runs  # it does remove something
+
+
+# ---- contracts and verdicts ------------------------------------------------------------------------------------------
+
+
+def test_the_worst_class_can_veto() -> None:
+    classes = torch.arange(10).repeat(200)
+    before = torch.ones(2_000)
+    after = before.clone()
+    after[(classes == 3).nonzero().flatten()[:12]] = 0  # 0.6 points in all, 6 points of class 3
+    assert Contract(0.02).judge(before, after).accepted
+    found = Contract(0.02, worst_class=0.05).judge(before, after, classes)
+    assert not found.accepted
+    assert not found.by_estimate
+    assert found.worst is not None
+    assert (found.worst.label, found.worst.bound.lost, found.worst.bound.images) == (3, 12, 200)
+    assert Contract(0.02, worst_class=0.12).judge(before, after, classes).accepted
+    assert Contract(0.02, None, worst_class=0.06).judge(before, after, classes).accepted
+
+
+def test_a_verdict_says_what_a_point_estimate_would_have_allowed() -> None:
+    found = Contract(0.01).judge(*pairs(1_000, 9, 0))
+    assert (found.accepted, found.by_estimate) == (False, True)
+    assert found.accuracy == pytest.approx(0.991)
+    assert Contract(0.01, None).judge(*pairs(1_000, 10, 0)).accepted  # exactly what is allowed
+    assert not Contract(0.01, None).judge(*pairs(1_000, 11, 0)).accepted
+
+
+def test_half_of_the_share_is_half_of_the_drop() -> None:
+    values = pairs(2_000, 10, 0)  # 0.5 points and 0.4 of slack
+    assert Contract(0.01).judge(*values).accepted
+    assert not Contract(0.01).judge(*values, share=0.5).accepted
+
+
+def test_refusals_make_later_bounds_wider_and_never_break_them() -> None:
+    values = pairs(2_000, 10, 4)
+    uppers = [Contract(0.01).judge(*values, answers=[False] * refused).upper for refused in (0, 1, 2, 5, 20, 1_000)]
+    assert all(a < b for a, b in itertools.pairwise(uppers[:5]))
+    assert all(0 < upper <= 1 for upper in uppers)
+
+
+def test_a_site_counts_from_its_own_start_and_keeps_the_answers() -> None:
+    promise = Promise(Contract(0.01), torch.ones(3_000))
+    assert not promise.certify(torch.zeros(3_000)).accepted
+    later = promise.counted_from(torch.zeros(3_000))
+    assert later.answers == (False,)
+    assert later.certify(torch.zeros(3_000)).accepted
+    assert later.answers == (False, True)
+
+
+def test_images_are_divided_blindly_and_wholly() -> None:
+    sides = divide_images(101, certifying=0.3, seed=5)
+    assert sorted(torch.cat([sides.steering, sides.certifying]).tolist()) == list(range(101))
+    assert len(sides.certifying) == 30
+    again = divide_images(101, certifying=0.3, seed=5)
+    assert torch.equal(sides.certifying, again.certifying)
+    assert not torch.equal(sides.certifying, divide_images(101, certifying=0.3, seed=6).certifying)
+
+
+def test_a_network_that_gives_nan_is_refused() -> None:
+    found = Contract(1.0).judge(torch.ones(4), torch.tensor([1.0, math.nan, 1.0, 1.0]))
+    assert (found.accepted, found.by_estimate, found.upper) == (False, False, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Contract(-0.1), InvalidInput, "max_drop: got -0.1"),
+        (lambda: Contract(0.1, 95), InvalidInput, "confidence: got 95"),
+        (lambda: Contract(0.1, worst_class=math.nan), InvalidInput, "worst_class: got nan"),
+        (lambda: Contract(0.1, worst_class=0.1).judge(torch.ones(3), torch.ones(3)), InvalidInput, "classes: got none"),
+        (lambda: paired_bound(torch.ones(3), torch.ones(2), 0.9), InvalidInput, r"shapes \(3,\) and \(2,\)"),
+        (lambda: paired_bound(torch.ones(0), torch.ones(0), 0.9), InvalidInput, "N of 1 or more"),
+        (lambda: paired_bound(torch.ones(2), torch.ones(2), 1.0), InvalidInput, "confidence: got 1.0"),
+        (lambda: paired_bound(torch.tensor([math.nan]), torch.ones(1), 0.9), NonFinite, "before"),
+        (lambda: divide_images(5, certifying=2), InvalidInput, "certifying: got 2"),
+    ],
+)
+def test_wrong_arguments_are_explained(make: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
