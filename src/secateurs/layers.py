@@ -1,4 +1,4 @@
-"""The modules that secateurs adds to networks: `Mask`, `Align` and `SumInto` where live channels differ, `Constant`."""
+"""The modules that secateurs adds to networks: `Mask`, `Align`, `SumInto` where live channels differ, `Constant`, `Offset`."""
 
 from __future__ import annotations
 
@@ -108,3 +108,25 @@ class Constant(nn.Module):
     def forward(self) -> Tensor:
         """The values, with length 1 along all axes but the channels'."""
         return self.value
+
+
+class Offset(nn.Module):
+    """Adds one number to each covered channel, everywhere: what a sum gets back of the mean of filters that left. Trainable.
+
+    Starts at zero. A channel that is not covered passes as it is, so that one that is always zero can still be removed.
+    Which are covered is not part of the state dict: it follows from the plan.
+    """
+
+    covered: Tensor
+
+    def __init__(self, covered: Tensor, axis: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.axis = axis
+        self.value = nn.Parameter(torch.zeros(len(covered), dtype=dtype))
+        self.register_buffer("covered", covered.clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Same shape as `x`."""
+        shape = [1] * x.dim()
+        shape[self.axis] = -1
+        return x + self.value.where(self.covered, 0).view(shape)

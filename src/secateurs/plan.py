@@ -12,15 +12,22 @@ from secateurs.errors import PlanError
 from secateurs.files import write_text
 
 VERSION = 1
+ADDITIONS = ("biases", "offsets")
 
 
 @dataclass(frozen=True)
 class PlannedCut:
-    """Filters removed together at one or more sites: ids count the site's original channels, of which there were `channels`."""
+    """Filters removed at one site: ids count the site's original channels, of which there were `channels`.
+
+    What the site's readers were given beforehand, to make up for the loss: `biases` names the layers that got a bias, `offsets`
+    the sums behind which an `Offset` was put. Their values are weights like any other, and not part of the plan.
+    """
 
     site: str
     removed: tuple[int, ...]
     channels: int
+    biases: tuple[str, ...] = ()
+    offsets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        steps = [[asdict(cut) for cut in step] for step in self.steps]
+        steps = [[_fields(cut) for cut in step] for step in self.steps]
         return json.dumps({"secateurs_plan": VERSION, "model": self.model, "steps": steps}, indent=1)
 
     def save(self, path: str | Path) -> None:
@@ -79,6 +86,11 @@ class Plan:
         return Plan.from_json(text, where=str(path))
 
 
+def _fields(cut: PlannedCut) -> dict[str, Any]:
+    """A cut for JSON; what it adds is mentioned only where it adds anything."""
+    return {name: value for name, value in asdict(cut).items() if value or name not in ADDITIONS}
+
+
 def _steps(found: dict[str, Any], where: str) -> list[list[Any]]:
     steps = found.get("steps")
     if not isinstance(steps, list) or not all(isinstance(step, list) for step in steps):
@@ -92,10 +104,17 @@ def _cut(found: Any, where: str) -> PlannedCut:
     whole = isinstance(removed, list) and all(type(i) is int for i in removed)
     if not isinstance(site, str) or not isinstance(removed, list) or not whole or type(channels) is not int:
         raise PlanError(f"{where}: a cut needs 'site' (text), 'removed' (a list of ids) and 'channels', got {found!r}.")
-    cut = PlannedCut(site, tuple(removed), channels)
+    cut = PlannedCut(site, tuple(removed), channels, *(_names(fields, name, where) for name in ADDITIONS))
     wrong = [i for i in cut.removed if not 0 <= i < cut.channels]
     if wrong or len(set(cut.removed)) != len(cut.removed):
         raise PlanError(
             f"{where}: site {cut.site!r}: removed ids {wrong or cut.removed} must be distinct, 0 to {cut.channels - 1}."
         )
     return cut
+
+
+def _names(fields: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
+    found = fields.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(n, str) for n in found):
+        raise PlanError(f"{where}: site {fields['site']!r}: {name!r} must be a list of names, got {found!r}.")
+    return tuple(found)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from secateurs.channels import compose, ids
+from secateurs.compaction.additions import with_additions
 from secateurs.compaction.rewrite import rewrite_
 from secateurs.compaction.state import Rewriting
 from secateurs.errors import NotEqual, PlanError
@@ -72,6 +73,10 @@ def _planned(site: Site, keep: Tensor) -> PlannedCut:
 def replay(graph: Graph, plan: Plan) -> Graph:
     """Make the cuts of `plan`, step by step, on a graph of the untouched network (or one that has had some of them)."""
     for step in plan.steps:
+        for cut in step:
+            if cut.biases or cut.offsets:
+                site = resolve(graph, [cut.site])[cut.site]
+                graph = with_additions(graph, site, biases=cut.biases, offsets=cut.offsets)
         sites = resolve(graph, [cut.site for cut in step])
         masks: dict[str | Site, Tensor] = {}
         for cut in step:
@@ -83,7 +88,8 @@ def replay(graph: Graph, plan: Plan) -> Graph:
                 )
             gone = torch.tensor(cut.removed, dtype=torch.long)
             masks[cut.site] = ~torch.isin(torch.tensor(site.original, dtype=torch.long), gone)
-        graph = compact(graph, masks)
+        if any(cut.removed for cut in step):
+            graph = compact(graph, masks)
     return graph
 
 

@@ -58,4 +58,4 @@ def _replace_(module: nn.Module, name: str, kept: Kept) -> None:
     if isinstance(tensor, nn.Parameter):
         setattr(module, name, nn.Parameter(narrower, requires_grad=tensor.requires_grad))
     else:
-        module.register_buffer(name, narrower)
+        module.register_buffer(name, narrower, persistent=name not in module._non_persistent_buffers_set)

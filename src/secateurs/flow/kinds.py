@@ -43,6 +43,7 @@ class Channelwise:
     `keeps_zero`: f(0) = 0. `pointwise`: acts on every value alone, so that a constant stays one. `activation`: a
     nonlinearity that follows a layer. `params`: parameters and buffers with one entry a channel in their first dimension;
     `count`: the module's attribute that holds the number of channels. `resize` corrects sizes among the op's arguments.
+    `revived`: if only some channels are made something else of zero, those (width,).
     """
 
     axis: int | None
@@ -54,9 +55,12 @@ class Channelwise:
     params: tuple[str, ...] = ()
     count: str | None = None
     resize: ResizeArgs | None = None
+    revived: Tensor | None = None
 
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Zero channels stay zero, or are revived."""
+        if ins[0] is not None and self.revived is not None:
+            return ins[0] & ~self.revived
         return ins[0] if self.keeps_zero and ins[0] is not None else none_of(self.width)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:

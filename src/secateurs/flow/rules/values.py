@@ -12,6 +12,7 @@ from torch import nn
 from secateurs.flow.kinds import Channelwise, Flow, Opaque
 from secateurs.flow.rules.common import channelwise, opaque
 from secateurs.flow.table import RULES, Op, call_on, rule
+from secateurs.layers import Offset
 from secateurs.normalise import FollowsMode
 
 ACTIVATIONS = (
@@ -100,6 +101,17 @@ def alpha_dropout(op: Op) -> Flow:
 def stochastic_depth(op: Op) -> Flow:
     """Drops whole examples of a batch while training; the identity in eval mode."""
     return channelwise(op, keeps_zero=True, pointwise=False)
+
+
+@rule(Offset)
+def offset(op: Op) -> Flow:
+    """Revives the channels that it covers, whatever today's values are."""
+    layer: Any = op.module
+    covered = layer.covered.detach().cpu()
+    if op.axis not in (None, layer.axis):
+        return opaque(op, "adds along another axis than the channels'")
+    params = ("value", "covered")
+    return Channelwise(layer.axis, layer.axis, len(covered), False, pointwise=True, params=params, revived=covered)
 
 
 @rule(FollowsMode)

@@ -1,0 +1,213 @@
+"""What is known of a site's readers, and the repairs that follow from it: one solution for each choice of filters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secateurs.errors import InvalidInput, InvalidMask
+from secateurs.obs import Elimination, Quadratic, obs_order
+from secateurs.repair.matrix import bias_from, weight_from
+from secateurs.repair.solve import RIDGES, ROUNDS, Moments, choose_ridge, solve
+from secateurs.sites import Site
+
+OBS_RIDGE = 1e-6
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Mean squared errors of a reader's output before and after repair, as shares of its variance."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class Repair:
+    """New weights for a site's readers when only the filters in `keep` (C,) are left.
+
+    `weights` holds parameters and buffers by their names in the network's state dict. `errors` are by reader,
+    `ridges` the ridge of each layer.
+    """
+
+    site: str
+    keep: Tensor
+    weights: Mapping[str, Tensor]
+    errors: Mapping[str, Errors]
+    ridges: Mapping[str, float]
+
+    @property
+    def error_before(self) -> float:
+        """Mean over the readers of the error that the cut leaves without repair."""
+        return sum(e.before for e in self.errors.values()) / max(len(self.errors), 1)
+
+    @property
+    def error_after(self) -> float:
+        """Mean over the readers of the error that is left."""
+        return sum(e.after for e in self.errors.values()) / max(len(self.errors), 1)
+
+
+@dataclass(frozen=True)
+class LayerFit:
+    """A layer that reads the site, with the moments over all examples and over those held back.
+
+    `start` (G, p, O) are its weights, `source` (G, p) the site's channel behind each feature. Its bias goes to `bias`: its own,
+    or a BatchNorm's mean, which was `mean`; None: there is no place for it yet.
+    """
+
+    name: str
+    layer: Any
+    start: Tensor
+    source: Tensor
+    total: Moments
+    held: Moments | None
+    bias: str | None
+    mean: Tensor | None
+
+    def mend(self, keep: Tensor, ridge: float | None) -> tuple[dict[str, Tensor], Errors, float]:
+        """New weights by name, the errors, and the ridge that was used (chosen here if it is None)."""
+        if self.bias is None:
+            raise InvalidInput(f"layer {self.name!r} has no bias that a repair could set: call prepare(graph, sites) first.")
+        kept = _kept(self.source, keep)
+        if ridge is None:
+            ridge = self._choose(kept)
+        found = solve(self.total, self.start, kept, ridge)
+        bias = bias_from(self.layer, found)
+        if self.mean is not None:
+            bias = (self.mean - found[:, -1].flatten()).to(bias)
+        weights = {f"{self.name}.weight": weight_from(self.layer, found), self.bias: bias}
+        return weights, Errors(self._error(self.start, kept), self._error(found, kept)), ridge
+
+    def _choose(self, kept: Tensor) -> float:
+        if self.held is None:
+            return RIDGES[0]
+        return choose_ridge(self.total - self.held, self.held, self.start, kept)
+
+    def _error(self, weights: Tensor, kept: Tensor) -> float:
+        return float(self.total.errors(weights, kept).sum()) / self._spread()
+
+    def _spread(self) -> float:
+        return max(float(self.total.spread.sum()), 1e-300)
+
+    def quadratics(self, ridge: float) -> list[Quadratic]:
+        """The layer's error around its best weights, as a share of its variance: one for each group."""
+        everything = torch.ones(self.source.shape, dtype=torch.bool)
+        best = solve(self.total, self.start, everything, ridge)
+        found = []
+        for group, gram in enumerate(self.total.gram):
+            size = gram.diagonal().clamp_min(0.0)
+            regular = gram.clone()
+            regular.diagonal().add_(ridge * torch.where(size > 0, size, 1.0))
+            found.append(Quadratic(regular, best[group] / self._spread() ** 0.5, self.source[group]))
+        return found
+
+
+@dataclass(frozen=True)
+class SumFit:
+    """A sum that the site is a term of: moments by channel of what it lacks (`lack`) and of what the site adds (`part`).
+
+    `value` (C,) is the offset that it has now, at `name`; only `covered` channels may have one. None: there is no offset.
+    """
+
+    node: str
+    source: Tensor
+    count: int
+    lack: Tensor
+    part: Tensor
+    lack_squared: Tensor
+    part_squared: Tensor
+    lack_part: Tensor
+    spread: float
+    name: str | None
+    value: Tensor
+    covered: Tensor
+    like: Tensor
+
+    def mend(self, keep: Tensor, ridge: float) -> tuple[dict[str, Tensor], Errors]:
+        """The offset by name, and the errors."""
+        if self.name is None and bool(self.covered.any()):
+            raise InvalidInput(
+                f"the sum {self.node!r} has no offset that a repair could set: call prepare(graph, sites) first."
+            )
+        gone = ~_kept(self.source, keep)
+        best = (self.lack + self.part * gone) / self.count
+        share = 1 - (ridge / (1 + ridge)) ** ROUNDS if ridge < float("inf") else 0.0
+        value = torch.where(self.covered, self.value + share * (best - self.value), self.value)
+        weights = {} if self.name is None else {self.name: value.to(self.like)}
+        return weights, Errors(self._error(self.value, gone), self._error(value, gone))
+
+    def _error(self, value: Tensor, gone: Tensor) -> float:
+        mean = self.lack + self.part * gone
+        square = self.lack_squared + (2 * self.lack_part + self.part_squared) * gone
+        return max(float((square - 2 * value * mean + self.count * value**2).sum()), 0.0) / self.spread
+
+    def costs(self, channels: int) -> Tensor:
+        """What each filter of the site adds to the error when it leaves and its mean stays: its variance, (C,)."""
+        with_part = self.lack_squared + 2 * self.lack_part + self.part_squared - (self.lack + self.part) ** 2 / self.count
+        without = self.lack_squared - self.lack**2 / self.count
+        added = torch.where(self.covered, with_part - without, 2 * self.lack_part + self.part_squared) / self.spread
+        costs = torch.zeros(channels + 1, dtype=torch.float64)
+        return costs.index_add(0, self.source % (channels + 1), added)[:channels]
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """All that repairs of one site need: second moments of what its readers see and should give, over the examples.
+
+    `skipped` says by node why a reader is left as it is.
+    """
+
+    site: Site
+    layers: tuple[LayerFit, ...]
+    sums: tuple[SumFit, ...]
+    skipped: Mapping[str, str]
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """The modules whose parameters and buffers a repair replaces."""
+        names = [f"{fit.name}.weight" for fit in self.layers]
+        names += [fit.bias for fit in self.layers if fit.bias is not None]
+        names += [fit.name for fit in self.sums if fit.name is not None]
+        return tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+    def solve(self, keep: Tensor, *, ridge: float | None = None) -> Repair:
+        """The repair for the filters in `keep` (C,), True = kept.
+
+        `ridge` (a share of each feature's size; infinite: nothing changes) is chosen on examples held back unless given: then
+        each reader costs one Cholesky factorisation.
+        """
+        if keep.dtype != torch.bool or keep.shape != (self.site.channels,):
+            raise InvalidMask(
+                f"repair of site {self.site.name!r}: got a mask of shape {tuple(keep.shape)} and {keep.dtype}, wanted bool "
+                f"({self.site.channels},), True = kept."
+            )
+        if ridge is not None and not ridge >= 0:
+            raise InvalidInput(f"ridge: got {ridge}, wanted 0 or more, or None to have it chosen.")
+        keep = keep.detach().cpu()
+        weights: dict[str, Tensor] = {}
+        errors: dict[str, Errors] = {}
+        ridges: dict[str, float] = {}
+        for layer in self.layers:
+            changed, errors[layer.name], ridges[layer.name] = layer.mend(keep, ridge)
+            weights |= changed
+        for total in self.sums:
+            changed, errors[total.node] = total.mend(keep, 0.0 if ridge is None else ridge)
+            weights |= changed
+        return Repair(self.site.name, keep, weights, errors, ridges)
+
+    def order(self, *, ridge: float = OBS_RIDGE) -> Elimination:
+        """Optimal Brain Surgeon's order of the site's filters, over all readers, each in shares of its variance."""
+        quadratics = [q for layer in self.layers for q in layer.quadratics(ridge)]
+        alone = torch.zeros(self.site.channels, dtype=torch.float64)
+        for total in self.sums:
+            alone += total.costs(self.site.channels)
+        return obs_order(quadratics, self.site.channels, alone=alone)
+
+
+def _kept(source: Tensor, keep: Tensor) -> Tensor:
+    """Which features are left: those of kept channels, and those from elsewhere (-1, the last)."""
+    return torch.cat([keep, torch.ones(1, dtype=torch.bool)])[source]
