@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.conditions import Conditions
+from benchmarks.scoring_page import render_scoring
 from secateurs.files import write_text
 from secateurs.timing import SpeedUp
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "surgery.json"
+SCORING = tuple(ROOT / "benchmarks" / "results" / name for name in ("scoring.json", "scoring-quick.json"))  # best first
 PAGE = ROOT / "docs" / "performance.md"
-BEGIN, END = "<!-- begin: made by `make bench` -->", "<!-- end: made by `make bench` -->"
 
 
 def render(report: dict[str, Any]) -> str:
@@ -82,11 +83,23 @@ def profile_text(report: dict[str, Any]) -> str:
 
 
 def update_page() -> str:
-    """Rewrite the generated part of the page, and return it."""
-    text = render(json.loads(RESULTS.read_text()))
-    head, rest = PAGE.read_text().split(BEGIN)
-    write_text(PAGE, f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
-    return text
+    """Rewrite the generated parts of the page for which there are results, and return them."""
+    texts = {"make bench": render(json.loads(RESULTS.read_text()))} if RESULTS.exists() else {}
+    measured = next((path for path in SCORING if path.exists()), None)
+    if measured is not None:
+        texts["make bench-scoring"] = render_scoring(json.loads(measured.read_text()))
+    page = PAGE.read_text()
+    for command, text in texts.items():
+        page = with_part(page, command, text)
+    write_text(PAGE, page)
+    return "\n\n".join(texts.values())
+
+
+def with_part(page: str, command: str, text: str) -> str:
+    """The page with `text` between the lines that mark what `command` makes."""
+    begin, end = f"<!-- begin: made by `{command}` -->", f"<!-- end: made by `{command}` -->"
+    head, rest = page.split(begin)
+    return f"{head}{begin}\n\n{text}\n\n{end}{rest.split(end)[1]}"
 
 
 if __name__ == "__main__":

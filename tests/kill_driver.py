@@ -21,16 +21,28 @@ from secateurs.models import build
 from secateurs.recipe import Recipe
 from secateurs.record import read_journal
 from secateurs.run import prune, resume
+from secateurs.store import Store
 from secateurs.training import TrainSettings
 
-RECIPE = Recipe(
+RECIPE = Recipe.paper(
     max_drop=0.05,
     rounds=2,
+    search="bisect",
     masks_per_filter=30,
     scoring_examples=192,
     finetune=TrainSettings(epochs=3, batch=32, lr=0.02),
     retrain=TrainSettings(epochs=6, batch=32, lr=0.02, schedule="step", milestones=(3,)),
 )
+DIVIDED = Recipe(
+    max_drop=0.1,
+    confidence=0.9,
+    allocation="global",
+    criterion="portfolio",
+    repair="least-squares",
+    repair_examples=128,
+    retrain=TrainSettings(epochs=4, batch=32, lr=0.02),
+)
+RECIPES = {"paper": RECIPE, "divided": DIVIDED}
 
 
 def small_data() -> Data:
@@ -43,23 +55,23 @@ def network() -> torch.nn.Module:
     return build("mlp", hidden=(12, 10))
 
 
-def attempt(folder: Path) -> None:
+def attempt(folder: Path, recipe: Recipe) -> None:
     """Start the run, or go on with it."""
     data = small_data()
     started = (folder / "checkpoints" / "start.safetensors").exists()
     if not started and folder.exists():  # killed before there was anything to go on from
         for path in sorted(folder.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
-    run = resume(folder, build("mlp", hidden=(12, 10)), data) if started else prune(network(), data, RECIPE, folder=folder)
+    run = resume(folder, build("mlp", hidden=(12, 10)), data) if started else prune(network(), data, recipe, folder=folder)
     run.finish()
 
 
-def in_child(folder: Path) -> int:
+def in_child(folder: Path, recipe: Recipe) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            attempt(folder)
+            attempt(folder, recipe)
             status = 0
         finally:
             sys.stderr.flush()
@@ -67,14 +79,22 @@ def in_child(folder: Path) -> int:
     return pid
 
 
-def killed_at(folder: Path) -> str:
-    """The unit of work that was finished last."""
+def killed_at(folder: Path, measured_before: int) -> str:
+    """The unit of work that was finished last; "masks" if the network was measured under some since."""
     try:
         entries = read_journal(folder)
     except Exception:
         return "nothing"
     last = entries[-1] if entries else {"unit": "nothing"}
+    if last["unit"] in ("round", "step", "curve") and measured(folder) > measured_before:
+        return "masks"
     return f"{last['unit']} {last.get('phase', '')}".strip()
+
+
+def measured(folder: Path) -> int:
+    """How many values the run's store holds."""
+    path = folder / "measured.sqlite"
+    return len(Store(path)) if path.exists() else 0
 
 
 def warm_up() -> None:
@@ -86,11 +106,11 @@ def warm_up() -> None:
     torch.optim.SGD([weight], lr=0.1).step()
 
 
-def main(root: Path, wanted: int) -> None:
+def main(root: Path, wanted: int, recipe: Recipe) -> None:
     torch.set_num_threads(1)
     warm_up()
     began = time.monotonic()
-    _, status = os.waitpid(in_child(root / "whole"), 0)
+    _, status = os.waitpid(in_child(root / "whole", recipe), 0)
     assert status == 0, "the uninterrupted run failed"
     took = time.monotonic() - began
     chance = random.Random(0)
@@ -99,7 +119,8 @@ def main(root: Path, wanted: int) -> None:
     while len(kills) < wanted:
         folder = root / f"killed-{finished}"
         while True:
-            pid = in_child(folder)
+            known = measured(folder)
+            pid = in_child(folder, recipe)
             time.sleep(chance.uniform(0.05, 0.6) * took)
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
@@ -107,10 +128,10 @@ def main(root: Path, wanted: int) -> None:
                 break
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            kills.append(killed_at(folder))
+            kills.append(killed_at(folder, known))
         finished += 1
     json.dump({"kills": kills, "finished": finished, "seconds": took}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), RECIPES[sys.argv[3]])

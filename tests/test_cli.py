@@ -196,7 +196,7 @@ def shown_default(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-@pytest.mark.parametrize("name", [n for n in get_type_hints(RecipeFlags) if n not in ("set", "sites", "scoring_examples")])
+@pytest.mark.parametrize("name", [n for n in get_type_hints(RecipeFlags) if n not in ("set", "sites", "scoring_examples", "adaptive")])
 def test_defaults_in_the_help_are_those_of_the_recipe(name: str) -> None:
     hint = get_type_hints(RecipeFlags, include_extras=True)[name]
     table, _, inner = name.partition("_")
@@ -220,7 +220,7 @@ def choices(kind: type, name: str) -> set[str]:
     )
 
 
-@pytest.mark.parametrize("name", ["budget", "direction", "shortcut", "search"])
+@pytest.mark.parametrize("name", ["budget", "allocation", "direction", "shortcut", "search", "signal", "scoring", "repair"])
 def test_choices_of_flags_are_those_of_the_recipe(name: str) -> None:
     assert choices(RecipeFlags, name) == choices(Recipe, name)
 
@@ -261,10 +261,16 @@ def test_shipped_recipes_are_valid_and_found_by_name() -> None:
         assert recipes.find_recipe(name) == path
 
 
+def test_the_fast_and_the_paper_way_have_names() -> None:
+    assert read_recipe(recipes.find_recipe("fast")) == Recipe()
+    assert read_recipe(recipes.find_recipe("paper")) == Recipe.paper()
+
+
 def test_the_paper_recipes_ask_for_what_the_paper_did() -> None:
     recipe = read_recipe(recipes.find_recipe("paper-resnet"))
     # M = 10·C masks, P = 0.3, α of half a point, all training images, filters put back one at a time
-    assert (recipe.masks_per_filter, recipe.off, recipe.max_drop, recipe.scoring_examples) == (10, 0.3, 0.005, None)
+    assert (recipe.masks_per_filter, recipe.off, recipe.max_drop, recipe.scoring_examples) == (10, 0.3, 0.005, "all")
+    assert (recipe.estimator, recipe.adaptive, recipe.repair, recipe.confidence) == ("losses", False, "none", 0)
     assert (recipe.direction, recipe.shortcut, recipe.search, recipe.scoring) == ("forward", "before", "paper", "train")
     assert recipe.finetune == PAPER_FINETUNE
     assert recipe.finetune.epochs == 10

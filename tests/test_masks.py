@@ -76,6 +76,25 @@ def test_balanced_pairs_are_far_more_even_than_drawn_ones() -> None:
     assert spread("balanced") < spread("exact") / 4
 
 
+def test_rounds_keep_the_ensemble_balanced_after_each() -> None:
+    masks = torch.empty(0, 20, dtype=torch.bool)
+    for number in range(12):
+        masks = torch.cat([masks, sample_masks(20, 7, design="balanced", generator=seeded(number), after=masks)])
+        times_off = (~masks).sum(0)
+        assert int(times_off.max() - times_off.min()) <= 1
+    off = (~masks).double()
+    first, second = torch.triu_indices(20, 20, offset=1)
+    alone = torch.cat([sample_masks(20, 7, design="balanced", generator=seeded(number)) for number in range(12)])
+    pairs, apart = ((o.T @ o)[first, second].std() for o in (off, (~alone).double()))
+    assert pairs < apart / 2
+
+
+def test_masks_to_extend_must_be_masks_of_that_width() -> None:
+    for wrong in (torch.ones(5, 9, dtype=torch.bool), torch.ones(5, 8)):
+        with pytest.raises(InvalidInput, match=r"wanted masks drawn before, bool \(M, 8\)"):
+            sample_masks(8, 3, generator=seeded(0), after=wrong)
+
+
 @pytest.mark.parametrize("design", ["exact", "bernoulli", "balanced"])
 def test_a_batch_holds_ensembles_of_their_own(design: Design) -> None:
     masks = sample_masks(9, 20, design=design, generator=seeded(0), batch=(3, 2))

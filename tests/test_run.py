@@ -31,7 +31,7 @@ from secateurs.steps import Progress, Step
 from secateurs.training import TrainSettings
 
 DATA = small_data()
-QUICK = Recipe(max_drop=0.1, masks_per_filter=4, scoring_examples=64)
+QUICK = Recipe.paper(max_drop=0.1, masks_per_filter=4, scoring_examples=64, search="bisect")
 
 
 def same_files(one: Path, other: Path) -> None:
@@ -43,16 +43,24 @@ def without_times(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k != "seconds"} for entry in read_journal(path)]
 
 
-def test_killed_runs_end_like_the_one_that_was_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "kills", "moments"),
+    [("paper", 25, {"masks", "epoch finetune", "epoch retrain"}), ("divided", 8, {"masks"})],
+)
+def test_killed_runs_end_like_the_one_that_was_left_alone(tmp_path: Path, recipe: str, kills: int, moments: set[str]) -> None:
     driver = Path(__file__).parent / "kill_driver.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(driver), str(tmp_path), "25"], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, str(driver), str(tmp_path), str(kills), recipe],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert len(seen["kills"]) >= 25
-    assert {"masks", "epoch finetune", "epoch retrain"} <= set(seen["kills"]), seen["kills"]
+    assert len(seen["kills"]) >= kills
+    assert moments <= set(seen["kills"]), seen["kills"]
     for number in range(seen["finished"]):
         same_files(tmp_path / "whole", tmp_path / f"killed-{number}")
         assert without_times(tmp_path / "whole") == without_times(tmp_path / f"killed-{number}")
@@ -140,7 +148,7 @@ def test_regression_with_an_own_loss_and_metric() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
-    recipe = Recipe(max_drop=0.05, finetune=TrainSettings(epochs=5, lr=0.05, batch=32))
+    recipe = Recipe(max_drop=0.05, confidence=0, finetune=TrainSettings(epochs=5, lr=0.05, batch=32))
     outcome = prune(model, data, recipe, loss_fn=squared, metric=closeness).finish()
     assert outcome.search_before.accuracy - outcome.steps[0].accuracy_cut <= 0.05 + 1e-9
     assert outcome.graph.module(x).shape == (300, 1)
@@ -172,7 +180,7 @@ def test_several_outputs_with_an_own_loss_and_metric() -> None:
         return (outputs[0].argmax(1) == wanted["left"]) & (outputs[1].argmax(1) == wanted["right"])
 
     data = Data("two", part(slice(0, 80)), part(slice(80, 100)), part(slice(100, 120)))
-    outcome = prune(TwoHeads(), data, Recipe(max_drop=0.2, masks=40), loss_fn=both, metric=right).finish()
+    outcome = prune(TwoHeads(), data, Recipe(max_drop=0.2, confidence=0), loss_fn=both, metric=right).finish()
     assert outcome.search_before.accuracy - outcome.search_after.accuracy <= 0.2 + 1e-9
     assert [tuple(o.shape) for o in outcome.graph.module(x)] == [(120, 3), (120, 2)]
 

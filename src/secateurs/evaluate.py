@@ -70,6 +70,13 @@ def accuracy(
     return _means(module, examples, (metric,), batch=batch, device=device)[0]
 
 
+def values(module: nn.Module, examples: Examples, measure: Measure, *, batch: int = 256, device: Device = None) -> Tensor:
+    """What the measure says of every example, float64 (N,) on the CPU; it must give one value for each."""
+    with on_device(module, device) as place, evaluating(module):
+        found = [each(measure(module(x), y), len(x)) for x, y in examples.batches(batch, device=place)]
+    return torch.cat(found)
+
+
 def outputs(module: nn.Module, examples: Examples, *, batch: int = 256, device: Device = None) -> Tensor:
     """What the module in eval mode says to every example, (N, …) on the CPU; it must give one tensor."""
     with on_device(module, device) as place, evaluating(module):
@@ -121,6 +128,17 @@ def device_of(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cpu")
+
+
+def each(values: Tensor, count: int) -> Tensor:
+    """One value for each of `count` examples in float64 (averaged over further dimensions); a mean alone is refused."""
+    exact = values.detach().cpu().double()
+    if exact.ndim == 0 or len(exact) != count:
+        raise InvalidInput(
+            f"a loss or metric gave a tensor of shape {tuple(values.shape)} for {count} examples: wanted one value for each. "
+            f"Without single values no bound can be given: set confidence = 0 to go by the mean alone."
+        )
+    return exact.reshape(count, -1).mean(1)
 
 
 def total(values: Tensor, count: int) -> Tensor:

@@ -3,7 +3,8 @@
 Three designs, by name. `exact` is the paper's: the same number of filters off in every mask. `bernoulli` switches every
 filter off by its own coin, so the number off varies and the linear model's constant is identified too. `balanced` is
 `exact` with the filters dealt out evenly: each is off equally often over the whole ensemble, and so, as nearly as
-possible, is each pair.
+possible, is each pair. An ensemble can be drawn in rounds: each is dealt with those before it in mind, so the ensemble is
+balanced after every one of them.
 """
 
 from __future__ import annotations
@@ -31,19 +32,22 @@ def sample_masks(
     design: Design = "exact",
     generator: torch.Generator,
     batch: tuple[int, ...] = (),
+    after: Tensor | None = None,
 ) -> Tensor:
     """Draw `count` masks (default 10 for each filter) over `channels` filters, a share `off` of them switched off.
 
     Returns a bool tensor (*batch, count, channels) on the generator's device; True means kept. `exact` and `balanced`
     switch off exactly `filters_off(channels, off)` in every row. `bernoulli` switches off each filter with probability
-    `off`; a row that would lose all its filters keeps one of them, drawn at random.
+    `off`; a row that would lose all its filters keeps one of them, drawn at random. `after` (*batch, M, channels) are masks
+    already drawn, which these extend: `balanced` evens out both together, the others need not know.
     """
     count = MASKS_PER_FILTER * channels if count is None else count
     _check(channels, count, off, design, batch)
+    _check_after(after, (*batch, channels))
     if design == "bernoulli":
         return _bernoulli(channels, (*batch, count), off, generator)
     if design == "balanced":
-        return _balanced(channels, count, filters_off(channels, off), generator, batch)
+        return _balanced(channels, count, filters_off(channels, off), generator, batch, after)
     return _exact(channels, (*batch, count), filters_off(channels, off), generator)
 
 
@@ -67,12 +71,13 @@ def _bernoulli(channels: int, rows: tuple[int, ...], off: float, generator: torc
     return torch.where(kept.any(-1, keepdim=True), kept, only)
 
 
-def _balanced(channels: int, count: int, off_count: int, generator: torch.Generator, batch: tuple[int, ...]) -> Tensor:
+def _balanced(
+    channels: int, count: int, off_count: int, generator: torch.Generator, batch: tuple[int, ...], after: Tensor | None
+) -> Tensor:
     """Deal filters to mask after mask: those off least often so far, and among them those least often off together."""
     size = math.prod(batch)
     kept = torch.ones(size, count, channels, dtype=torch.bool, device=generator.device)
-    times_off = torch.zeros(size, channels, device=generator.device)
-    pairs_off = torch.zeros(size, channels, channels, device=generator.device)
+    times_off, pairs_off = _times_off(after, size, channels, generator.device)
     for row in range(count):
         dealt = _deal(times_off, pairs_off, off_count, generator)
         kept[:, row] = ~dealt
@@ -83,6 +88,14 @@ def _balanced(channels: int, count: int, off_count: int, generator: torch.Genera
     # in kind.
     order = torch.randperm(count, generator=generator, device=generator.device)
     return kept[:, order].reshape(*batch, count, channels)
+
+
+def _times_off(after: Tensor | None, size: int, channels: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """How often each filter (B, C) and each pair of filters (B, C, C) is off in masks already drawn."""
+    if after is None:
+        return torch.zeros(size, channels, device=device), torch.zeros(size, channels, channels, device=device)
+    off = (~after).reshape(size, -1, channels).to(device, torch.float32)
+    return off.sum(1), off.mT @ off
 
 
 def _deal(times_off: Tensor, pairs_off: Tensor, off_count: int, generator: torch.Generator) -> Tensor:
@@ -119,3 +132,11 @@ def _check(channels: int, count: int, off: float, design: str, batch: tuple[int,
         raise InvalidInput(f"design: got {design!r}.{suggest(design, get_args(Design))}")
     if any(size < 1 for size in batch):
         raise InvalidInput(f"batch: got {batch}, wanted sizes of at least 1.")
+
+
+def _check_after(after: Tensor | None, shape: tuple[int, ...]) -> None:
+    if after is not None and (after.dtype != torch.bool or (*after.shape[:-2], after.shape[-1]) != shape):
+        wanted = ", ".join(map(str, (*shape[:-1], "M", shape[-1])))
+        raise InvalidInput(
+            f"after: got {after.dtype} of shape {tuple(after.shape)}, wanted masks drawn before, bool ({wanted})."
+        )

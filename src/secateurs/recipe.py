@@ -11,49 +11,73 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 import tomli_w
 
+from secateurs.contract import Contract
 from secateurs.errors import InvalidInput, RecipeError, suggest
 from secateurs.files import write_text
 from secateurs.importance import Transform
 from secateurs.masks import Design
+from secateurs.ranking import CRITERIA, PORTFOLIO
+from secateurs.scoring import FAST, PAPER, Estimator, Model, Scoring
 from secateurs.search import Method
 from secateurs.sites import Shortcut
 from secateurs.training import TrainSettings
 
 Direction = Literal["forward", "backward"]
 Budget = Literal["site", "run"]
-Model = Literal["linear", "pairs"]
-Scoring = Literal["train", "search"]
+Pool = Literal["train", "search"]
+Signal = Literal["loss", "divergence"]
+Repair = Literal["none", "least-squares"]
+Allocation = Literal["sequential", "global"]
 Asked = TypeVar("Asked")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a network is pruned (Algorithm 1). The defaults are the paper's, but for training, which is off unless asked for."""
+    """How a network is pruned. The defaults are the fast way; `Recipe.paper()` is Algorithm 1 as published.
 
-    max_drop: float = 0.005  # accuracy that may be lost, a fraction: 0.005 is half a point
+    Training is off unless asked for. Drops are fractions: 0.005 is half a point.
+    """
+
+    max_drop: float = 0.005  # accuracy that may be lost
     budget: Budget = "site"  # the drop counts from the start of the "site", or of the whole "run"
+    confidence: float = 0.95  # that the drop is kept on other images too; 0: the point estimate decides
+    worst_class: float | None = None  # accuracy that any single class may lose
+    allocation: Allocation = "sequential"  # each site in turn as far as it goes, or all cuts weighed against each other
     direction: Direction = "forward"
     shortcut: Shortcut = "before"
     rounds: int = 1  # how often the sites are gone through
     sites: tuple[str, ...] = ()  # patterns such as "layer3.*"; empty: all sites
     target_parameters: float | None = None  # stop when this share of the parameters is removed
     target_macs: float | None = None  # stop when this share of the MACs is removed
-    masks_per_filter: int = 10
-    masks: int | None = None  # masks at every site, whatever its width
-    off: float = 0.3  # share of a site's filters that a mask switches off (the paper's P)
-    design: Design = "exact"
-    transform: Transform = "linear"
-    model: Model = "linear"
-    ridge: float = 0.0
-    scoring: Scoring = "train"  # the set whose loss the masks are scored by
-    scoring_examples: int | None = None  # so many of them, every class in its share; None: all
+    criterion: str = "ensemble"  # who ranks the filters: see `secateurs.ranking.CRITERIA`
+    portfolio: tuple[str, ...] = PORTFOLIO  # the criteria that "portfolio" compares
+    estimator: Estimator = FAST.estimator  # of an ensemble: from losses at masks, or from their slopes
+    adaptive: bool = FAST.adaptive  # stop when the least important filters are settled
+    masks_per_filter: int = FAST.masks_per_filter  # the most that a site gets
+    masks: int | None = FAST.masks  # so many at every site instead, whatever its width
+    off: float = FAST.off  # share of a site's filters that a mask switches off (the paper's P)
+    design: Design = FAST.design
+    transform: Transform = FAST.transform
+    model: Model = FAST.model
+    ridge: float = FAST.ridge
+    signal: Signal = "loss"  # what masks are scored by: the loss, or the divergence from the unpruned network's answers
+    scoring: Pool = "train"  # the set that masks are scored on
+    scoring_examples: int | Literal["all"] | None = None  # so many of them, every class in its share; None: by the noise
+    repair: Repair = "none"  # of the layers that read what was cut, in closed form
+    repair_examples: int = 1024  # training examples that a repair is solved on
     search: Method = "bisect"
     largest_share: float = 0.9  # of a site's filters that one cut may remove
+    round_to: int = 1  # kept filters come in multiples of this
     finetune: TrainSettings | None = None  # after every cut
     retrain: TrainSettings | None = None  # at the end
     recalibrate: int | None = None  # BatchNorm statistics after a cut, from so many training examples
     batch: int = 256  # examples at once while scoring and searching
     seed: int = 0
+
+    @staticmethod
+    def paper(**changes: Any) -> Recipe:
+        """Algorithm 1 as published: 10 masks a filter on all training examples, α by point estimate, nothing repaired."""
+        return Recipe(**{**_PAPER, **changes})
 
     def __post_init__(self) -> None:
         for name, kind in _CHOICES.items():
@@ -67,32 +91,61 @@ class Recipe:
             if value is not None and not low <= value <= high:
                 wanted = f"{low:g} or more" if high == float("inf") else f"{low:g} to {high:g}"
                 raise RecipeError(f"{name} = {value!r}: wanted {wanted}")
+        for name in (self.criterion, *self.portfolio):
+            if name not in CRITERIA or (name == "portfolio" and name in self.portfolio):
+                raise RecipeError(f"criterion = {name!r}: wanted one of {', '.join(CRITERIA)}.{suggest(name, CRITERIA)}")
+        if 0 < self.confidence <= 0.5:
+            raise RecipeError(f"confidence = {self.confidence!r}: wanted more than 0.5 and less than 1, or 0: none")
+        try:
+            self.asked_of_ensembles()
+        except InvalidInput as error:
+            raise RecipeError(str(error)) from error
+
+    def asked_of_ensembles(self) -> Scoring:
+        """The part of the recipe that says how an ensemble is made."""
+        names = ("estimator", "adaptive", "masks_per_filter", "masks", "off", "design", "transform", "model", "ridge")
+        return Scoring(examples=self.scoring_examples, **{name: getattr(self, name) for name in names})
+
+    def contract(self) -> Contract:
+        """What may be lost, and how sure that must be."""
+        return Contract(self.max_drop, self.confidence or None, self.worst_class)
 
 
 _CHOICES = {
     "budget": Budget,
+    "allocation": Allocation,
     "direction": Direction,
     "shortcut": Shortcut,
+    "estimator": Estimator,
     "design": Design,
     "transform": Transform,
     "model": Model,
-    "scoring": Scoring,
+    "signal": Signal,
+    "scoring": Pool,
+    "repair": Repair,
     "search": Method,
 }
 _MANY = float("inf")
 _RANGES: dict[str, tuple[float, float]] = {
     "max_drop": (0, 1),
+    "confidence": (0, 0.999999),
+    "worst_class": (0, 1),
     "rounds": (1, _MANY),
     "target_parameters": (0, 1),
     "target_macs": (0, 1),
-    "masks_per_filter": (1, _MANY),
-    "masks": (4, _MANY),
-    "off": (0, 1),
-    "ridge": (0, _MANY),
-    "scoring_examples": (1, _MANY),
+    "repair_examples": (1, _MANY),
     "largest_share": (0, 1),
+    "round_to": (1, _MANY),
     "recalibrate": (1, _MANY),
     "batch": (1, _MANY),
+}
+_PAPER = {
+    "estimator": PAPER.estimator,
+    "adaptive": PAPER.adaptive,
+    "masks_per_filter": PAPER.masks_per_filter,
+    "scoring_examples": PAPER.examples,
+    "confidence": 0.0,
+    "search": "paper",
 }
 
 

@@ -18,29 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secateurs.allocation import Division
 from secateurs.artefact import load, save
-from secateurs.compaction import compact, verify
 from secateurs.costs import cost
-from secateurs.data.examples import Examples
-from secateurs.data.seeding import derive, generator_for
+from secateurs.cutting import Looking, Start, find_site_cut
+from secateurs.data.seeding import derive
 from secateurs.data.splits import Data, subset
-from secateurs.engine import split_for
-from secateurs.ensemble import Ensemble, accuracy_under, score_masks
+from secateurs.dividing import Course, course_fields, course_from, find_division, measure_course
 from secateurs.errors import InvalidInput, RunError, suggest
-from secateurs.evaluate import Device, Evaluation, Measure, correct, cross_entropy, evaluate
+from secateurs.evaluate import Device, Evaluation, Measure, correct, cross_entropy
 from secateurs.graph import Graph, trace
-from secateurs.importance import Importance, PairImportance, fit_importance, fit_pairs, order, scores
-from secateurs.masks import sample_masks
+from secateurs.ranking import Ranking
 from secateurs.recipe import Recipe
 from secateurs.record import Record, create_folder, disk_errors, environment, open_folder
-from secateurs.search import Cut, find_cut
+from secateurs.repair import Repair
+from secateurs.search import Cut
 from secateurs.sites import Site, find_sites
-from secateurs.steps import Outcome, Progress, Step, outcome_fields, step_fields, step_from
+from secateurs.steps import Outcome, Progress, Step, kept_of_ranking, outcome_fields, step_fields, step_from
+from secateurs.store import Store
 from secateurs.tensorfile import digest
 from secateurs.training import EpochRecord, TrainSettings, TrainState, carry_momentum, recalibrate_, train_
+from secateurs.workshop import Place, Tools, Workshop
 
 START = "checkpoints/start"
 TRAINING = "checkpoints/training"
+MEASURED = "measured.sqlite"
 
 
 def prune(
@@ -55,20 +57,29 @@ def prune(
     leaves: tuple[str, ...] = (),
     watch: Callable[[Progress], None] | None = None,
     origin: Mapping[str, Any] | None = None,
+    store: str | Path | None = None,
+    cache_bytes: int | None = None,
 ) -> Run:
     """Prune a copy of `model` as `recipe` says: iterate over the run for its Steps, then (or at once) ask for `run.finish()`.
 
     With a `folder` every unit of work is kept there, and `resume` goes on after a crash. `loss_fn` and `metric` take outputs
-    and targets (higher metric = better; "accuracy" everywhere means this metric). `origin` is kept in the provenance.
+    and targets (higher metric = better; "accuracy" everywhere means this metric). `origin` is kept in the provenance. What
+    was measured is kept in `store` (by default in the folder), where another run of the same network finds it; while masks are
+    scored, `cache_bytes` of activations are kept (by default a quarter of the free memory).
     """
     recipe = recipe or Recipe()
     graph = trace(model, data.train.batch(slice(0, 2)).inputs.to(_device_of(model)), leaves=leaves)
     record = Record()
     if folder is not None:
         record = create_folder(Path(folder), recipe, _provenance(graph, data, recipe, leaves, origin))
-    run = Run(graph, data, recipe, record, loss_fn=loss_fn, metric=metric, device=device, watch=watch)
-    run.save_start()
-    return run
+    try:
+        tools = Tools(loss_fn, metric, device, _open_store(record, store), cache_bytes)
+        run = Run(Workshop(graph, data, recipe, tools), record, watch=watch)
+        run.save_start()
+        return run
+    except BaseException:
+        record.close()
+        raise
 
 
 def resume(
@@ -81,6 +92,8 @@ def resume(
     metric: Measure = correct,
     device: Device = None,
     watch: Callable[[Progress], None] | None = None,
+    store: str | Path | None = None,
+    cache_bytes: int | None = None,
 ) -> Run:
     """Go on with the run in `folder`, on a freshly built `model` of the same class (its weights do not matter), same data."""
     path = Path(folder)
@@ -97,7 +110,8 @@ def resume(
         if not (path / f"{START}.safetensors").exists():
             raise RunError(f"{path}: was stopped before its first checkpoint. Delete the folder and start the run again.")
         start = load(model, path / f"{START}.safetensors", example_input=example)
-        run = Run(start, data, stored, record, loss_fn=loss_fn, metric=metric, device=device, watch=watch)
+        tools = Tools(loss_fn, metric, device, _open_store(record, store), cache_bytes)
+        run = Run(Workshop(start, data, stored, tools), record, watch=watch)
         run.restore(model)
         return run
     except BaseException:
@@ -108,32 +122,22 @@ def resume(
 class Run:
     """A journey through the sites of a network. Iterating does the work, one Step at a time."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        data: Data,
-        recipe: Recipe,
-        record: Record,
-        *,
-        loss_fn: Measure,
-        metric: Measure,
-        device: Device,
-        watch: Callable[[Progress], None] | None,
-    ) -> None:
-        self.graph, self.original, self.data, self.recipe, self.record = graph, graph, data, recipe, record
-        self.loss_fn, self.metric, self.device, self._watch = loss_fn, metric, device, watch
+    def __init__(self, workshop: Workshop, record: Record, *, watch: Callable[[Progress], None] | None) -> None:
+        self.workshop, self.record, self._watch = workshop, record, watch
+        self.graph = self.original = workshop.original
+        self.data, self.recipe = workshop.data, workshop.recipe
         self.steps: list[Step] = []
         self.outcome: Outcome | None = None
         self.momentum: dict[str, Tensor] = {}
-        self.cost_before = cost(graph)
-        self._search = data.search.ready(_dtype_of(graph.module))
-        self._scoring: Examples | None = None
-        self._accuracy = float("nan")
-        self._loss = float("nan")
-        self._start_accuracy = float("nan")
+        self.cost_before = cost(self.graph)
+        self._jury = workshop.jury  # too few images for the contract are an error at once
+        self._start: Start | None = None  # of the untouched network
+        self._answers: list[bool] = []  # of the certifying images, in the step at hand
+        self._repair: Repair | None = None  # that the latest cut was made with
+        self._accuracy = self._loss = self._start_accuracy = float("nan")
         self._stopped = ""
         self._began = time.monotonic()
-        self._position = (0, 0)
+        self._round, self._position = 0, (0, 0)
 
     # ---- Algorithm 1 -------------------------------------------------------------------------------------------------
 
@@ -146,20 +150,42 @@ class Run:
 
     def _walk(self) -> Iterator[Step]:
         self._measure_start()
-        for name in self._sites_in_turn():
-            began = time.monotonic()
-            site = self._look_up(name)
-            if site is None:
-                continue
-            before = self._accuracy
-            ensemble = self._score(site)
-            importance = self._fit(ensemble)
-            cut = self._find_cut(site, importance)
-            cut = self._remove(site, cut)
-            if cut.m:
-                self._finetune()
-            yield self._settle(site, cut, before, importance, len(ensemble.masks), time.monotonic() - began)
+        if self.recipe.allocation == "global":
+            yield from self._divided()
+        else:
+            for name in self._sites_in_turn():
+                site = self.workshop.site(self.graph, name)
+                if site is not None:
+                    yield self._visit(site)
         self._finish()
+
+    def _visit(self, site: Site) -> Step:
+        """Algorithm 1 at one site: rank its filters, find how many may go, remove them, fine-tune."""
+        began, before = time.monotonic(), self._accuracy
+        place = self.workshop.place(self.graph, site)
+        ranking = self._rank(place, len(self.steps) + 1)
+        cut = self._find_cut(place, ranking)
+        cut = self._remove(place, cut)
+        if cut.m:
+            self._finetune()
+        return self._settle(place, cut, before, ranking, time.monotonic() - began)
+
+    def _divided(self) -> Iterator[Step]:
+        """All sites weighed against each other: measure every curve, divide, then make the cuts in network order."""
+        courses = self._courses()
+        division = self._divide(courses)
+        for number, (name, course) in enumerate(courses.items(), 1):
+            self._position = (number, len(courses))
+            site, m = self.workshop.site(self.graph, name), division.removed.get(name, 0)
+            if site is None or m == 0 or self._done(0, name):
+                continue
+            began, before = time.monotonic(), self._accuracy
+            place = self.workshop.place(self.graph, site)
+            self._make(place, course.keep(m, site))
+            cut = course.cut(m, site, before, self._accuracy)
+            self._finetune()
+            yield self._settle(place, cut, before, course.ranking, time.monotonic() - began)
+        self._stopped = "all cuts of the division are made" if self.steps else "no division is within the allowed drop"
 
     def finish(self) -> Outcome:
         """Do all that is left, and give the outcome."""
@@ -172,6 +198,7 @@ class Run:
     def close(self) -> None:
         """Let go of the run folder, so that others can go on with it; a finished or failed run has done so."""
         self.record.close()
+        self.workshop.tools.store.close()
 
     def save(self, path: str | Path) -> Path:
         """Save the network as it is now (see `secateurs.save`)."""
@@ -225,107 +252,98 @@ class Run:
                 return True
         return False
 
-    def _look_up(self, name: str) -> Site | None:
-        """The site as it is now: an earlier cut may have narrowed it, or folded its branch away."""
-        found = next((site for site in find_sites(self.graph, self.recipe.shortcut) if site.name == name), None)
-        return found if found is not None and found.channels > 1 else None
-
     # ---- the parts of a step -----------------------------------------------------------------------------------------
 
-    def _score(self, site: Site) -> Ensemble:
-        """Draw masks and measure the loss under each."""
-        recipe, number = self.recipe, len(self.steps) + 1
-        count = recipe.masks or recipe.masks_per_filter * site.channels
-        generator = generator_for(recipe.seed, "masks", number)
-        masks = sample_masks(site.channels, count, off=recipe.off, design=recipe.design, generator=generator)
-        known = [loss for entry in self.record.units("masks", step=number) for loss in entry["losses"]]
+    def _rank(self, place: Place, number: int) -> Ranking:
+        """The order in which the site's filters would go; kept in the folder."""
+        ranking = self.workshop.rank(place, step=number, on_scored=lambda done, of: self._tell("score", done, of, place.site))
+        self.record.save_tensors(f"ensembles/{number:04d}", *kept_of_ranking(place.site, ranking))
+        return ranking
 
-        def note(start: int, losses: Tensor) -> None:
-            self.record.append("masks", step=number, start=start, losses=losses.tolist())
-            self._tell("score", start + len(losses), count, site)
-
-        ensemble = score_masks(
-            self.graph,
-            site,
-            masks,
-            self._scoring_examples(),
-            loss_fn=self.loss_fn,
-            batch=recipe.batch,
-            device=self.device,
-            known=torch.tensor(known, dtype=torch.float64),
-            on_scored=note,
-        )
-        tensors = {"masks": ensemble.masks, "losses": ensemble.losses}
-        self.record.save_tensors(f"ensembles/{number:04d}", tensors, {"site": site.name, "original": list(site.original)})
-        return ensemble
-
-    def _scoring_examples(self) -> Examples:
-        if self._scoring is None:
-            pool = self.data.train if self.recipe.scoring == "train" else self.data.search
-            count = min(self.recipe.scoring_examples or len(pool), len(pool))
-            chosen = pool if count == len(pool) else subset(pool, count, seed=derive(self.recipe.seed, "scoring"))
-            self._scoring = chosen.ready(_dtype_of(self.graph.module))
-        return self._scoring
-
-    def _fit(self, ensemble: Ensemble) -> Importance | PairImportance:
-        """The linear model mask → score (Eq. 3), or the one with pairwise terms."""
-        scored = scores(ensemble.losses, self.recipe.transform)
-        if self.recipe.model == "pairs":
-            return fit_pairs(ensemble.masks, scored, ridge=self.recipe.ridge or 1e-4)
-        return fit_importance(ensemble.masks, scored, ridge=self.recipe.ridge)
-
-    def _find_cut(self, site: Site, importance: Importance | PairImportance) -> Cut:
+    def _find_cut(self, place: Place, ranking: Ranking) -> Cut:
         """How many of the least important filters may go."""
-        number = len(self.steps) + 1
+        number, site, recipe = len(self.steps) + 1, place.site, self.recipe
         known = self.record.units("cut", step=number)
         if known:
+            self._answers = [bool(answer) for answer in known[0]["answers"]]
             return _cut_from(known[0], site.channels)
-        network = split_for(self.graph, site, self._search, batch=self.recipe.batch, device=self.device)
-        measured = 0
+        looks = 0
 
-        def measure(keep: Tensor) -> float:
-            nonlocal measured
-            measured += 1
-            self._tell("search", measured, site.channels.bit_length() + 1, site)
-            return accuracy_under(network, keep, self.metric)
+        def looked() -> None:
+            nonlocal looks
+            looks += 1
+            self._tell("search", looks, site.channels.bit_length() + 1, site)
 
-        cut = find_cut(
-            order(importance),
-            measure,
-            baseline=self._start_accuracy if self.recipe.budget == "run" else self._accuracy,
-            max_drop=self.recipe.max_drop,
-            method=self.recipe.search,
-            largest_share=self.recipe.largest_share,
+        earlier = self._earlier_answers()
+        cut, answers = find_site_cut(
+            self.workshop.bench(place, self.workshop.tools.metric),
+            ranking.order,
+            self._jury,
+            self._counted_from(),
+            Looking(recipe.search, recipe.largest_share, recipe.round_to),
+            baseline=self._start_accuracy if recipe.budget == "run" else self._accuracy,
             accuracy_now=self._accuracy,
+            answers=earlier,
+            share=self._share_of_drop(),
+            on_look=looked,
         )
-        fields = {"baseline": cut.baseline, "accuracy": cut.accuracy, "drop": cut.drop}
-        self.record.append(
-            "cut", step=number, site=site.name, removed=list(cut.removed), evaluated=list(cut.evaluated), **fields
-        )
+        self._answers = list(answers[len(earlier) :])
+        self.record.append("cut", step=number, site=site.name, answers=self._answers, **_cut_fields(cut))
         return cut
 
-    def _remove(self, site: Site, cut: Cut) -> Cut:
+    def _counted_from(self) -> Start | None:
+        """What the network that the drop counts from gets on each image; None where only means count."""
+        if not self._one_budget:
+            return self.workshop.start(self.graph)
+        if self._start is None:
+            self._start = self.workshop.start(self.original)
+        return self._start
+
+    @property
+    def _one_budget(self) -> bool:
+        """Whether the drop counts from the untouched network; divided cuts have no other way."""
+        return self.recipe.budget == "run" or self.recipe.allocation == "global"
+
+    def _earlier_answers(self) -> list[bool]:
+        """What the certifying images have answered before this step."""
+        division = [answer for entry in self.record.units("division") for answer in entry["answers"]]
+        return division + [answer for step in self.steps for answer in step.answers]
+
+    def _share_of_drop(self) -> float:
+        """What may be used of the drop up to here: with one budget for all sites and no training between, ever more."""
+        if self.recipe.budget == "site" or self.recipe.finetune is not None:
+            return 1.0
+        place, count = self._position
+        return (self._round * count + place) / (self.recipe.rounds * count)
+
+    def _remove(self, place: Place, cut: Cut) -> Cut:
         """Make the cut. Where rounding tips the accuracy of the compacted network over the edge, a filter less goes."""
         while cut.m:
-            smaller = self._compacted(site, cut)
-            found = self._evaluate(self._search, smaller)
-            if round(cut.baseline - found.accuracy, 12) <= self.recipe.max_drop:
-                self._take(smaller, found)
+            kept = self.graph, self._accuracy, self._loss, self.momentum
+            self._make(place, cut.keep)
+            if not self._jury.by_means or self._within_drop(cut.baseline):
+                self._refresh()
                 break
-            cut = _one_less(cut, found.accuracy)
+            cut = _one_less(cut, self._accuracy)
+            self.graph, self._accuracy, self._loss, self.momentum = kept
         return cut
 
-    def _compacted(self, site: Site, cut: Cut) -> Graph:
-        """The network without the filters, proved to compute what the masked one does."""
-        masks: dict[str | Site, Tensor] = {site.name: cut.keep}
-        smaller = compact(self.graph, masks)
-        verify(self.graph, masks, smaller)
-        return smaller
+    def _within_drop(self, baseline: float) -> bool:
+        return round(baseline - self._accuracy, 12) <= self.recipe.max_drop
 
-    def _take(self, smaller: Graph, found: Evaluation) -> None:
+    def _make(self, place: Place, keep: Tensor) -> None:
         """Go on with the smaller network; the momentum of the weights that are left comes along."""
-        self.momentum = carry_momentum(self.momentum, smaller.kept, dict(smaller.module.named_parameters()))
-        self.graph, self._accuracy, self._loss = smaller, found.accuracy, found.loss
+        made = self.workshop.made(place, keep)
+        parameters = dict(made.graph.module.named_parameters())
+        self.momentum = carry_momentum(self.momentum, made.graph.kept, parameters)
+        self.graph, self._repair = made.graph, made.repair
+        self._note(self.workshop.evaluate(self.graph, self.workshop.search))
+
+    def _note(self, found: Evaluation) -> None:
+        self._accuracy, self._loss = found.accuracy, found.loss
+
+    def _refresh(self) -> None:
+        """Measure BatchNorm's statistics anew, if that is asked for."""
         if self.recipe.recalibrate is not None:
             with self._unless_over_budget():
                 self._recalibrate(self.recipe.recalibrate)
@@ -336,15 +354,67 @@ class Run:
         weights = copy.deepcopy(self.graph.module.state_dict())
         before = self._accuracy, self._loss, self.momentum
         yield
-        found = self._evaluate(self._search)
-        self._accuracy, self._loss = found.accuracy, found.loss
-        if self.recipe.budget == "run" and not round(self._start_accuracy - found.accuracy, 12) <= self.recipe.max_drop:
+        self._note(self.workshop.evaluate(self.graph, self.workshop.search))
+        if self._one_budget and not self._still_within():
             self.graph.module.load_state_dict(weights)
             self._accuracy, self._loss, self.momentum = before
 
+    def _still_within(self) -> bool:
+        """Whether the network as it is keeps the budget; where there are certifying images, they are asked."""
+        start = self._counted_from()
+        if start is None or self._jury.certifying is None:
+            return self._within_drop(self._start_accuracy)
+        verdict = self.workshop.certified(self.graph, start, [*self._earlier_answers(), *self._answers])
+        self._answers.append(verdict.accepted)
+        return verdict.accepted
+
+    # ---- dividing the cuts -------------------------------------------------------------------------------------------
+
+    def _courses(self) -> dict[str, Course]:
+        """The order and the curve of every site of the untouched network, each measured once."""
+        names = sorted(self._names_of_round(0), key=[s.name for s in find_sites(self.original, self.recipe.shortcut)].index)
+        found = {}
+        for number, name in enumerate(names, 1):
+            self._position = (number, len(names))
+            site = self.workshop.site(self.original, name)
+            if site is None:
+                continue
+            if not self.record.units("curve", site=name):
+                place = self.workshop.place(self.original, site)
+                course = measure_course(self.workshop, place, self._rank(place, number))
+                self.record.append("curve", site=name, **course_fields(course))
+            found[name] = course_from(site, self.record.units("curve", site=name)[0])
+        return found
+
+    def _divide(self, courses: Mapping[str, Course]) -> Division:
+        """How many filters go at each site: the most that is within the contract, or enough for the target."""
+        if not self.record.units("division"):
+            start = self._counted_from()
+            found = find_division(
+                self.workshop,
+                courses,
+                start,
+                baseline=self._start_accuracy,
+                on_trial=lambda done, of: self._tell("divide", done, of),
+            )
+            removed = dict(found.division.removed)
+            self.record.append(
+                "division",
+                removed=removed,
+                saved=found.division.saved,
+                loss=found.division.predicted_loss,
+                tried=[list(trial) for trial in found.tried],
+                answers=list(found.answers),
+                frontier=[list(point) for point in found.frontier],
+            )
+        entry = self.record.units("division")[0]
+        return Division(entry["removed"], entry["saved"], entry["loss"])
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
     def _recalibrate(self, count: int) -> None:
         chosen = subset(self.data.train, min(count, len(self.data.train)), seed=derive(self.recipe.seed, "recalibrate"))
-        recalibrate_(self.graph.module, chosen, batch=self.recipe.batch, device=self.device)
+        recalibrate_(self.graph.module, chosen, batch=self.recipe.batch, device=self.workshop.tools.device)
 
     def _finetune(self) -> None:
         if self.recipe.finetune is not None:
@@ -367,7 +437,7 @@ class Run:
         def told(epoch: EpochRecord) -> None:
             self._tell(phase, epoch.epoch + 1, settings.epochs)
 
-        resumed = self._training_state(phase, number)
+        resumed, tools = self._training_state(phase, number), self.workshop.tools
         if resumed is not None:  # killed between the checkpoint and its line in the journal
             note(resumed)
         with self._unless_over_budget():
@@ -375,11 +445,11 @@ class Run:
                 self.graph.module,
                 self.data.train,
                 settings,
-                search=self._search,
+                search=self.workshop.search,
                 teacher=teacher,
-                loss_fn=None if self.loss_fn is cross_entropy else self.loss_fn,
-                metric=self.metric,
-                device=self.device,
+                loss_fn=None if tools.loss_fn is cross_entropy else tools.loss_fn,
+                metric=tools.metric,
+                device=tools.device,
                 momentum=self.momentum,
                 resume=resumed,
                 save=kept,
@@ -394,17 +464,17 @@ class Run:
         tensors, meta = found
         return TrainState(tensors, {key: value for key, value in meta.items() if key not in ("phase", "step")})
 
-    def _settle(
-        self, site: Site, cut: Cut, before: float, importance: Importance | PairImportance, masks: int, seconds: float
-    ) -> Step:
+    def _settle(self, place: Place, cut: Cut, before: float, ranking: Ranking, seconds: float) -> Step:
         """Write the step down, with a checkpoint if the network changed."""
         parameters, macs = self._shares_removed()
+        importance, repair = ranking.importance, self._repair if cut.m else None
+        certifying = self._jury.certifying
         step = Step(
             number=len(self.steps) + 1,
             round=self._round,
-            site=site.name,
-            channels=site.channels,
-            removed=tuple(site.original[i] for i in cut.removed),
+            site=place.site.name,
+            channels=place.site.channels,
+            removed=tuple(place.site.original[i] for i in cut.removed),
             accuracy_before=before,
             accuracy_cut=cut.accuracy,
             accuracy=self._accuracy,
@@ -412,14 +482,25 @@ class Run:
             parameters_removed=parameters,
             macs_removed=macs,
             evaluated=cut.evaluated,
-            masks=masks,
-            r2_held_out=float(importance.r2_held_out),
+            masks=ranking.masks,
+            r2_held_out=float(getattr(importance, "r2_held_out", float("nan"))),
             split_half=float(getattr(importance, "split_half", float("nan"))),
             seconds=seconds,
+            criterion=ranking.criterion,
+            note=ranking.note,
+            examples=ranking.examples,
+            compared=ranking.compared,
+            bound=cut.bound,
+            images=0 if certifying is None else len(certifying),
+            by_estimate=cut.by_estimate,
+            refused=cut.refused,
+            answers=tuple(self._answers),
+            repaired=None if repair is None else (repair.error_before, repair.error_after),
             importance=importance,
         )
         self._checkpoint(step)
         self.steps.append(step)
+        self._answers = []
         return step
 
     def _checkpoint(self, step: Step) -> None:
@@ -457,7 +538,7 @@ class Run:
     def _measure_start(self) -> None:
         known = self.record.units("start")
         if not known:
-            found = self._evaluate(self._search)
+            found = self.workshop.evaluate(self.graph, self.workshop.search)
             self.record.append("start", accuracy=found.accuracy, loss=found.loss)
             known = self.record.units("start")
         self._start_accuracy = known[0]["accuracy"]
@@ -475,15 +556,15 @@ class Run:
                 self.record.save_tensors("checkpoints/retrained", self.graph.module.state_dict())
                 self.record.append("retrained", accuracy=self._accuracy, loss=self._loss)
                 self.record.delete(TRAINING)
-        test = self.data.test.ready(_dtype_of(self.graph.module))
+        test, search = self.data.test.ready(self.workshop.dtype), self.workshop.search
         self.outcome = Outcome(
             graph=self.graph,
             steps=tuple(self.steps),
             stopped=self._stopped,
-            search_before=self._evaluate(self._search, self.original),
-            search_after=self._evaluate(self._search),
-            test_before=self._evaluate(test, self.original),
-            test_after=self._evaluate(test),
+            search_before=self.workshop.evaluate(self.original, search),
+            search_after=self.workshop.evaluate(self.graph, search),
+            test_before=self.workshop.evaluate(self.original, test),
+            test_after=self.workshop.evaluate(self.graph, test),
             cost_before=self.cost_before,
             cost_after=cost(self.graph),
             seconds=time.monotonic() - self._began,
@@ -508,18 +589,18 @@ class Run:
 
     # ---- small services ----------------------------------------------------------------------------------------------
 
-    def _evaluate(self, examples: Examples, graph: Graph | None = None) -> Evaluation:
-        module = (graph or self.graph).module
-        options = {"batch": self.recipe.batch, "device": self.device}
-        return evaluate(module, examples, loss_fn=self.loss_fn, metric=self.metric, **options)  # type: ignore[arg-type]
-
     def _shares_removed(self) -> tuple[float, float]:
         now = cost(self.graph)
         return 1 - now.parameters / self.cost_before.parameters, 1 - now.macs / max(self.cost_before.macs, 1)
 
     def _tell(self, phase: str, done: int, total: int, site: Site | None = None) -> None:
         if self._watch is not None:
-            self._watch(Progress(phase, done, total, "" if site is None else site.name, *self._position))
+            self._watch(Progress(phase, done, total, "" if site is None else site.name, *self._position, self._round))
+
+
+def _cut_fields(cut: Cut) -> dict[str, Any]:
+    names = ("removed", "evaluated", "baseline", "accuracy", "drop", "by_estimate", "bound", "refused")
+    return {name: getattr(cut, name) for name in names}
 
 
 def _cut_from(entry: Mapping[str, Any], channels: int) -> Cut:
@@ -527,7 +608,9 @@ def _cut_from(entry: Mapping[str, Any], channels: int) -> Cut:
     keep = torch.ones(channels, dtype=torch.bool)
     keep[list(removed)] = False
     evaluated = tuple((int(m), float(a)) for m, a in entry["evaluated"])
-    return Cut(keep, removed, len(removed), entry["baseline"], entry["accuracy"], entry["drop"], evaluated)
+    figures = (entry["baseline"], entry["accuracy"], entry["drop"])
+    more = (entry["by_estimate"], entry["bound"], tuple(int(m) for m in entry["refused"]))
+    return Cut(keep, removed, len(removed), *figures, evaluated, *more)
 
 
 def _one_less(cut: Cut, accuracy: float) -> Cut:
@@ -552,12 +635,15 @@ def _provenance(
     }
 
 
+def _open_store(record: Record, path: str | Path | None) -> Store:
+    """The store at `path`, or in the run folder, or in memory for a run that has none."""
+    if path is not None:
+        return Store(Path(path))
+    return Store(None if record.path is None else record.path / MEASURED)
+
+
 def _with_seed(settings: TrainSettings, seed: int) -> TrainSettings:
     return replace(settings, seed=seed)
-
-
-def _dtype_of(module: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _device_of(module: nn.Module) -> torch.device:

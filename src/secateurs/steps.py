@@ -6,22 +6,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from secateurs.costs import Cost
 from secateurs.evaluate import Evaluation
 from secateurs.graph import Graph
 from secateurs.importance import Importance, PairImportance
+from secateurs.ranking import Ranking
+from secateurs.sites import Site
+
+_KEPT_MASKS = 20_000  # a larger ensemble, as slopes have, is not worth its place in the folder
 
 
 @dataclass(frozen=True)
 class Progress:
     """Where a run stands, many times a step: `done` of `total` units of the phase at hand."""
 
-    phase: str  # "score", "search", "finetune", "retrain"
+    phase: str  # "score", "search", "divide", "finetune", "retrain"
     done: int
     total: int
     site: str = ""
     number: int = 0  # of the site in this round, from 1
     sites: int = 0
+    round: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +51,16 @@ class Step:
     r2_held_out: float
     split_half: float
     seconds: float
+    criterion: str = "ensemble"  # who ranked the filters
+    note: str = ""  # what the ranking says of itself, such as "stable after 212 of 640 masks"
+    examples: int = 0  # that the ranking rests on
+    compared: tuple[tuple[str, float], ...] = ()  # by a portfolio: criterion and mean loss, best first
+    bound: float | None = None  # upper bound on the drop right after the cut, at the recipe's confidence
+    images: int = 0  # that the bound comes from
+    by_estimate: int | None = None  # filters that a point estimate would have let go, of the numbers looked at
+    refused: tuple[int, ...] = ()  # numbers of filters that certifying images refused
+    answers: tuple[bool, ...] = ()  # all that they were asked in this step
+    repaired: tuple[float, float] | None = None  # error of the readers' outputs before and after repair, as a share
     importance: Importance | PairImportance | None = None  # None for a step read back from the journal
 
     @property
@@ -80,7 +97,8 @@ class Outcome:
 
 STEP_FIELDS = (
     *("number", "round", "site", "channels", "removed", "accuracy_before", "accuracy_cut", "accuracy", "loss"),
-    *("parameters_removed", "macs_removed", "evaluated", "masks", "r2_held_out", "split_half", "seconds"),
+    *("parameters_removed", "macs_removed", "evaluated", "masks", "r2_held_out", "split_half", "seconds", "criterion"),
+    *("note", "examples", "compared", "bound", "images", "by_estimate", "refused", "answers", "repaired"),
 )
 
 
@@ -91,10 +109,29 @@ def step_fields(step: Step) -> dict[str, Any]:
 
 def step_from(entry: Mapping[str, Any]) -> Step:
     """The step that was written down as plain values."""
-    fields = {name: entry[name] for name in STEP_FIELDS}
-    fields["removed"] = tuple(fields["removed"])
+    fields = {name: entry[name] for name in STEP_FIELDS if name in entry}
+    for name in ("removed", "refused", "answers"):
+        fields[name] = tuple(fields.get(name, ()))
+    fields["compared"] = tuple((str(name), float(loss)) for name, loss in fields.get("compared", ()))
+    if fields.get("repaired") is not None:
+        before, after = fields["repaired"]
+        fields["repaired"] = (float(before), float(after))
     fields["evaluated"] = tuple((int(m), float(a)) for m, a in fields["evaluated"])
     return Step(**fields)
+
+
+def kept_of_ranking(site: Site, ranking: Ranking) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and plain values that a run folder keeps of a ranking."""
+    tensors = {"order": ranking.order}
+    ensemble, importance = ranking.ensemble, ranking.importance
+    if ensemble is not None and len(ensemble.masks) <= _KEPT_MASKS:
+        tensors |= {"masks": ensemble.masks, "losses": ensemble.losses}
+    if isinstance(importance, Importance):
+        tensors |= {"coef": importance.coef, "stderr": importance.stderr}
+    elif importance is not None:
+        tensors |= {"coef": importance.linear, "pairs": importance.pairs}
+    names = ("criterion", "note")
+    return tensors, {"site": site.name, "original": list(site.original), **{name: getattr(ranking, name) for name in names}}
 
 
 def outcome_fields(outcome: Outcome) -> dict[str, Any]:

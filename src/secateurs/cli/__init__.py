@@ -34,7 +34,7 @@ With `--json` stdout holds one JSON document and nothing else.
 
 
 def _app() -> App:
-    from secateurs.cli import data, demo, prune, resume, show, sites, train
+    from secateurs.cli import data, demo, export, prune, report, resume, show, sites, train
     from secateurs.cli import eval as measuring
 
     found = App(
@@ -50,6 +50,8 @@ def _app() -> App:
     for place, command in enumerate(commands):
         found.command(command, sort_key=place)
     found.command(measuring.evaluate, name="eval", sort_key=6)
+    found.command(export.export, sort_key=7)
+    found.command(report.report, sort_key=7)
     found.command(data.app)
     # by name, and with its help told here, because its file imports torch
     text = "Run the paper's experiments again and print its tables beside ours."

@@ -38,6 +38,12 @@ class RecipeFlags:
     """Accuracy on the search set that may be lost, a fraction: 0.005 is half a point."""
     budget: Annotated[Literal["site", "run"] | None, _flag("site", _RECIPE)] = None
     """The drop counts from the start of every site, or of the whole run."""
+    confidence: Annotated[float | None, _flag("0.95", _RECIPE)] = None
+    """How sure it must be that the drop is kept on other images too; 0: the point estimate decides, nothing is promised."""
+    worst_class: Annotated[float | None, _flag("none", _RECIPE)] = None
+    """Accuracy that any single class may lose, a fraction."""
+    allocation: Annotated[Literal["sequential", "global"] | None, _flag("sequential", _RECIPE)] = None
+    """Each site in turn as far as it goes (the paper), or all cuts weighed against each other."""
     direction: Annotated[Literal["forward", "backward"] | None, _flag("forward", _RECIPE)] = None
     """From the input to the output, or back."""
     shortcut: Annotated[Literal["before", "after"] | None, _flag("before", _RECIPE)] = None
@@ -54,14 +60,28 @@ class RecipeFlags:
     """How the number of filters to remove is found: by halving, one by one upwards, or downwards (the paper)."""
     largest_share: Annotated[float | None, _flag("0.9", _RECIPE)] = None
     """Of a site's filters that one cut may remove."""
-    masks_per_filter: Annotated[int | None, _flag("10", _SCORING)] = None
-    """Masks drawn at a site, for each of its filters."""
+    round_to: Annotated[int | None, _flag("1", _RECIPE)] = None
+    """Kept filters come in multiples of this."""
+    repair: Annotated[Literal["none", "least-squares"] | None, _flag("none", _RECIPE)] = None
+    """Give the layers that read what was cut new weights, in closed form."""
+    criterion: Annotated[str | None, _flag("ensemble", _SCORING)] = None
+    """Who ranks the filters: ensemble, pairs, obs, random, l1, l2, fpgm, batchnorm, taylor, leave-one-out or portfolio."""
+    estimator: Annotated[Literal["losses", "gradient"] | None, _flag("gradient", _SCORING)] = None
+    """An ensemble's linear model from losses at masks (the paper), or from their slopes."""
+    adaptive: Annotated[bool | None, Parameter(show_default="adaptive", group=_SCORING)] = None
+    """Stop scoring a site when its least important filters are settled."""
+    signal: Annotated[Literal["loss", "divergence"] | None, _flag("loss", _SCORING)] = None
+    """Masks are scored by the loss, or by the divergence from the unpruned network's answers, which needs no labels."""
+    masks_per_filter: Annotated[int | None, _flag("256", _SCORING)] = None
+    """The most masks that a site gets, for each of its filters."""
     masks: Annotated[int | None, _flag("none", _SCORING)] = None
-    """Masks drawn at every site, whatever its width."""
+    """So many at every site instead, whatever its width."""
     off: Annotated[float | None, _flag("0.3", _SCORING)] = None
     """Share of a site's filters that a mask switches off."""
-    scoring_examples: Annotated[int | None, _flag("all", _SCORING)] = None
-    """Training examples that masks are scored on."""
+    scoring: Annotated[Literal["train", "search"] | None, _flag("train", _SCORING)] = None
+    """The set that masks are scored on."""
+    scoring_examples: Annotated[int | Literal["all"] | None, _flag("by the noise", _SCORING)] = None
+    """So many of its examples."""
     batch: Annotated[int | None, _flag("256", _SCORING)] = None
     """Examples at once while scoring and searching."""
     seed: Annotated[int | None, _flag("0", _SCORING)] = None

@@ -25,6 +25,7 @@ _HEARTBEAT_SECONDS = 30.0  # between plain lines within one step
 _PHASES = {
     "score": "scoring masks",
     "search": "searching the cut",
+    "divide": "dividing the cuts, trial",
     "finetune": "fine-tuning, epoch",
     "retrain": "retraining, epoch",
 }
@@ -178,9 +179,7 @@ class RunWatcher:
         self.shown.line(f"{where}: {step.channels} → {step.kept} filters; {self._so_far()}; {step.seconds:.1f} s")
 
     def _place(self, event: Progress) -> None:
-        number = event.number or self.place[1]
-        # a number that falls back is a new round: events do not say which
-        self.place = (self.place[0] + (number < self.place[1]), number)
+        self.place = (event.round, event.number or self.place[1])
         self.site, self.sites = event.site or self.site, event.sites
 
     def _headline(self, event: Progress) -> str:

@@ -1,7 +1,7 @@
 """A network split at a site, prepared to be measured under many masks, exactly and fast."""
 
-from __future__ import annotations
-
+from secateurs.engine.forms import Form
 from secateurs.engine.network import MaskedNetwork, split_for
+from secateurs.engine.slopes import Slopes
 
-__all__ = ["MaskedNetwork", "split_for"]
+__all__ = ["Form", "MaskedNetwork", "Slopes", "split_for"]

@@ -1,0 +1,113 @@
+"""Which filters a site's channels are made of: the weights that criteria of norms look at.
+
+A channel of a site can be the work of several layers: a sum of two convolutions, a depthwise convolution behind a
+pointwise one, a gate. Counted are the layers that lose a filter when the channel goes (`Site.layers`); a criterion sums
+over them. An identity shortcut brings nothing in: the layers it comes from keep their filters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from secateurs.channels import none_of
+from secateurs.flow import Flows, Layer, find_flows
+from secateurs.graph import Graph
+from secateurs.sites import Site
+from secateurs.sums import spread_sums
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A module that has a share in a site's channels: `makes` (C, F) says which of its F filters is in which channel."""
+
+    name: str
+    module: nn.Module
+    makes: Tensor
+
+
+def layers_behind(graph: Graph, site: Site) -> tuple[Part, ...]:
+    """The layers whose filters go when the site's channels go, in network order."""
+    flows, reached = _walk_back(graph, site)
+    return tuple(_part(graph, node, reached) for node in _own_layers(flows, reached, site))
+
+
+def norms_behind(graph: Graph, site: Site) -> tuple[Part, ...]:
+    """The BatchNorms with weights that lie between those layers and the site, in network order."""
+    flows, reached = _walk_back(graph, site)
+    found = {norm: None for layer in _own_layers(flows, reached, site) for norm in _next_norms(graph, flows, reached, layer)}
+    return tuple(_part(graph, node, reached) for node in flows.of if node in found)
+
+
+def sum_over(parts: Sequence[Part], values: Callable[[nn.Module], Tensor]) -> Tensor:
+    """The value of every filter (F,) that `values` gives for a module, summed for each channel: float64 (C,)."""
+    sums = [part.makes.double() @ values(part.module).detach().cpu().double() for part in parts]
+    return torch.stack(sums).sum(0)
+
+
+def filter_weights(layer: nn.Module) -> Tensor:
+    """The weights of a convolution or linear layer, a row for each filter, its bias left out."""
+    weight: Any = layer.weight
+    weight = weight.detach().cpu().double()
+    if not getattr(layer, "transposed", False):
+        return weight.flatten(1)  # type: ignore[no-any-return]
+    groups: Any = layer.groups
+    by_group = weight.unflatten(0, (groups, -1)).transpose(1, 2)  # (groups, filters, inputs, …): inputs come first in torch
+    return by_group.flatten(0, 1).flatten(1)  # type: ignore[no-any-return]
+
+
+def _walk_back(graph: Graph, site: Site) -> tuple[Flows, dict[fx.Node, Tensor]]:
+    """For the nodes between the site and the nearest layers, which of their channels each channel of the site needs."""
+    flows = find_flows(spread_sums(graph.module))
+    place = next(node for node in flows.of if node.name == site.node)
+    reached = {place: torch.eye(site.channels, dtype=torch.bool)}
+    for node in reversed(list(flows.of)):
+        if node in reached and _hands_on(flows, node):
+            for source, needed in _needed(flows, node, reached[node]):
+                reached[source] = reached[source] | needed if source in reached else needed
+    return flows, reached
+
+
+def _hands_on(flows: Flows, node: fx.Node) -> bool:
+    """Whether single channels can be followed to the node's inputs: through all but layers that mix them."""
+    flow = flows.of[node]
+    return flow.axis is not None and (not isinstance(flow, Layer) or flow.depthwise)
+
+
+def _needed(flows: Flows, node: fx.Node, wanted: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
+    """The node's inputs, each with the channels (C, width) that are needed for those `wanted` (C, width) of the node."""
+    flow, sources = flows.of[node], flows.inputs[node]
+    nothing = none_of(wanted.shape[1])
+    answers = [flow.needs(row, [None] * len(sources), nothing) for row in wanted]
+    for source, rows in zip(sources, zip(*answers, strict=True), strict=False):
+        known = [row for row in rows if row is not None]
+        if len(known) == len(rows) and flows.of[source].axis is not None:
+            yield source, torch.stack(known)
+
+
+def _own_layers(flows: Flows, reached: Mapping[fx.Node, Tensor], site: Site) -> list[fx.Node]:
+    found = [node for node in flows.of if node in reached and isinstance(flows.of[node], Layer)]
+    # a site may know no layer of its own, where all that feed it are read elsewhere too: then they all count
+    return [node for node in found if str(node.target) in site.layers] or found
+
+
+def _next_norms(graph: Graph, flows: Flows, reached: Mapping[fx.Node, Tensor], layer: fx.Node) -> Iterator[fx.Node]:
+    """The first BatchNorm on each way from `layer` to the site; none where another layer or the site comes first."""
+    for user in flows.users.get(layer, ()):
+        if user not in reached or isinstance(flows.of[user], Layer):
+            continue
+        called = graph.module.get_submodule(str(user.target)) if user.op == "call_module" else None
+        if isinstance(called, _BatchNorm) and called.weight is not None:
+            yield user
+        else:
+            yield from _next_norms(graph, flows, reached, user)
+
+
+def _part(graph: Graph, node: fx.Node, reached: Mapping[fx.Node, Tensor]) -> Part:
+    name = str(node.target)
+    return Part(name, graph.module.get_submodule(name), reached[node])

@@ -1,0 +1,202 @@
+"""All cuts weighed against each other: every site's curve is measured once, and the allowed loss goes where it saves most.
+
+A curve holds the loss of the network, repaired if repairs are made, against the filters removed at one site alone. From all
+curves follows the frontier of predicted loss against saving; the cuts of one of its divisions are made together and judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from secateurs.allocation import Curve, Division, frontier
+from secateurs.compaction import compact
+from secateurs.costs import cost
+from secateurs.cutting import Start
+from secateurs.graph import Graph
+from secateurs.ranking import Ranking, cuts_along
+from secateurs.recipe import Recipe
+from secateurs.search import Cut
+from secateurs.sites import Site
+from secateurs.workshop import Place, Workshop
+
+_GRID = 8  # a curve has so many points between nothing and all filters
+_CLIMB = (0.5, 0.7, 0.85, 1.0)  # of what steering images would allow: what certifying ones are asked about, in this order
+
+
+@dataclass(frozen=True, eq=False)
+class Course:
+    """One site's filters in the order they would go, and what that costs and saves. Ids are positions at the start."""
+
+    ranking: Ranking
+    original: tuple[int, ...]  # the site's original channel ids, by position
+    curve: Curve
+
+    def keep(self, m: int, site: Site) -> Tensor:
+        """The mask (C,) without the first m filters, for the site as it is now; filters that are gone anyway stay gone."""
+        gone = {self.original[i] for i in self.ranking.order[:m].tolist()}
+        return torch.tensor([channel not in gone for channel in site.original])
+
+    def cut(self, m: int, site: Site, before: float, after: float) -> Cut:
+        """The cut that was made, as a record; it was chosen by the division, not by a search."""
+        keep = self.keep(m, site)
+        positions = {channel: place for place, channel in enumerate(site.original)}
+        removed = [positions[self.original[i]] for i in self.ranking.order[:m].tolist() if self.original[i] in positions]
+        return Cut(keep, tuple(removed), len(removed), before, after, before - after, ())
+
+
+def counts_of(channels: int, largest_share: float, round_to: int) -> tuple[int, ...]:
+    """Numbers of filters at which a curve is measured, from 0 on; kept filters come in multiples of `round_to`."""
+    most = min(int(largest_share * channels), channels - 1)
+    wanted = {round(channels * step / _GRID) for step in range(1, _GRID)}
+    allowed = [m for m in range(1, most + 1) if (channels - m) % round_to == 0]
+    return (0, *sorted({min(allowed, key=lambda m: abs(m - want)) for want in wanted} if allowed else ()))
+
+
+def measure_course(workshop: Workshop, place: Place, ranking: Ranking) -> Course:
+    """The loss on the steering images along the ranking, and what the cuts save, which is in proportion to their filters."""
+    recipe, site = workshop.recipe, place.site
+    counts = counts_of(site.channels, recipe.largest_share, recipe.round_to)
+    measured = workshop.bench(place, workshop.tools.loss_fn).on(workshop.jury.steering)
+    losses = measured.mean_losses(cuts_along(ranking.order, counts)).tolist()
+    most = _saved(workshop, compact(workshop.original, {site.name: cuts_along(ranking.order, counts[-1:])[0]}))
+    saved = [most * count / max(counts[-1], 1) for count in counts]
+    return Course(ranking, site.original, Curve(site.name, counts, tuple(losses), tuple(saved)))
+
+
+def course_fields(course: Course) -> dict[str, Any]:
+    """A course as plain values."""
+    ranking, curve = course.ranking, course.curve
+    names = ("criterion", "masks", "examples", "note", "compared")
+    return {
+        "order": ranking.order.tolist(),
+        **{name: getattr(curve, name) for name in ("removed", "loss", "saved")},
+        **{name: getattr(ranking, name) for name in names},
+    }
+
+
+def course_from(site: Site, entry: Mapping[str, Any]) -> Course:
+    """The course of a site that was written down as plain values."""
+    compared = tuple((str(name), float(loss)) for name, loss in entry["compared"])
+    figures = {name: entry[name] for name in ("masks", "examples", "note")}
+    ranking = Ranking(entry["criterion"], torch.tensor(entry["order"]), compared=compared, **figures)
+    return Course(ranking, site.original, Curve(site.name, *(tuple(entry[name]) for name in ("removed", "loss", "saved"))))
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The division that was chosen, and what led to it."""
+
+    division: Division
+    tried: tuple[tuple[float, float, bool], ...]  # saved, accuracy on the steering images, accepted
+    answers: tuple[bool, ...]  # of the certifying images
+    frontier: tuple[tuple[float, float], ...]  # saved, predicted increase of the loss: what one measuring pass tells
+
+
+def find_division(
+    workshop: Workshop,
+    courses: Mapping[str, Course],
+    start: Start | None,
+    *,
+    baseline: float,
+    on_trial: Callable[[int, int], None],
+) -> Divided:
+    """The division that saves most within the contract, or just enough for the recipe's target, found by halving.
+
+    All cuts of a division are made and repaired, and the network is judged by the steering images, by estimate. Certifying ones
+    are then asked about divisions of rising size up to that one, an order that they had no part in, so that every yes is free;
+    their first no ends the climb, and what they accepted last is taken.
+    """
+    divisions = _wanted(frontier([course.curve for course in courses.values()]), _target(workshop.recipe))
+    networks: dict[int, Graph] = {}
+    tried: list[tuple[float, float, bool]] = []
+    answers: list[bool] = []
+
+    def network(index: int) -> Graph:
+        if index not in networks:
+            networks.clear()  # one at a time: they are as large as the user's
+            networks[index] = with_cuts(workshop, courses, divisions[index])
+        return networks[index]
+
+    def accepted(index: int) -> bool:
+        on_trial(len(tried) + 1, max(len(divisions).bit_length() + 1, len(tried) + 1))
+        accuracy, fine = _judged(workshop, network(index), start, baseline, answers)
+        tried.append((divisions[index].saved, accuracy, fine))
+        return fine
+
+    best = _largest(len(divisions), accepted)
+    if start is not None and workshop.jury.certifying is not None:
+        best = _climbed(divisions, best, lambda index: _certified(workshop, network(index), start, answers))
+    points = tuple((division.saved, division.predicted_loss) for division in divisions)
+    return Divided(divisions[best], tuple(tried), tuple(answers), points)
+
+
+def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Division) -> Graph:
+    """The untouched network with all cuts of a division made in network order, each repaired after those before it."""
+    graph = workshop.original
+    for name, course in courses.items():
+        m, site = division.removed.get(name, 0), workshop.site(graph, name)
+        if m and site is not None:
+            graph = workshop.made(workshop.place(graph, site), course.keep(m, site)).graph
+    return graph
+
+
+def _wanted(divisions: Sequence[Division], target: float | None) -> Sequence[Division]:
+    """The divisions up to the first that reaches the target."""
+    if target is None:
+        return divisions
+    reaching = next((i for i, d in enumerate(divisions) if d.saved >= target), len(divisions) - 1)
+    return divisions[: reaching + 1]
+
+
+def _largest(count: int, accepted: Callable[[int], bool]) -> int:
+    """The largest of the numbers below `count` that is accepted, if acceptance only ever ends; 0 is not asked about."""
+    passing, failing = 0, count
+    if count > 1 and accepted(count - 1):
+        return count - 1
+    failing = count - 1
+    while failing - passing > 1:
+        middle = (passing + failing) // 2
+        passing, failing = (middle, failing) if accepted(middle) else (passing, middle)
+    return passing
+
+
+def _climbed(divisions: Sequence[Division], highest: int, certified: Callable[[int], bool]) -> int:
+    """The last division that is certified on the way up to `highest`; 0, nothing cut, if already the first is not."""
+    steps = {max(i for i in range(highest + 1) if divisions[i].saved <= share * divisions[highest].saved) for share in _CLIMB}
+    reached = 0
+    for index in sorted(steps - {0}):
+        if not certified(index):
+            break
+        reached = index
+    return reached
+
+
+def _judged(workshop: Workshop, graph: Graph, start: Start | None, baseline: float, answers: list[bool]) -> tuple[float, bool]:
+    """Accuracy of a network on the steering images, and whether they accept it."""
+    if start is None:
+        found = workshop.evaluate(graph, workshop.jury.steering).accuracy
+        return found, round(baseline - found, 12) <= workshop.recipe.max_drop
+    verdict = workshop.steered(graph, start, answers)
+    return verdict.accuracy, verdict.by_estimate
+
+
+def _certified(workshop: Workshop, graph: Graph, start: Start, answers: list[bool]) -> bool:
+    answers.append(workshop.certified(graph, start, answers).accepted)
+    return answers[-1]
+
+
+def _target(recipe: Recipe) -> float | None:
+    return recipe.target_macs if recipe.target_macs is not None else recipe.target_parameters
+
+
+def _saved(workshop: Workshop, graph: Graph) -> float:
+    """The share of the MACs that is gone; of the parameters, if only for these there is a target."""
+    before, after = cost(workshop.original), cost(graph)
+    if workshop.recipe.target_macs is None and workshop.recipe.target_parameters is not None:
+        return 1 - after.parameters / before.parameters
+    return 1 - after.macs / max(before.macs, 1)

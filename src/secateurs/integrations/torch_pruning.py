@@ -1,0 +1,87 @@
+"""Our importances as an importance of Torch-Pruning: `tp.pruner.BasePruner(model, x, importance=FilterImportance(...))`.
+
+Torch-Pruning removes groups of coupled filters and asks for one number a channel of each group. Any number of ours will do:
+the coefficients of an ensemble, or of a criterion; more is better in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from secateurs.errors import InvalidInput, InvalidMask
+from secateurs.graph import Graph
+from secateurs.importance import Importance
+from secateurs.sites import Site, resolve
+
+
+class FilterImportance:
+    """The importance of a group of Torch-Pruning: the mean, over the sites whose layers the group prunes, of their scores.
+
+    `model` is the network that Torch-Pruning prunes, `graph` its trace, unpruned, and `scores` gives for each site by name a
+    score for each of its channels: an `Importance` or a tensor (C,). A group that touches no such site gives None, which
+    Torch-Pruning leaves alone. Scores are compared between groups as they are where `global_pruning=True`.
+    """
+
+    def __init__(self, model: nn.Module, graph: Graph, scores: Mapping[str, Importance | Tensor]) -> None:
+        if graph.plan.steps:
+            raise InvalidInput("graph: has been cut already; Torch-Pruning counts the channels of the untouched network.")
+        sites = resolve(graph, scores)
+        self.scores: dict[nn.Module, Tensor] = {}
+        for name, found in scores.items():
+            score = _checked(sites[name], found.coef if isinstance(found, Importance) else found)
+            for layer in sites[name].layers:
+                self.scores[_layer(model, layer)] = score
+
+    def __call__(self, group: Any, **_: Any) -> Tensor | None:
+        """Scores (channels of the group,), or None where nothing is known of it."""
+        sums: Tensor | None = None
+        counts = torch.zeros(0)
+        for entry in group:
+            layer, removes = entry.dep.layer, getattr(entry.dep.pruning_fn, "__name__", "")
+            if layer not in self.scores or removes != "prune_out_channels" or any(i is None for i in entry.root_idxs):
+                continue
+            score, roots = self._of(layer), torch.as_tensor(entry.root_idxs)
+            if sums is None:
+                channels = 1 + max(max(i for i in e.root_idxs if i is not None) for e in group if len(e.root_idxs))
+                sums, counts = torch.zeros(channels), torch.zeros(channels)
+            sums.index_add_(0, roots, score[torch.as_tensor(entry.idxs)])
+            counts.index_add_(0, roots, torch.ones(len(roots)))
+        return None if sums is None else sums / counts.clamp(min=1)
+
+    def _of(self, layer: nn.Module) -> Tensor:
+        score, width = self.scores[layer], _filters(layer)
+        if width != len(score):
+            raise InvalidInput(
+                f"a layer has {width} filters, but was scored when it had {len(score)}: it was pruned since. Trace and score "
+                f"the network again, and make a new importance for the next step."
+            )
+        return score
+
+
+def _checked(site: Site, score: Tensor) -> Tensor:
+    if score.shape != (site.channels,):
+        raise InvalidMask(
+            f"scores of site {site.name!r}: got shape {tuple(score.shape)}, wanted ({site.channels},), one for each channel."
+        )
+    if bool(score.isnan().any()):
+        raise InvalidInput(f"scores of site {site.name!r}: hold NaN, which has no place in an order.")
+    return score.detach().float().cpu()
+
+
+def _layer(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError as error:
+        raise InvalidInput(
+            f"model: has no layer {name!r}, which the graph has: functional layers have no place in Torch-Pruning's groups, or "
+            f"the graph is that of another network."
+        ) from error
+
+
+def _filters(layer: nn.Module) -> int:
+    found = getattr(layer, "out_channels", getattr(layer, "out_features", None))
+    return found if isinstance(found, int) else len(layer.get_parameter("weight"))

@@ -1,0 +1,155 @@
+"""Losses and slopes of a network under masks at one site, taken from the store where it has them, measured and kept where not.
+
+Masks are measured in the same groups whether a run was interrupted or not, and a group is kept as a whole. So what comes out is
+the same to the bit, and a run that is made again measures nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from secateurs.data.examples import Examples
+from secateurs.engine import Form, MaskedNetwork, split_for
+from secateurs.evaluate import Device, Measure
+from secateurs.graph import Graph
+from secateurs.sites import Site
+from secateurs.store import Store, context_of, mask_key
+from secateurs.tensorfile import digest
+
+MASKS_PER_PASS = 32  # measured and kept together: at most so much is lost when a run is killed
+
+_FORM = b"form"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A network and a site of it, a loss, and how and where both are run."""
+
+    graph: Graph
+    site: Site
+    loss_fn: Measure
+    store: Store
+    batch: int = 256
+    device: Device = None
+    cache_bytes: int | None = None
+    weights: Callable[[Tensor], Mapping[str, Tensor]] | None = None  # by mask: what replaces the network's own, as repairs do
+    unfolded: tuple[str, ...] = ()  # the modules whose weights those are
+    variant: str = ""  # a name for them, so that what is measured with and without is not mixed up
+
+    def on(self, examples: Examples, *, announced: int = 0) -> Measured:
+        """This network, to be measured on `examples`, under about so many masks as are `announced`."""
+        return Measured(self, examples.ready(_dtype_of(self.graph)), announced)
+
+    @cached_property
+    def context(self) -> str:
+        """All that a value depends on besides the examples and the masks."""
+        weights = digest(dict(self.graph.module.state_dict()))
+        return context_of(weights, self.site.name, str(self.site.channels), _name_of(self.loss_fn), self.variant)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A bench with its examples. Nothing is computed before the first value that the store does not have."""
+
+    bench: Bench
+    examples: Examples
+    announced: int = 0
+
+    def losses(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
+        """The loss of every example under every mask: masks (M, C) to (M, N); the loss must give one for each."""
+
+        def measure(few: Tensor) -> Tensor:
+            return self._split.values(few, self.bench.loss_fn, weights=self.bench.weights).to(self._kept)
+
+        return self._by_mask("losses", masks, measure, on_measured)
+
+    def mean_losses(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
+        """The mean loss over the examples under every mask: masks (M, C) to (M,) float64."""
+
+        def measure(few: Tensor) -> Tensor:
+            return self._split.measure(few, [self.bench.loss_fn], weights=self.bench.weights)[:, 0]
+
+        return self._by_mask("means", masks, measure, on_measured)
+
+    def slopes(self, masks: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss (N,) of every example n under its own mask n of masks (N, C), and its slopes (N, C) along that mask."""
+        context, key = self._context("slopes"), hashlib.sha256(mask_key(masks.flatten())).digest()
+        (known,) = self.bench.store.get(context, [key])
+        if known is None:
+            found = self._split.slopes(masks, self.bench.loss_fn)
+            known = torch.cat([found.losses[:, None], found.slopes], 1).cpu().to(self._kept)
+            self._keep(context, [key], [known])
+        return known[:, 0], known[:, 1:]
+
+    def _by_mask(
+        self, what: str, masks: Tensor, measure: Callable[[Tensor], Tensor], on_measured: Callable[[int], None] | None
+    ) -> Tensor:
+        context, store, rows = self._context(what), self.bench.store, []
+        for group in torch.split(masks, MASKS_PER_PASS):
+            keys = [mask_key(mask) for mask in group]
+            known = dict(zip(keys, store.get(context, keys), strict=True))
+            missing = [key for key, value in known.items() if value is None]
+            if missing:
+                found = measure(group[[keys.index(key) for key in missing]]).cpu()
+                self._keep(context, missing, list(found))
+                known.update(zip(missing, found, strict=True))
+            rows += [value for key in keys if (value := known[key]) is not None]
+            if on_measured is not None:
+                on_measured(len(rows))
+        return torch.stack(rows)
+
+    def _keep(self, context: str, keys: list[bytes], values: list[Tensor]) -> None:
+        form = self._split.form
+        if form is not None and self.bench.store.get(self.bench.context, [_FORM]) == [None]:
+            # first, so that no value outlives the form that it was measured in
+            text = json.dumps(asdict(form), sort_keys=True).encode()
+            self.bench.store.put(self.bench.context, [_FORM], [torch.frombuffer(bytearray(text), dtype=torch.uint8)])
+        self.bench.store.put(context, keys, values)
+
+    @cached_property
+    def _split(self) -> MaskedNetwork:
+        bench = self.bench
+        (kept,) = bench.store.get(bench.context, [_FORM])
+        form = None if kept is None else Form(**json.loads(bytes(kept.tolist())))
+        return split_for(
+            bench.graph,
+            bench.site,
+            self.examples,
+            batch=bench.batch,
+            device=bench.device,
+            cache_bytes=bench.cache_bytes,
+            form=form,
+            announced=self.announced,
+            unfolded=bench.unfolded,
+        )
+
+    @property
+    def _kept(self) -> torch.dtype:
+        """What values are kept as: half the space where the network itself computes no finer."""
+        return torch.float64 if _dtype_of(self.bench.graph) == torch.float64 else torch.float32
+
+    def _context(self, what: str) -> str:
+        return context_of(self.bench.context, self._examples_digest, what)
+
+    @cached_property
+    def _examples_digest(self) -> str:
+        return self.examples.digest()
+
+
+def _name_of(loss_fn: Measure) -> str:
+    """What tells one loss from another inside a run folder."""
+    if isinstance(loss_fn, partial):
+        return f"{_name_of(loss_fn.func)} {loss_fn.args} {sorted(loss_fn.keywords.items())}"
+    return f"{getattr(loss_fn, '__module__', '')}.{getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
+
+
+def _dtype_of(graph: Graph) -> torch.dtype:
+    """The kind of numbers that the network computes with."""
+    return next((p.dtype for p in graph.module.parameters() if p.is_floating_point()), torch.float32)

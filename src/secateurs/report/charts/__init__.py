@@ -1,0 +1,1 @@
+"""One file a figure: each takes records and gives a `Figure`."""

@@ -1,0 +1,118 @@
+"""What the figures of a run mean, in words: was the allowed drop kept, and where does the linear model fit badly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from secateurs.report.records import RunRecord, StepRecord
+from secateurs.report.words import interval, percent, plain, plural
+
+GOOD_FIT, LITTLE_FIT = 0.5, 0.2  # r² on held-out masks
+STEADY = 0.5  # rank correlation of two halves of the masks
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the allowed drop was kept: None while nothing can be said."""
+
+    kept: bool | None
+    headline: str
+    words: str
+
+
+def verdict(run: RunRecord) -> Verdict:
+    """Compare the worst cut with what was allowed; the journal has both on the search set, before any training."""
+    allowed = run.max_drop
+    if allowed is None:
+        return Verdict(None, "Allowed drop not known", "The recipe is missing or damaged.")
+    cuts = [step for step in run.steps if step.removed]
+    if not cuts:
+        what = "No filter could go within the allowed drop." if run.end else "No cut has been made yet."
+        return Verdict(None, "Nothing removed", what)
+    worst = max(cuts, key=lambda step: step.decisive_drop)
+    kept = round(worst.decisive_drop, 12) <= allowed
+    scope = "from the start of the run" if run.recipe.get("budget") == "run" else "at each site"
+    words = (
+        f"Right after the most expensive cut ({worst.site}) {run.metric.name} on the search set stood "
+        f"{_loss(run, worst.drop)}; {run.metric.amount(allowed)} were allowed, counted {scope}."
+    )
+    confidence = run.recipe.get("confidence")
+    if worst.bound is not None and isinstance(confidence, int | float):
+        words += (
+            f" With {percent(confidence, 0)} confidence that cut costs at most {run.metric.amount(worst.bound)} on other images"
+        )
+        words += f" of the kind ({worst.images:,} images that chose nothing certify it)."
+    return Verdict(kept, "Allowed drop kept" if kept else "Allowed drop exceeded", words + _at_the_end(run))
+
+
+def _at_the_end(run: RunRecord) -> str:
+    end = run.end
+    if end is None:
+        return ""
+    name = run.metric.name
+    words = f" At the end, {name} has changed by {run.metric.change(end.search.change)} on the search set"
+    return words + f" and by {run.metric.change(end.test.change)} on the test set, which chose nothing."
+
+
+def _loss(run: RunRecord, drop: float) -> str:
+    if drop < 0:
+        return f"{run.metric.amount(-drop)} higher"
+    return f"{run.metric.amount(drop)} lower"
+
+
+def step_warnings(step: StepRecord, run: RunRecord) -> tuple[str, ...]:
+    """Where this step's figures ask for care, in sentences."""
+    found = []
+    if step.r2 is not None and step.r2 < 0:
+        found.append(
+            f"The linear model predicts unseen masks worse than their mean does (held-out r² {plain(step.r2)}): this order of "
+            f"filters is close to arbitrary. Score more masks or more examples."
+        )
+    elif step.r2 is not None and step.r2 < LITTLE_FIT:
+        found.append(
+            f"The linear model explains only {percent(step.r2, 0)} of how the scores of unseen masks vary: trust the measured "
+            f"accuracy, not the order of filters."
+        )
+    elif step.r2 is not None and step.r2 < GOOD_FIT:
+        found.append(
+            f"The linear model fits badly: it explains {percent(step.r2, 0)} of how the scores of unseen masks vary. Filters "
+            f"work together here more than a sum can say."
+        )
+    if step.split_half is not None and step.split_half < STEADY:
+        found.append(
+            f"Two halves of the masks order the filters differently (rank correlation {plain(step.split_half)}): more masks "
+            f"would settle the order."
+        )
+    if step.removed and step.accuracy < step.accuracy_cut:
+        lost = run.metric.amount(step.accuracy_cut - step.accuracy)
+        found.append(f"Training after the cut lost {lost} more on the search set instead of winning some back.")
+    return tuple(found)
+
+
+def run_warnings(run: RunRecord) -> tuple[str, ...]:
+    """What the reader of the whole run should know, in sentences."""
+    found = list(run.notes)
+    if run.state != "finished":
+        go_on = f" Go on with: secateurs resume {run.folder}" if run.state == "stopped" else " This page is a snapshot."
+        found.insert(0, f"The run is {'still running' if run.state == 'running' else 'not finished'} ({run.at}).{go_on}")
+    poor = [step for step in run.steps if step.r2 is not None and step.r2 < GOOD_FIT]
+    if poor:
+        found.append(
+            f"The linear model fits badly at {len(poor)} of {plural(len(run.steps), 'step')} "
+            f"(held-out r² below {GOOD_FIT}): {_names(poor)}."
+        )
+    if run.end is not None and run.metric.share and run.end.test_count:
+        low, high = interval(run.end.test.after, run.end.test_count)
+        if run.end.test.change and abs(run.end.test.change) < (high - low) / 2:
+            change = run.metric.amount(abs(run.end.test.change))
+            found.append(
+                f"The test set has {run.end.test_count:,} examples: the change of {change} is smaller than the uncertainty of "
+                f"the {run.metric.name} itself (95 % interval {percent(low)} to {percent(high)})."
+            )
+    return tuple(found)
+
+
+def _names(steps: list[StepRecord], most: int = 4) -> str:
+    names = list(dict.fromkeys(step.site for step in steps))
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

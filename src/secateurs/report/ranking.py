@@ -1,0 +1,84 @@
+"""The importances of a step: as they were saved, or fitted again to the masks and losses that an older folder holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from secateurs.errors import SecateursError
+from secateurs.importance import Importance, PairImportance, fit_importance, fit_pairs, scores
+from secateurs.report.records import Ranking
+from secateurs.tensorfile import parse
+
+InMemory: TypeAlias = "Importance | PairImportance"
+_SHOWN = 120  # masks in the picture of predicted against realised scores
+
+
+def ranking_from(file: Path, recipe: Mapping[str, Any]) -> Ranking:
+    """The importances kept in `file`; OSError if there is no such file, ValueError if it cannot be used."""
+    tensors, header = parse(file.read_bytes())
+    meta = json.loads(header.get("meta", "{}"))
+    fitted = _fitted(tensors, recipe)
+    if "coef" in tensors:
+        coef, stderr = tensors["coef"], tensors.get("stderr")
+    elif fitted is None:
+        raise ValueError("neither importances nor masks with losses in it")
+    else:
+        coef, stderr = _coefficients(fitted)
+    ids = meta.get("original") or range(len(coef))
+    if len(ids) != len(coef):
+        raise ValueError(f"{len(coef)} importances for {len(ids)} filters")
+    agreement = () if fitted is None else _agreement(tensors, fitted, recipe)
+    return _ranking(tuple(map(int, ids)), coef, stderr, agreement)
+
+
+def ranking_of(importance: InMemory) -> Ranking:
+    """The importances of a step in memory; filters are numbered as the site had them then."""
+    coef, stderr = _coefficients(importance)
+    return _ranking(tuple(range(len(coef))), coef, stderr, ())
+
+
+def _ranking(ids: tuple[int, ...], coef: Tensor, stderr: Tensor | None, agreement: tuple[tuple[float, float], ...]) -> Ranking:
+    return Ranking(ids, tuple(coef.double().tolist()), () if stderr is None else tuple(stderr.double().tolist()), agreement)
+
+
+def _coefficients(importance: InMemory) -> tuple[Tensor, Tensor | None]:
+    if isinstance(importance, PairImportance):
+        return importance.linear, None
+    return importance.coef, importance.stderr
+
+
+def _fitted(tensors: Mapping[str, Tensor], recipe: Mapping[str, Any]) -> InMemory | None:
+    """The model of the run, on its masks; None where they were not kept, or say nothing of their filters.
+
+    An estimate from slopes has a mask for each example: how their losses differ is a matter of the examples.
+    """
+    if "masks" not in tensors or "losses" not in tensors or recipe.get("estimator", "losses") != "losses":
+        return None
+    ridge = float(recipe.get("ridge", 0.0))
+    try:
+        scored = scores(tensors["losses"], recipe.get("transform", "linear"))
+        if recipe.get("model") == "pairs":
+            return fit_pairs(tensors["masks"], scored, ridge=ridge or 1e-4)
+        return fit_importance(tensors["masks"], scored, ridge=ridge)
+    except SecateursError:  # too few masks, or no finite loss: nothing can be fitted
+        return None
+
+
+def _agreement(tensors: Mapping[str, Tensor], fitted: InMemory, recipe: Mapping[str, Any]) -> tuple[tuple[float, float], ...]:
+    """Predicted and realised score of each mask, thinned out evenly where there are many."""
+    masks, realised = tensors["masks"], scores(tensors["losses"], recipe.get("transform", "linear"))
+    predicted = _predicted(fitted, masks)
+    chosen = torch.linspace(0, len(masks) - 1, min(_SHOWN, len(masks))).round().long()
+    return tuple(zip(predicted[chosen].tolist(), realised[chosen].tolist(), strict=True))
+
+
+def _predicted(fitted: InMemory, masks: Tensor) -> Tensor:
+    if isinstance(fitted, PairImportance):
+        return fitted.predict(masks)
+    return fitted.intercept + masks.double() @ fitted.coef

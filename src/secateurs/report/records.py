@@ -1,0 +1,192 @@
+"""What a report is made of: frozen records of one run, read from its folder or taken from a run in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from secateurs.report.structure import Node
+from secateurs.report.words import Metric, folder_name, removed
+
+State = Literal["finished", "running", "stopped"]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The importances of a site's C filters, in the site's order."""
+
+    ids: tuple[int, ...]  # in the numbers of the untouched network
+    coef: tuple[float, ...]
+    stderr: tuple[float, ...]  # empty where none is known; inf where the masks cannot tell
+    agreement: tuple[tuple[float, float], ...] = ()  # (predicted, realised) score of a mask; a sample where there are many
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step of a run as the journal has it; figures that an older journal lacks are None."""
+
+    number: int
+    round: int
+    site: str
+    channels: int
+    removed: tuple[int, ...]
+    accuracy_before: float
+    accuracy_cut: float
+    accuracy: float
+    baseline: float  # the accuracy that the allowed drop counts from
+    parameters_removed: float
+    macs_removed: float
+    evaluated: tuple[tuple[int, float], ...]
+    masks: int
+    r2: float | None
+    split_half: float | None
+    seconds: float
+    criterion: str
+    note: str
+    predicted_drop: float | None
+    examples: int = 0  # that the ranking rests on; 0 if that is not known
+    bound: float | None = None  # upper bound on the drop right after the cut, at the recipe's confidence
+    images: int = 0  # that the bound comes from
+    by_estimate: int | None = None  # filters that a point estimate would have let go
+    compared: tuple[tuple[str, float], ...] = ()  # criteria with the mean loss of each, best first
+    repaired: tuple[float, float] | None = None  # error of the readers' outputs before and after repair, a share
+    ranking: Ranking | None = None
+
+    @property
+    def kept(self) -> int:
+        """Filters after the cut."""
+        return self.channels - len(self.removed)
+
+    @property
+    def drop(self) -> float:
+        """What the cut cost, counted as the allowed drop is, before any training."""
+        return self.baseline - self.accuracy_cut
+
+    @property
+    def decisive_drop(self) -> float:
+        """What is held against the allowed drop: its upper bound where one was certified, the measured drop otherwise."""
+        return self.drop if self.bound is None else self.bound
+
+
+@dataclass(frozen=True)
+class Event:
+    """A moment when the accuracy on the search set was measured."""
+
+    what: Literal["start", "cut", "finetune", "retrain"]
+    step: int
+    accuracy: float
+    label: str
+    macs_left: float  # share of the start's
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's weight before and after, and its place in the network."""
+
+    name: str
+    filters: int
+    left: int
+    weights: int
+    weights_left: int
+    macs: int | None  # for one example; None where the network's picture is not known
+
+    @property
+    def share_removed(self) -> float:
+        """Of its filters."""
+        return removed(self.filters, self.left)
+
+    @property
+    def weights_removed(self) -> float:
+        """Of its weights, and so of its MACs: every weight of a layer is used equally often."""
+        return removed(self.weights, self.weights_left)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A figure before and after."""
+
+    before: float
+    after: float
+
+    @property
+    def removed(self) -> float:
+        """The share that is gone."""
+        return removed(self.before, self.after)
+
+    @property
+    def change(self) -> float:
+        """After minus before."""
+        return self.after - self.before
+
+
+@dataclass(frozen=True)
+class End:
+    """How a finished run ended."""
+
+    stopped: str
+    search: Pair
+    test: Pair
+    test_count: int
+    parameters: Pair
+    macs: Pair
+    bytes: Pair
+    seconds: float
+    classes: tuple[Pair, ...] = ()  # test accuracy by class; NaN for a class without examples
+    latency: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """All that a report says of one run."""
+
+    folder: Path | None
+    state: State
+    metric: Metric
+    loss_name: str
+    provenance: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    recipe_text: str
+    start: float | None  # accuracy on the search set
+    steps: tuple[StepRecord, ...]
+    events: tuple[Event, ...]
+    end: End | None
+    nodes: tuple[Node, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    at: str = ""  # what an unfinished run is, or was, working on
+    notes: tuple[str, ...] = field(default=())  # what is missing or damaged
+
+    @property
+    def name(self) -> str:
+        """The last part of the folder's path."""
+        return folder_name(self.folder)
+
+    @property
+    def model(self) -> str:
+        """The network as its user calls it: the built-in or own name, or the class."""
+        origin = self.provenance.get("origin") or {}
+        known = self.provenance.get("model") or {}
+        return str(origin.get("model") or str(known.get("class", "a network")).rpartition(".")[2])
+
+    @property
+    def data(self) -> str:
+        """The data's name."""
+        return str((self.provenance.get("data") or {}).get("name", "data"))
+
+    @property
+    def max_drop(self) -> float | None:
+        """The accuracy that may be lost; None where the recipe is missing."""
+        value = self.recipe.get("max_drop")
+        return float(value) if isinstance(value, int | float) else None
+
+    @property
+    def search_count(self) -> int:
+        """Examples in the search set; 0 if that is not known."""
+        sets = (self.provenance.get("data") or {}).get("sets") or {}
+        return int((sets.get("search") or {}).get("count", 0))
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """As the data names them."""
+        return tuple(map(str, (self.provenance.get("data") or {}).get("classes") or ()))

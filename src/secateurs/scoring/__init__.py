@@ -1,0 +1,48 @@
+"""How a site's filters are ranked: which masks are drawn, on which examples, by losses or by slopes, and when it is enough.
+
+`PAPER` is the paper's procedure: a fixed number of masks, each measured on all examples. `FAST` lets every example have masks
+of its own and takes the slope of its loss along them; rounds follow until the set of the least important filters is settled.
+"""
+
+from __future__ import annotations
+
+from secateurs.data.examples import Examples
+from secateurs.evaluate import Device, Measure, cross_entropy
+from secateurs.graph import Graph
+from secateurs.measuring import Bench
+from secateurs.scoring.by_losses import by_fixed_masks, by_rounds
+from secateurs.scoring.by_slopes import by_slopes
+from secateurs.scoring.settings import FAST, PAPER, PRESETS, Estimator, Model, Scoring
+from secateurs.scoring.work import OnScored, Scored, Work
+from secateurs.sites import Site
+from secateurs.store import Store
+
+__all__ = ["FAST", "PAPER", "PRESETS", "Estimator", "Model", "OnScored", "Scored", "Scoring", "score_site"]
+
+
+def score_site(
+    graph: Graph,
+    site: Site,
+    pool: Examples,
+    scoring: Scoring = FAST,
+    *,
+    loss_fn: Measure = cross_entropy,
+    batch: int = 256,
+    device: Device = None,
+    cache_bytes: int | None = None,
+    seed: int = 0,
+    step: int = 1,
+    store: Store | None = None,
+    on_scored: OnScored | None = None,
+) -> Scored:
+    """Rank the filters of `site` by examples of `pool`: masks are drawn and measured, and the linear model is fitted to them.
+
+    All that is random follows from `seed` (which examples) and from `seed` and `step` (which masks). What is measured goes
+    through `store`, so that an interrupted call, made again, measures only what is left and ends the same. `on_scored` gets the
+    number of masks measured so far and their bound.
+    """
+    bench = Bench(graph, site, loss_fn, Store() if store is None else store, batch, device, cache_bytes)
+    work = Work(bench, pool, scoring, seed, step, on_scored or (lambda done, bound: None))
+    if scoring.estimator == "gradient":
+        return by_slopes(work)
+    return by_rounds(work) if scoring.adaptive else by_fixed_masks(work)

@@ -1,0 +1,391 @@
+"""Reports: the page says what the journal says, whoever named things; broken folders give a partial page or an error."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from secateurs.cli import execute
+from secateurs.data import Data, load
+from secateurs.data.splits import subset
+from secateurs.errors import InvalidInput, RunError, UnknownSite
+from secateurs.graph import trace
+from secateurs.importance import Importance
+from secateurs.models import build
+from secateurs.recipe import Recipe
+from secateurs.report import describe, plots, read_run, write_report
+from secateurs.report.charts.accuracy import accuracy
+from secateurs.report.charts.agreement import agreement
+from secateurs.report.charts.frontier import Point, best
+from secateurs.report.charts.importances import importances
+from secateurs.report.figure import Figure, ticks
+from secateurs.report.judging import run_warnings, step_warnings, verdict
+from secateurs.report.markup import el
+from secateurs.report.records import Ranking, StepRecord
+from secateurs.report.structure import nodes_from
+from secateurs.report.words import SPACE, Metric, clock, interval, large
+from secateurs.run import prune
+from secateurs.tensorfile import dump, parse
+from secateurs.training import TrainSettings
+
+NASTY = '<script>alert("x")</script>&\'"'
+
+
+def digits_run(folder: Path, **recipe: Any) -> Path:
+    """A real run: a narrow ResNet on a few digits, with the fields of later journals filled in where the run lacks them."""
+    whole = load("digits")
+    few = [subset(part, 96, seed=0) for part in (whole.train, whole.search, whole.test)]
+    data = Data("digits", *few, classes=whole.classes)
+    torch.manual_seed(0)
+    model = build("resnet8", in_channels=1, widths=(4, 6, 8))
+    asked = Recipe.paper(
+        max_drop=0.05,
+        shortcut="after",
+        masks_per_filter=6,
+        scoring_examples=32,
+        finetune=TrainSettings(epochs=1, batch=48, lr=0.02),
+        **recipe,
+    )
+    prune(model, data, asked, folder=folder, origin={"model": "resnet8", "model_options": {"in_channels": 1}}).finish()
+    if not any(entry["unit"] == "network" for entry in entries_of(folder)):
+        picture = {"unit": "network", **describe(trace(model, torch.zeros(2, 1, 8, 8)))}
+        rewrite(folder, lambda entries: [picture, *entries])
+    rewrite(folder, with_classes)
+    return folder
+
+
+def with_classes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    before, after = [0.5] * 10, [0.5] * 9 + [0.25]
+    return [
+        {**e, "classes": {"before": before, "after": after}, "latency": {"speedup": 1.25, "batch": 64}}
+        if e["unit"] == "end"
+        else e
+        for e in entries
+    ]
+
+
+def entries_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
+def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    lines = [json.dumps(entry) for entry in change(entries_of(folder))]
+    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return digits_run(tmp_path_factory.mktemp("report") / "run")
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    """A copy that a test may break."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+class Page(HTMLParser):
+    """Checks that tags are balanced, and notes tags, attributes and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.words += data.replace("\N{NO-BREAK SPACE}", " ").replace("\N{MINUS SIGN}", "-")
+
+
+def page_of(folder: Path) -> Page:
+    return Page(write_report(folder).read_text())
+
+
+def test_the_page_needs_nothing_else_and_tells_what_the_journal_tells(finished: Path, tmp_path: Path) -> None:
+    path = write_report(finished, tmp_path / "deep" / "page.html")
+    page = Page(path.read_text())
+    assert path.stat().st_size < 300_000
+    links = [
+        value for _, given in page.tags for name, value in given.items() if name in ("src", "href", "xlink:href", "action")
+    ]
+    assert all(value is not None and value.startswith(("#", "data:,")) for value in links)
+    assert not re.search(r"url\(|@import|https?://", path.read_text())
+    end = next(entry for entry in entries_of(finished) if entry["unit"] == "end")
+    assert f"{100 * end['test']['after']:.2f} %" in page.words
+    assert f"{100 * (1 - end['macs']['after'] / end['macs']['before']):.1f} % of the MACs" in page.words
+    assert "Allowed drop kept" in page.words
+    assert "1.25×" in page.words
+    assert "class “9”: 50.00 % → 25.00 % (-25.00 points)" in page.words
+    for word in ("resnet8 on digits", "max_drop = 0.05", "secateurs export", end["stopped"]):
+        assert word in page.words
+    steps = [entry for entry in entries_of(finished) if entry["unit"] == "step"]
+    figures = [given for tag, given in page.tags if tag == "svg" and given.get("role") == "img"]
+    assert len(figures) == 4 + 3 * len(steps)
+    bars = [given["data-tips"] for tag, given in page.tags if tag == "rect" and "data-tips" in given]
+    assert [len(tips.split("|")) for tips in bars if tips and tips.startswith("filter")] == [s["channels"] for s in steps]
+    assert [tips.count("removed") for tips in bars if tips and tips.startswith("filter")] == [len(s["removed"]) for s in steps]
+
+
+def test_the_command_writes_into_the_run_folder_and_prints_where(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    assert execute(["report", str(folder / "nowhere")]) == 1
+    assert "not the folder of a run" in capsys.readouterr().err
+
+
+def test_every_figure_is_an_object_that_notebooks_show(finished: Path) -> None:
+    shown = plots(finished)
+    site = shown.run.steps[0].site
+    for figure in (
+        *(shown.importances(site), shown.accuracy(site), shown.agreement(site)),
+        *(shown.widths(), shown.timeline(), shown.frontier(), shown.classes()),
+    ):
+        root = ElementTree.fromstring(figure.svg)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "nan" not in figure.body
+        assert figure._repr_svg_() == figure._repr_html_() == figure.svg
+    with pytest.raises(UnknownSite, match="Did you mean 'conv1'"):
+        shown.importances("conv")
+
+
+def test_a_run_in_memory_has_figures_too(finished: Path) -> None:
+    known = plots(finished).run.steps[0].ranking
+    assert known is not None
+    nothing = torch.tensor(0.0)
+    importance = Importance(torch.tensor(known.coef), nothing, torch.tensor(known.stderr), nothing, nothing, nothing)
+    shown = plots(entries_of(finished), recipe={"max_drop": 0.05}, importances={1: importance})
+    assert shown.timeline().body == plots(finished).timeline().body
+    assert "removed" in shown.importances(shown.run.steps[0].site).body
+    with pytest.raises(InvalidInput, match="weights at the start"):
+        shown.widths()
+
+
+def test_saved_importances_win_and_older_folders_are_fitted_again(folder: Path) -> None:
+    fitted = read_run(folder).steps[0].ranking
+    assert fitted is not None
+    file = folder / "ensembles" / "0001.safetensors"
+    tensors, header = parse(file.read_bytes())
+    width = tensors["masks"].shape[1]
+    # outside the code: least squares by numpy-like normal equations in torch, on centred masks
+    z = tensors["masks"].double() - tensors["masks"].double().mean(0)
+    losses = tensors["losses"].double()
+    s = (losses.max() - losses) / (losses.max() - losses.min())
+    expected = torch.linalg.lstsq(z, (s - s.mean())[:, None], driver="gelsd").solution[:, 0]
+    torch.testing.assert_close(torch.tensor(fitted.coef, dtype=torch.float64), expected, rtol=0, atol=1e-8)
+    coef = torch.arange(width, dtype=torch.float64)
+    header.pop("digest")
+    file.write_bytes(dump({"coef": coef, "stderr": coef / 10}, header))
+    saved = read_run(folder).steps[0].ranking
+    assert saved is not None
+    assert (saved.coef, saved.stderr) == (tuple(coef.tolist()), tuple((coef / 10).tolist()))
+    assert saved.agreement == ()
+
+
+def test_names_of_users_are_shown_and_never_run(folder: Path) -> None:
+    rewrite(
+        folder, lambda entries: [{**e, "site": NASTY, "note": NASTY} if e["unit"] in ("step", "cut") else e for e in entries]
+    )
+    provenance = json.loads((folder / "provenance.json").read_text())
+    provenance["origin"]["model"] = provenance["data"]["name"] = NASTY
+    provenance["data"]["classes"] = [NASTY] * 10
+    provenance["measures"] = {"metric": f"dice{NASTY}", "loss": f"focal{NASTY}"}
+    (folder / "provenance.json").write_text(json.dumps(provenance))
+    text = write_report(folder).read_text()
+    page = Page(text)
+    assert text.count("<script>") == 1
+    assert f"{NASTY} on {NASTY}" in page.words
+    assert f"Test dice{NASTY}" in page.words
+    assert f"focal{NASTY}" in page.words
+    assert "points" not in page.words  # a metric of the user's own is no share of examples
+    comparison = Page(write_report([folder, folder], folder / "both.html").read_text())
+    assert NASTY in comparison.words
+
+
+def test_a_run_that_stopped_says_so(folder: Path) -> None:
+    def until_second_step(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return entries[: next(n for n, e in enumerate(entries) if e["unit"] == "step" and e["number"] == 2)]
+
+    rewrite(folder, until_second_step)
+    with (folder / "journal.jsonl").open("a") as file:
+        file.write('{"unit": "ep')  # cut short by a crash
+    page = page_of(folder)
+    assert "The run is not finished (fine-tuning after the cut of step 2, 1 epochs done)" in page.words
+    assert f"secateurs resume {folder}" in page.words
+    assert "So far" in page.words
+
+
+def test_damaged_parts_are_left_out_and_named(folder: Path) -> None:
+    (folder / "provenance.json").write_text("{")
+    (folder / "recipe.toml").unlink()
+    (folder / "ensembles" / "0001.safetensors").write_bytes(b"no")
+    (folder / "checkpoints" / "start.safetensors").write_bytes(b"no")
+    lines = (folder / "journal.jsonl").read_text().splitlines(keepends=True)
+    (folder / "journal.jsonl").write_text("".join([*lines[:-1], "garbage\n", lines[-1]]))
+    words = page_of(folder).words
+    for part in ("provenance.json: damaged", "recipe.toml: cannot be read", "ensembles/0001.safetensors: damaged"):
+        assert part in words
+    assert "checkpoints/start.safetensors: cannot be read" in words
+    assert f"journal.jsonl, line {len(lines)}: damaged" in words
+    assert "Allowed drop not known" in words
+
+
+def test_an_empty_journal_gives_a_page_and_no_journal_an_error(folder: Path, tmp_path: Path) -> None:
+    (folder / "journal.jsonl").write_text("")
+    assert "nothing has been measured yet" in page_of(folder).words
+    with pytest.raises(RunError, match=r"no journal\.jsonl"):
+        write_report(tmp_path / "elsewhere")
+    (folder / "training.json").write_text("{}")
+    with pytest.raises(RunError, match="folder of a training"):
+        write_report(folder)
+    with pytest.raises(InvalidInput, match="at least one run"):
+        write_report([])
+
+
+@pytest.mark.parametrize(("drop", "kept"), [(0.05, True), (0.0500001, False), (-0.01, True)])
+def test_the_verdict_compares_the_worst_cut_with_what_was_allowed(folder: Path, drop: float, kept: bool) -> None:
+    def cost(entry: dict[str, Any]) -> dict[str, Any]:
+        changed = {"cut": {"baseline": 0.9}, "step": {"accuracy_cut": 0.9 - drop}}
+        return {**entry, **changed.get(entry["unit"], {})}
+
+    rewrite(folder, lambda entries: [cost(entry) for entry in entries])
+    assert verdict(read_run(folder)).kept is kept
+    assert ("Allowed drop kept" if kept else "Allowed drop exceeded") in page_of(folder).words
+
+
+def test_bad_fits_are_told_in_words(finished: Path) -> None:
+    run = read_run(finished)
+    for r2, word in ((-0.1, "worse than their mean"), (0.1, "only 10"), (0.4, "fits badly")):
+        assert word in " ".join(step_warnings(step(r2=r2), run))
+    assert "more masks would settle" in " ".join(step_warnings(step(split_half=0.3), run))
+    assert step_warnings(step(), run) == ()
+    assert "smaller than the uncertainty" in " ".join(run_warnings(run)) or run.end is None or run.end.test.change == 0
+
+
+def test_several_runs_are_compared(finished: Path, folder: Path) -> None:
+    provenance = json.loads((folder / "provenance.json").read_text())
+    provenance["data"]["sha256"] = "other"
+    (folder / "provenance.json").write_text(json.dumps(provenance))
+    (folder / "recipe.toml").write_text((folder / "recipe.toml").read_text().replace("max_drop = 0.05", "max_drop = 0.01"))
+    page = Page(write_report([finished, folder], folder / "both.html").read_text())
+    assert "2 runs compared" in page.words
+    assert "different data or splits" in page.words
+    assert "max_drop0.050.01" in page.words
+    assert "finetune.epochs" not in page.words  # the same in both
+
+
+def test_resnet20_is_described_as_the_paper_counts_it() -> None:
+    nodes = nodes_from(describe(trace(build("resnet20"), torch.zeros(1, 3, 32, 32))))
+    layers = [node for node in nodes if node.is_layer]
+    assert sum(node.filters for node in layers[:-1]) == 688  # Table 2
+    assert sum(node.macs for node in layers) == 40_551_040
+    joins = [node for node in nodes if node.kind == "join"]
+    assert [len(node.sources) for node in joins] == [2] * 9
+    assert nodes_from({"nodes": [{"odd": 1}]}) == ()
+
+
+def test_55_sites_stay_under_a_megabyte(folder: Path) -> None:
+    entries = entries_of(folder)
+    widths = [16] * 19 + [32] * 18 + [64] * 18  # ResNet-56
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for number, width in enumerate(widths, 1):
+        masks = torch.rand(10 * width, width, generator=generator) > 0.3
+        tensors = {"masks": masks, "losses": torch.rand(10 * width, generator=generator)}
+        header = {"meta": json.dumps({"site": "s", "original": list(range(width))})}
+        (folder / f"ensembles/{number:04d}.safetensors").write_bytes(dump(tensors, header))
+        like = next(e for e in entries if e["unit"] == "step")
+        tried = [[m, 0.9 - m / 100] for m in range(0, width, max(width // 8, 1))]
+        made += [{"unit": "epoch", "step": number, "phase": "finetune", "epoch": k, "search_accuracy": 0.9} for k in range(10)]
+        fields = {"number": number, "site": f"layer.{number}", "channels": width, "removed": list(range(width // 2))}
+        made.append({**like, **fields, "evaluated": tried})
+    rewrite(folder, lambda entries: [*(e for e in entries if e["unit"] not in ("step", "cut", "epoch")), *made])
+    assert write_report(folder).stat().st_size < 1_000_000
+
+
+def step(*, r2: float | None = 0.9, split_half: float | None = 0.9, **fields: Any) -> StepRecord:
+    known: dict[str, Any] = {
+        **{"number": 1, "round": 0, "site": "conv1", "channels": 4, "removed": (2,), "baseline": 0.9},
+        **{"accuracy_before": 0.9, "accuracy_cut": 0.89, "accuracy": 0.9, "parameters_removed": 0.1, "macs_removed": 0.1},
+        **{"evaluated": ((1, 0.89),), "masks": 40, "seconds": 1.0, "criterion": "", "note": "", "predicted_drop": None},
+    }
+    return StepRecord(**{**known, **fields}, r2=r2, split_half=split_half)
+
+
+numbers = st.floats(-1e6, 1e6) | st.floats(-1e-9, 1e-9) | st.sampled_from([math.inf, math.nan])
+
+
+@given(
+    coef=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=6),
+    error=numbers,
+    tried=st.lists(st.tuples(st.integers(1, 5), st.floats(0, 1)), min_size=1, max_size=5),
+)
+@settings(deadline=None, max_examples=60)
+def test_any_figures_draw_well_formed_pictures(coef: list[float], error: float, tried: list[tuple[int, float]]) -> None:
+    ranking = Ranking(tuple(range(len(coef))), tuple(coef), (error,) * len(coef), tuple((c, c) for c in coef))
+    drawn = step(ranking=ranking, evaluated=tuple(tried))
+    for figure in (importances(drawn), accuracy(drawn, Metric(), 0.01), agreement(drawn)):
+        assert figure is not None
+        root = ElementTree.fromstring(figure.svg)
+        for shape in root.iter():
+            for name in ("x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "width", "height"):
+                if name in shape.attrib:
+                    assert math.isfinite(float(shape.attrib[name]))
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=12))
+@settings(deadline=None, max_examples=40)
+def test_nothing_beats_the_frontier_and_something_on_it_beats_the_rest(pairs: list[tuple[float, float]]) -> None:
+    points = [Point(m, a, str(k)) for k, (m, a) in enumerate(pairs)]
+    front = best(points)
+    assert front
+    for p in points:
+        better = [q for q in front if q.macs_left <= p.macs_left and q.accuracy >= p.accuracy]
+        assert better
+        if p in front:
+            assert all((q.macs_left, q.accuracy) == (p.macs_left, p.accuracy) for q in better)
+
+
+def test_numbers_are_written_as_people_read_them() -> None:
+    low, high = interval(0.5, 100)  # Wilson 1927, worked in many textbooks: 0.404 to 0.596
+    assert (round(low, 3), round(high, 3)) == (0.404, 0.596)
+    assert interval(1.0, 10)[1] == 1.0
+    written = [clock(32.43), clock(185), clock(7380), large(40_551_040), large(999), large(116_790), Metric().change(-0.006)]
+    expected = ["32.4 s", "3 min 05 s", "2 h 03 min", "40.6 M", "999", "117 k", "\N{MINUS SIGN}0.60 points"]
+    assert [words.replace(SPACE, " ") for words in written] == expected
+    assert Metric("dice", share=False).change(0.25) == "+0.25"
+    assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert el("a", "<", href='"&') == '<a href="&quot;&amp;">&lt;</a>'
+
+
+def test_a_figure_is_drawn_with_its_style_or_without() -> None:
+    figure = Figure("Title", "Words", 10, 20, el("line", x1=0.123456))
+    assert "<style>" in figure.svg
+    assert "<style>" not in figure.inline
+    assert 'x1="0.1"' in figure.inline
