@@ -151,7 +151,7 @@ def estimates(bench: Bench, data: Data, plan: Plan) -> Iterator[Estimate]:
     channels = bench.site.channels
     examples = subset(data.train, plan.reference_images, seed=derive(0, "scoring"))
     masks = sample_masks(channels, plan.reference_masks * channels, generator=generator_for(0, "reference"))
-    losses = bench.on(examples).losses(masks)
+    losses = bench.on(examples).values(masks)
     yield from_losses("reference", masks, losses)
     yield from_losses("losses, 10 C masks", masks[: 10 * channels], losses[: 10 * channels])
     yield from_losses("losses, 2 C masks, 512 images", masks[: 2 * channels], losses[: 2 * channels, :512])

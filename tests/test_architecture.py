@@ -29,10 +29,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("criteria", "scoring"),
     ("cutting", "ranking"),
     ("recipe", "steps"),
-    ("record", "workshop"),
+    ("record", "workshop", "report"),
     ("dividing",),
     ("run",),
-    ("models", "export", "report"),
+    ("models", "export"),
     ("experiments", "integrations"),
     ("cli",),
 )

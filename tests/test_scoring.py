@@ -149,8 +149,8 @@ def test_other_weights_examples_or_losses_are_measured_anew(problem: tuple[Graph
     few, more = pool.take(torch.arange(40)), pool.take(torch.arange(40, 80))
     benches = [(Bench(graph, site, cross_entropy, store), few), (Bench(graph, site, cross_entropy, store), more)]
     benches += [(Bench(graph, site, sharper, store), few), (Bench(other, site, cross_entropy, store), few)]
-    found = [bench.on(examples).mean_losses(masks) for bench, examples in benches]
-    fresh = [score_masks(b.graph, b.site, masks, examples, loss_fn=b.loss_fn).losses for b, examples in benches]
+    found = [bench.on(examples).means(masks) for bench, examples in benches]
+    fresh = [score_masks(b.graph, b.site, masks, examples, loss_fn=b.measure).losses for b, examples in benches]
     for one, wanted in zip(found, fresh, strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-6, atol=0)
 

@@ -119,16 +119,16 @@ def find_site_cut(
     def steer(keep: Tensor) -> float | Judgement:
         on_look()
         if start is None:
-            return float(measured.mean_losses(keep[None])[0])
+            return float(measured.means(keep[None])[0])
         known = () if promise is None else promise.answers
-        after = measured.losses(keep[None])[0].double()
+        after = measured.values(keep[None])[0].double()
         return jury.contract.judge(start.steering, after, classes_of(jury.steering, jury), answers=known, share=share)
 
     def last_word(keep: Tensor) -> Judgement:
         on_look()
         assert promise is not None
         assert jury.certifying is not None
-        return promise.certify(bench.on(jury.certifying).losses(keep[None])[0].double())
+        return promise.certify(bench.on(jury.certifying).values(keep[None])[0].double())
 
     cut = find_cut(
         order,

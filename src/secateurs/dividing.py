@@ -62,7 +62,7 @@ def measure_course(workshop: Workshop, place: Place, ranking: Ranking) -> Course
     recipe, site = workshop.recipe, place.site
     counts = counts_of(site.channels, recipe.largest_share, recipe.round_to)
     measured = workshop.bench(place, workshop.tools.loss_fn).on(workshop.jury.steering)
-    losses = measured.mean_losses(cuts_along(ranking.order, counts)).tolist()
+    losses = measured.means(cuts_along(ranking.order, counts)).tolist()
     most = _saved(workshop, compact(workshop.original, {site.name: cuts_along(ranking.order, counts[-1:])[0]}))
     saved = [most * count / max(counts[-1], 1) for count in counts]
     return Course(ranking, site.original, Curve(site.name, counts, tuple(losses), tuple(saved)))

@@ -1,4 +1,4 @@
-"""Losses and slopes of a network under masks at one site, taken from the store where it has them, measured and kept where not.
+"""Losses, metrics and slopes of a network under masks at one site: from the store where it has them, else measured and kept.
 
 Masks are measured in the same groups whether a run was interrupted or not, and a group is kept as a whole. So what comes out is
 the same to the bit, and a run that is made again measures nothing.
@@ -30,11 +30,11 @@ _FORM = b"form"
 
 @dataclass(frozen=True)
 class Bench:
-    """A network and a site of it, a loss, and how and where both are run."""
+    """A network and a site of it, what is measured (a loss, a metric), and how and where both are run."""
 
     graph: Graph
     site: Site
-    loss_fn: Measure
+    measure: Measure
     store: Store
     batch: int = 256
     device: Device = None
@@ -51,7 +51,7 @@ class Bench:
     def context(self) -> str:
         """All that a value depends on besides the examples and the masks."""
         weights = digest(dict(self.graph.module.state_dict()))
-        return context_of(weights, self.site.name, str(self.site.channels), _name_of(self.loss_fn), self.variant)
+        return context_of(weights, self.site.name, str(self.site.channels), name_of(self.measure), self.variant)
 
 
 @dataclass(frozen=True)
@@ -62,19 +62,19 @@ class Measured:
     examples: Examples
     announced: int = 0
 
-    def losses(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
-        """The loss of every example under every mask: masks (M, C) to (M, N); the loss must give one for each."""
+    def values(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
+        """What the measure says of every example under every mask: masks (M, C) to (M, N); it must give one value for each."""
 
         def measure(few: Tensor) -> Tensor:
-            return self._split.values(few, self.bench.loss_fn, weights=self.bench.weights).to(self._kept)
+            return self._split.values(few, self.bench.measure, weights=self.bench.weights).to(self._kept)
 
-        return self._by_mask("losses", masks, measure, on_measured)
+        return self._by_mask("values", masks, measure, on_measured)
 
-    def mean_losses(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
-        """The mean loss over the examples under every mask: masks (M, C) to (M,) float64."""
+    def means(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
+        """The mean over the examples under every mask: masks (M, C) to (M,) float64."""
 
         def measure(few: Tensor) -> Tensor:
-            return self._split.measure(few, [self.bench.loss_fn], weights=self.bench.weights)[:, 0]
+            return self._split.measure(few, [self.bench.measure], weights=self.bench.weights)[:, 0]
 
         return self._by_mask("means", masks, measure, on_measured)
 
@@ -83,7 +83,7 @@ class Measured:
         context, key = self._context("slopes"), hashlib.sha256(mask_key(masks.flatten())).digest()
         (known,) = self.bench.store.get(context, [key])
         if known is None:
-            found = self._split.slopes(masks, self.bench.loss_fn)
+            found = self._split.slopes(masks, self.bench.measure)
             known = torch.cat([found.losses[:, None], found.slopes], 1).cpu().to(self._kept)
             self._keep(context, [key], [known])
         return known[:, 0], known[:, 1:]
@@ -143,11 +143,11 @@ class Measured:
         return self.examples.digest()
 
 
-def _name_of(loss_fn: Measure) -> str:
-    """What tells one loss from another inside a run folder."""
-    if isinstance(loss_fn, partial):
-        return f"{_name_of(loss_fn.func)} {loss_fn.args} {sorted(loss_fn.keywords.items())}"
-    return f"{getattr(loss_fn, '__module__', '')}.{getattr(loss_fn, '__qualname__', type(loss_fn).__qualname__)}"
+def name_of(measure: Measure) -> str:
+    """What tells one measure from another inside a run folder."""
+    if isinstance(measure, partial):
+        return f"{name_of(measure.func)} {measure.args} {sorted(measure.keywords.items())}"
+    return f"{getattr(measure, '__module__', '')}.{getattr(measure, '__qualname__', type(measure).__qualname__)}"
 
 
 def _dtype_of(graph: Graph) -> torch.dtype:

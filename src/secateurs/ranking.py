@@ -115,8 +115,8 @@ def _best_of(
     found = {name: rank(name, bench, ranker, reconstruction=reconstruction, step=step, on_scored=on_scored) for name in names}
     channels = bench.site.channels
     counts = sorted({min(max(round(share * channels), 1), channels - 1) for share in _SHARES})
-    measured = replace(bench, loss_fn=ranker.held_out_loss).on(ranker.held_out)
-    losses = {name: _typical(measured.mean_losses(cuts_along(ranking.order, counts))) for name, ranking in found.items()}
+    measured = replace(bench, measure=ranker.held_out_loss).on(ranker.held_out)
+    losses = {name: _typical(measured.means(cuts_along(ranking.order, counts))) for name, ranking in found.items()}
     compared = tuple(sorted(losses.items(), key=lambda entry: entry[1]))
     winner, least = compared[0]
     note = f"{winner} won the portfolio, {_margin(least, compared)}"

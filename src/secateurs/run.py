@@ -22,6 +22,7 @@ from secateurs.allocation import Division
 from secateurs.artefact import load, save
 from secateurs.costs import cost
 from secateurs.cutting import Looking, Start, find_site_cut
+from secateurs.data.examples import Examples
 from secateurs.data.seeding import derive
 from secateurs.data.splits import Data, subset
 from secateurs.dividing import Course, course_fields, course_from, find_division, measure_course
@@ -29,20 +30,25 @@ from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.evaluate import Device, Evaluation, Measure, correct, cross_entropy
 from secateurs.graph import Graph, trace
 from secateurs.ranking import Ranking
-from secateurs.recipe import Recipe
+from secateurs.recipe import Recipe, recipe_fields
 from secateurs.record import Record, create_folder, disk_errors, environment, open_folder
 from secateurs.repair import Repair
+from secateurs.report import Plots, describe, plots, write_report
 from secateurs.search import Cut
 from secateurs.sites import Site, find_sites
 from secateurs.steps import Outcome, Progress, Step, kept_of_ranking, outcome_fields, step_fields, step_from
 from secateurs.store import Store
 from secateurs.tensorfile import digest
+from secateurs.timing import SpeedUp, latency
 from secateurs.training import EpochRecord, TrainSettings, TrainState, carry_momentum, recalibrate_, train_
 from secateurs.workshop import Place, Tools, Workshop
 
 START = "checkpoints/start"
 TRAINING = "checkpoints/training"
 MEASURED = "measured.sqlite"
+REPORT = "report.html"
+
+_TIMED, _TIMINGS = 64, 12  # examples at once, and how often, when the speed is measured at the end
 
 
 def prune(
@@ -71,7 +77,8 @@ def prune(
     graph = trace(model, data.train.batch(slice(0, 2)).inputs.to(_device_of(model)), leaves=leaves)
     record = Record()
     if folder is not None:
-        record = create_folder(Path(folder), recipe, _provenance(graph, data, recipe, leaves, origin))
+        measures = {"loss": loss_fn, "metric": metric}
+        record = create_folder(Path(folder), recipe, _provenance(graph, data, recipe, measures, store, origin))
     try:
         tools = Tools(loss_fn, metric, device, _open_store(record, store), cache_bytes)
         run = Run(Workshop(graph, data, recipe, tools), record, watch=watch)
@@ -110,7 +117,7 @@ def resume(
         if not (path / f"{START}.safetensors").exists():
             raise RunError(f"{path}: was stopped before its first checkpoint. Delete the folder and start the run again.")
         start = load(model, path / f"{START}.safetensors", example_input=example)
-        tools = Tools(loss_fn, metric, device, _open_store(record, store), cache_bytes)
+        tools = Tools(loss_fn, metric, device, _open_store(record, store or provenance.get("store")), cache_bytes)
         run = Run(Workshop(start, data, stored, tools), record, watch=watch)
         run.restore(model)
         return run
@@ -199,6 +206,19 @@ class Run:
         """Let go of the run folder, so that others can go on with it; a finished or failed run has done so."""
         self.record.close()
         self.workshop.tools.store.close()
+
+    def report(self) -> Path | None:
+        """Write the page of the run as it stands into its folder; a run without a folder has none."""
+        return None if self.record.path is None else write_report(self.record.path)
+
+    @property
+    def plot(self) -> Plots:
+        """The figures of the run as it stands, for notebooks."""
+        return plots(
+            self.record.entries if self.record.path is None else self.record.path,
+            recipe=recipe_fields(self.recipe),
+            importances={step.number: step.importance for step in self.steps if step.importance is not None},
+        )
 
     def save(self, path: str | Path) -> Path:
         """Save the network as it is now (see `secateurs.save`)."""
@@ -522,6 +542,7 @@ class Run:
         if self.record.path is not None:
             with disk_errors(self.record.path):
                 save(self.graph, self.record.path / f"{START}.safetensors")
+            self.record.append("network", **describe(self.graph))
 
     def restore(self, model: nn.Module) -> None:
         """Take up what the journal and the checkpoints say was done."""
@@ -557,6 +578,7 @@ class Run:
                 self.record.append("retrained", accuracy=self._accuracy, loss=self._loss)
                 self.record.delete(TRAINING)
         test, search = self.data.test.ready(self.workshop.dtype), self.workshop.search
+        speed, batch = self._speed(test)
         self.outcome = Outcome(
             graph=self.graph,
             steps=tuple(self.steps),
@@ -567,10 +589,26 @@ class Run:
             test_after=self.workshop.evaluate(self.graph, test),
             cost_before=self.cost_before,
             cost_after=cost(self.graph),
+            classes=self._classes(test),
+            speed=speed,
+            batch=batch,
             seconds=time.monotonic() - self._began,
         )
         self._write_outcome(self.outcome)
         self.close()
+
+    def _classes(self, test: Examples) -> tuple[tuple[str, float, float], ...]:
+        """Test accuracy of every class before and after."""
+        each = [self.workshop.by_class(graph, test) for graph in (self.original, self.graph)]
+        return tuple(zip(self.data.classes, *each, strict=True)) if all(each) else ()
+
+    def _speed(self, test: Examples) -> tuple[SpeedUp | None, int]:
+        """How much faster the smaller network is here, on a batch of test inputs; not measured where nothing was cut."""
+        if not any(step.removed for step in self.steps):
+            return None, 0
+        inputs = test.batch(slice(0, _TIMED)).inputs
+        found = latency(self.original, self.graph, example_input=inputs, repeats=_TIMINGS, device=self.workshop.tools.device)
+        return found.speedups[0], len(inputs)
 
     def _load_retrained(self) -> None:
         found = self.record.load_tensors("checkpoints/retrained")
@@ -586,6 +624,7 @@ class Run:
             outcome.graph.plan.save(self.record.path / "plan.json")
         if not self.record.units("end"):
             self.record.append("end", **outcome_fields(outcome))
+        self.report()
 
     # ---- small services ----------------------------------------------------------------------------------------------
 
@@ -623,13 +662,20 @@ def _one_less(cut: Cut, accuracy: float) -> Cut:
 
 
 def _provenance(
-    graph: Graph, data: Data, recipe: Recipe, leaves: tuple[str, ...], origin: Mapping[str, Any] | None
+    graph: Graph,
+    data: Data,
+    recipe: Recipe,
+    measures: Mapping[str, Measure],
+    store: str | Path | None,
+    origin: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     weights = {name: tensor.detach().cpu() for name, tensor in graph.module.state_dict().items()}
     return {
-        "model": {"class": graph.plan.model, "weights_sha256": digest(weights), "leaves": list(leaves)},
+        "model": {"class": graph.plan.model, "weights_sha256": digest(weights), "leaves": list(graph.leaves)},
         "data": data.record(),
         "seed": recipe.seed,
+        "measures": {what: getattr(measure, "__name__", type(measure).__name__) for what, measure in measures.items()},
+        "store": None if store is None else str(Path(store).absolute()),
         "origin": dict(origin or {}),
         **environment(),
     }

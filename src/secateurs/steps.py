@@ -14,6 +14,7 @@ from secateurs.graph import Graph
 from secateurs.importance import Importance, PairImportance
 from secateurs.ranking import Ranking
 from secateurs.sites import Site
+from secateurs.timing import SpeedUp
 
 _KEPT_MASKS = 20_000  # a larger ensemble, as slopes have, is not worth its place in the folder
 
@@ -83,6 +84,9 @@ class Outcome:
     cost_before: Cost
     cost_after: Cost
     seconds: float
+    classes: tuple[tuple[str, float, float], ...] = ()  # name, test accuracy before and after; empty: no classes
+    speed: SpeedUp | None = None  # of the smaller network; None: not measured
+    batch: int = 0  # examples at once when the speed was measured
 
     def summary(self) -> str:
         """One sentence with the figures that matter."""
@@ -136,6 +140,7 @@ def kept_of_ranking(site: Site, ranking: Ranking) -> tuple[dict[str, Tensor], di
 
 def outcome_fields(outcome: Outcome) -> dict[str, Any]:
     """The figures of an outcome as plain values."""
+    speed = outcome.speed
     return {
         "stopped": outcome.stopped,
         "search": {"before": outcome.search_before.accuracy, "after": outcome.search_after.accuracy},
@@ -147,5 +152,13 @@ def outcome_fields(outcome: Outcome) -> dict[str, Any]:
         "parameters": {"before": outcome.cost_before.parameters, "after": outcome.cost_after.parameters},
         "macs": {"before": outcome.cost_before.macs, "after": outcome.cost_after.macs},
         "bytes": {"before": outcome.cost_before.bytes, "after": outcome.cost_after.bytes},
+        "classes": {
+            "names": [name for name, _, _ in outcome.classes],
+            "before": [before for _, before, _ in outcome.classes],
+            "after": [after for _, _, after in outcome.classes],
+        },
+        "latency": None
+        if speed is None
+        else {"speedup": speed.ratio, "low": speed.low, "high": speed.high, "batch": outcome.batch},
         "seconds": outcome.seconds,
     }

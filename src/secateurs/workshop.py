@@ -14,11 +14,12 @@ from torch import Tensor
 from secateurs.compaction import compact, verify
 from secateurs.contract import Verdict
 from secateurs.cutting import Jury, Start, certify, classes_of, start_of, summon
-from secateurs.data.examples import Examples
+from secateurs.data.examples import Examples, class_labels
 from secateurs.data.seeding import derive
 from secateurs.data.splits import Data, subset
 from secateurs.divergence import divergence, with_answers
-from secateurs.evaluate import Device, Evaluation, Measure, evaluate
+from secateurs.errors import InvalidInput
+from secateurs.evaluate import Device, Evaluation, Measure, evaluate, values
 from secateurs.graph import Graph
 from secateurs.masking import copy_module
 from secateurs.measuring import Bench
@@ -168,6 +169,17 @@ class Workshop:
         """Loss and accuracy of a network."""
         tools, batch = self.tools, self.recipe.batch
         return evaluate(graph.module, examples, loss_fn=tools.loss_fn, metric=tools.metric, batch=batch, device=tools.device)
+
+    def by_class(self, graph: Graph, examples: Examples) -> list[float]:
+        """Accuracy of a network on each class; empty where targets are no classes, or the metric gives only a mean."""
+        labels = class_labels(examples.targets)
+        if labels is None or not self.data.classes:
+            return []
+        try:
+            found = values(graph.module, examples, self.tools.metric, batch=self.recipe.batch, device=self.tools.device)
+        except InvalidInput:
+            return []
+        return [float(found[labels.cpu() == k].mean()) for k in range(len(self.data.classes))]
 
     def start(self, graph: Graph) -> Start | None:
         """What a network gets on each of the jury's images, to count drops from; None where only means count."""

@@ -29,6 +29,9 @@ def prune(
     device: str | None = None,
     out: Annotated[Path | None, Parameter(group=_WHERE, show_default="runs/MODEL-DATA-N")] = None,
     name: Annotated[str | None, Parameter(group=_WHERE)] = None,
+    store: Annotated[Path | None, Parameter(show_default="in the run folder")] = None,
+    cache_bytes: Annotated[int | None, Parameter(show_default="a quarter of the free memory")] = None,
+    report_every: Annotated[int, Parameter(show_default="1 step")] = 1,
     flags: RecipeFlags = _AS_USUAL,
     as_json: Json = False,
 ) -> None:
@@ -58,13 +61,19 @@ def prune(
     weights
         A state dict (.safetensors, .pt, .pth, .th), or "public" for the CIFAR-10 ResNets of depth 20, 32, 44, 56, 110.
     recipe
-        A TOML file, or the name of a shipped one (demo, 2core, paper-resnet). The flags below override its fields.
+        A TOML file, or the name of a shipped one (fast, paper, 2core, paper-resnet, demo). The flags below override its fields.
     device
         Where to compute: cpu, cuda, cuda:1, mps. Without it, where the model is.
     out
         The run folder.
     name
         The run folder, as a name under runs/.
+    store
+        A file where what is measured is kept, to be shared by several runs of one network: a mask is never measured twice.
+    cache_bytes
+        Memory for activations that are kept while masks are scored.
+    report_every
+        Write the report anew after every so many steps; 0: only at the end.
     as_json
         Print one JSON document on stdout, and no progress.
     """
@@ -90,9 +99,19 @@ def prune(
         shown.line(f"Pruning {model} on {examples.name} in {folder}")
         for note in examples.notes:
             shown.line(f"Note: {note}.")
-        run = start(network, examples, chosen, folder=folder, device=device, watch=watcher.watch, origin=origin.record())
+        run = start(
+            network,
+            examples,
+            chosen,
+            folder=folder,
+            device=device,
+            watch=watcher.watch,
+            origin=origin.record(),
+            store=store,
+            cache_bytes=cache_bytes,
+        )
         with holding(run, folder):
-            outcome = follow(run, watcher)
+            outcome = follow(run, watcher, report_every)
     if as_json:
         print_run_json(folder, run, outcome)
     else:

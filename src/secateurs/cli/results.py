@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 _COLUMNS = ("site", "round", "filters", "accuracy after the cut", "after training", "parameters removed", "MACs removed")
 
 
-def follow(run: Run, watcher: RunWatcher) -> Outcome:
-    """Do all of the run's work, telling the watcher."""
+def follow(run: Run, watcher: RunWatcher, report_every: int = 1) -> Outcome:
+    """Do all of the run's work, telling the watcher; the report is written after every so many steps (0: at the end only)."""
     for step in run:
         watcher.step(step)
+        if report_every and step.number % report_every == 0:
+            run.report()
     return run.finish()
 
 
@@ -65,6 +67,7 @@ def print_closing(folder: Path, outcome: Mapping[str, Any]) -> None:
     say(closing_line(outcome) + ".")
     say(f"Stopped because {outcome['stopped']}, after {clock(outcome['seconds'])}.")
     say(f"The smaller network: {folder / 'pruned.safetensors'}")
+    say(f"The report: {folder / 'report.html'}")
 
 
 def closing_line(outcome: Mapping[str, Any]) -> str:

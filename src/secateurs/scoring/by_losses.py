@@ -20,7 +20,7 @@ def by_fixed_masks(work: Work) -> Scored:
     """The paper's way: all masks at once, and the mean loss under each."""
     measured = work.bench.on(_examples_for_masks(work), announced=work.bound)
     masks = work.masks(work.bound)
-    ensemble = Ensemble(work.bench.site.name, masks, measured.mean_losses(masks, partial(work.told, 0)))
+    ensemble = Ensemble(work.bench.site.name, masks, measured.means(masks, partial(work.told, 0)))
     return Scored(_fit(work.scoring, ensemble), ensemble, len(masks), work.bound, None, len(measured.examples))
 
 
@@ -35,7 +35,7 @@ def by_rounds(work: Work) -> Scored:
         if count == 0:
             continue
         drawn = work.masks(count, number, after=masks)
-        losses = torch.cat([losses, measured.losses(drawn, partial(work.told, len(masks)))])
+        losses = torch.cat([losses, measured.values(drawn, partial(work.told, len(masks)))])
         masks = torch.cat([masks, drawn])
         if len(masks) > work.channels + 1:
             agreements.append(_agreement_of_losses(work, masks, losses, number))
@@ -62,7 +62,7 @@ def _examples_for_masks(work: Work) -> Examples:
         return work.pool
     pilot = work.bench.on(work.chosen(PILOT), announced=work.bound)
     masks = work.masks(max(2 * work.channels, work.channels + 16), ROUNDS)  # a purpose that no round has
-    needed = examples_needed(masks, pilot.losses(masks), final=work.bound)
+    needed = examples_needed(masks, pilot.values(masks), final=work.bound)
     return work.chosen(max(needed, PILOT))
 
 
