@@ -8,10 +8,10 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 LINTED := $(wildcard src tests tools benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test test-real bench limits clean
+.PHONY: help venv demo check test test-real bench bench-scoring bench-quality limits clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## Make .venv with the pinned versions (PYTHON=python3.12 picks another Python)
 
@@ -43,6 +43,12 @@ test-real: $(STAMP) ## Tests on the real CIFAR-10 and the public weights
 bench: $(STAMP) ## Time surgery and what it brings, as ratios
 	@$(BIN)/python -m benchmarks.surgery
 	@$(BIN)/python -m benchmarks.xor
+
+bench-scoring: $(STAMP) ## Time and judge the scoring of filters on the real CIFAR-10, in 5 minutes (FULL=1: hours)
+	@$(BIN)/python -m benchmarks.scoring $(if $(FULL),--full)
+
+bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accuracy, on the real CIFAR-10 (hours; resumable)
+	@$(BIN)/python -m benchmarks.quality --resume
 
 limits: $(STAMP) ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits

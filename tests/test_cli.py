@@ -34,7 +34,18 @@ from secateurs.steps import Progress
 from secateurs.training import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
 
 NET = ["--model", "mlp", "--model-option", "hidden=[8, 6]", "--data", "digits"]
-QUICK = ["--max-drop", "0.2", "--masks-per-filter", "4", "--scoring-examples", "64", "--finetune-epochs", "2"]
+QUICK = [
+    "--recipe",
+    "paper",
+    "--max-drop",
+    "0.2",
+    "--masks-per-filter",
+    "4",
+    "--scoring-examples",
+    "64",
+    "--finetune-epochs",
+    "2",
+]
 TRAINING = ["--epochs", "4", "--lr", "0.2", "--batch", "64"]
 
 Said = Callable[[], str]
@@ -129,7 +140,7 @@ def test_wrong_usage_ends_with_2_and_names_the_flag(capsys: pytest.CaptureFixtur
         (["prune", *NET, "--set", "finetune.augment=crp"], "finetune.augment = 'crp'"),
         (["prune", *NET, "--weights", "none.pt"], "none.pt"),
         (["prune", *NET, "--device", "cuda:77"], "--device cuda:77"),
-        (["prune", *NET, "--sites", "layer3.*", "--masks", "8"], "'layers.1'"),
+        (["prune", *NET, "--sites", "layer3.*", "--max-drop", "0.2"], "'layers.1'"),
         (["train", *NET, "--set", "learning_rate=1"], "'learning_rate'"),
         (["eval"], "a run folder, or --model and --data"),
         (["eval", "runs/none"], "provenance.json"),
@@ -196,7 +207,9 @@ def shown_default(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-@pytest.mark.parametrize("name", [n for n in get_type_hints(RecipeFlags) if n not in ("set", "sites", "scoring_examples", "adaptive")])
+@pytest.mark.parametrize(
+    "name", [n for n in get_type_hints(RecipeFlags) if n not in ("set", "sites", "scoring_examples", "adaptive")]
+)
 def test_defaults_in_the_help_are_those_of_the_recipe(name: str) -> None:
     hint = get_type_hints(RecipeFlags, include_extras=True)[name]
     table, _, inner = name.partition("_")
@@ -370,13 +383,26 @@ def test_an_interrupted_run_shows_where_it_is_and_ends_the_same(
 
 
 def test_ctrl_c_ends_a_process_cleanly(capsys: pytest.CaptureFixture[str], weights: Path, tmp_path: Path) -> None:
-    tokens = ["prune", *NET, "--weights", str(weights), "--masks", "200000", "--max-drop", "0.2", "--out", "long"]
+    tokens = [
+        "prune",
+        *NET,
+        "--weights",
+        str(weights),
+        "--recipe",
+        "paper",
+        "--masks",
+        "200000",
+        "--max-drop",
+        "0.2",
+        "--out",
+        "long",
+    ]
     code = "from secateurs.cli import main; main()"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-c", code, *tokens], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        wait_for(lambda: '"masks"' in journal(tmp_path / "long"))
+        wait_for(lambda: '"round"' in journal(tmp_path / "long"))
         assert document(capsys, "show", "long")["state"] == "running"
         assert "another process" in failing(capsys, "resume", "long")
         process.send_signal(signal.SIGINT)
@@ -387,7 +413,7 @@ def test_ctrl_c_ends_a_process_cleanly(capsys: pytest.CaptureFixture[str], weigh
     assert err.strip().endswith("Go on with: secateurs resume long")
     told = document(capsys, "show", "long")
     assert told["state"] == "stopped"
-    assert re.fullmatch(r"at step 1: \d+ masks are scored", told["at"])
+    assert re.fullmatch(r"at step 1: filters are being ranked; [\d,]+ values are measured so far", told["at"])
 
 
 def journal(folder: Path) -> str:
@@ -417,7 +443,18 @@ def test_an_own_network_and_own_data_are_found_again_from_another_folder(
         "    y = (x.prod(1) > 0).long()\n"
         "    return (x[:60], y[:60]), (x[60:], y[60:])\n"
     )
-    own = ["--model", "ownnets:build", "--model-option", "width=8", "--data", "ownnets:loaders", "--max-drop", "0.5"]
+    own = [
+        "--model",
+        "ownnets:build",
+        "--model-option",
+        "width=8",
+        "--data",
+        "ownnets:loaders",
+        "--max-drop",
+        "0.5",
+        "--confidence",
+        "0",
+    ]
     told = document(capsys, "prune", *own)
     assert told["folder"] == "runs/ownnets-build-ownnets-loaders-1"
     assert told["steps"][0]["channels"] == 8
@@ -432,7 +469,7 @@ def test_a_run_started_in_python_says_that_it_cannot_be_built_again(capsys: pyte
     from secateurs import prune
 
     data = load_data("digits")
-    run = prune(build("mlp", hidden=(8, 6)), data, Recipe(), folder=tmp_path / "library")
+    run = prune(build("mlp", hidden=(8, 6)), data, Recipe(confidence=0), folder=tmp_path / "library")
     run.close()
     assert "secateurs.resume" in failing(capsys, "resume", str(tmp_path / "library"))
     assert execute(["show", str(tmp_path / "library")]) == 0
@@ -496,8 +533,8 @@ def test_public_weights_are_searched_on_images_they_have_not_seen(
 
 
 def test_an_untrained_network_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    document(capsys, "prune", *NET, "--max-drop", "0", "--masks", "4", "--scoring-examples", "16")
-    assert execute(["prune", *NET, "--max-drop", "0", "--masks", "4", "--scoring-examples", "16"]) == 0
+    document(capsys, "prune", *NET, "--max-drop", "0", "--confidence", "0", "--masks", "4", "--scoring-examples", "16")
+    assert execute(["prune", *NET, "--max-drop", "0", "--confidence", "0", "--masks", "4", "--scoring-examples", "16"]) == 0
     assert "Warning: no --weights" in capsys.readouterr().err
 
 

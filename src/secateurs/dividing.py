@@ -58,10 +58,10 @@ def counts_of(channels: int, largest_share: float, round_to: int) -> tuple[int, 
 
 
 def measure_course(workshop: Workshop, place: Place, ranking: Ranking) -> Course:
-    """The loss on the steering images along the ranking, and what the cuts save, which is in proportion to their filters."""
+    """The loss on held-out images along the ranking, and what the cuts save, which is in proportion to their filters."""
     recipe, site = workshop.recipe, place.site
     counts = counts_of(site.channels, recipe.largest_share, recipe.round_to)
-    measured = workshop.bench(place, workshop.tools.loss_fn).on(workshop.jury.steering)
+    measured = workshop.bench(place, workshop.tools.loss_fn).on(workshop.held_out)
     losses = measured.means(cuts_along(ranking.order, counts)).tolist()
     most = _saved(workshop, compact(workshop.original, {site.name: cuts_along(ranking.order, counts[-1:])[0]}))
     saved = [most * count / max(counts[-1], 1) for count in counts]

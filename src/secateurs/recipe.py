@@ -80,6 +80,9 @@ class Recipe:
         return Recipe(**{**_PAPER, **changes})
 
     def __post_init__(self) -> None:
+        for name in _FRACTIONS:
+            if type(getattr(self, name)) is int:  # so that 0 and 0.0 are one recipe, in memory and in a file
+                object.__setattr__(self, name, float(getattr(self, name)))
         for name, kind in _CHOICES.items():
             value = getattr(self, name)
             if value not in get_args(kind):
@@ -125,6 +128,7 @@ _CHOICES = {
     "repair": Repair,
     "search": Method,
 }
+_FRACTIONS = ("max_drop", "confidence", "worst_class", "target_parameters", "target_macs", "off", "ridge", "largest_share")
 _MANY = float("inf")
 _RANGES: dict[str, tuple[float, float]] = {
     "max_drop": (0, 1),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from secateurs.allocation import Division
 from secateurs.artefact import load, save
 from secateurs.costs import cost
-from secateurs.cutting import Looking, Start, find_site_cut
+from secateurs.cutting import Looking, Start, find_site_cut, summon
 from secateurs.data.examples import Examples
 from secateurs.data.seeding import derive
 from secateurs.data.splits import Data, subset
@@ -75,6 +75,7 @@ def prune(
     """
     recipe = recipe or Recipe()
     graph = trace(model, data.train.batch(slice(0, 2)).inputs.to(_device_of(model)), leaves=leaves)
+    summon(data.search, recipe.contract(), metric, seed=recipe.seed)  # an error here leaves no folder behind
     record = Record()
     if folder is not None:
         measures = {"loss": loss_fn, "metric": metric}

@@ -30,6 +30,8 @@ from secateurs.scoring import OnScored
 from secateurs.sites import Site, find_site, find_sites
 from secateurs.store import Store
 
+_HELD_OUT = 1024  # examples tell orders and curves apart well enough; a jury may have many more
+
 
 @dataclass(frozen=True)
 class Tools:
@@ -87,6 +89,12 @@ class Workshop:
         return summon(self.search, self.recipe.contract(), self.tools.metric, seed=seed)
 
     @cached_property
+    def held_out(self) -> Examples:
+        """The steering images, or enough of them, on which orders are compared and curves are measured."""
+        steering = self.jury.steering
+        return subset(steering, min(_HELD_OUT, len(steering)), seed=derive(self.recipe.seed, "held out"))
+
+    @cached_property
     def ranker(self) -> Ranker:
         """The examples that filters are ranked on, and the loss that goes with them."""
         recipe, loss_fn = self.recipe, self.tools.loss_fn
@@ -97,7 +105,7 @@ class Workshop:
             pool,
             loss_fn,
             recipe.asked_of_ensembles(),
-            held_out=self.jury.steering,
+            held_out=self.held_out,
             held_out_loss=self.tools.loss_fn,
             portfolio=recipe.portfolio,
             seed=recipe.seed,

@@ -47,7 +47,7 @@ def _show_run(run: Path, *, as_json: bool) -> None:
     state = _state(run, finished=bool(ends))
     if as_json:
         outcome = ends[-1] if ends else None
-        known = {"folder": str(run), "state": state, "at": _at(entries), "provenance": provenance}
+        known = {"folder": str(run), "state": state, "at": _at(run, entries), "provenance": provenance}
         print_json({**known, "recipe": recipe_fields(recipe), "steps": steps, "outcome": outcome})
         return
     _say_origin(provenance["origin"], provenance["data"]["name"], provenance["started"])
@@ -56,7 +56,7 @@ def _show_run(run: Path, *, as_json: bool) -> None:
     if ends:
         print_closing(run, ends[-1])
     else:
-        say(f"{state.capitalize()}, {_at(entries)}.")
+        say(f"{state.capitalize()}, {_at(run, entries)}.")
         _say_how_to_go_on(run, state)
 
 
@@ -96,20 +96,31 @@ def _held(run: Path) -> bool:
     return False
 
 
-def _at(entries: Entries) -> str:
+def _at(run: Path, entries: Entries) -> str:
     """What the run is, or was, working on."""
     steps = len(_units(entries, "step"))
     after = entries[max((n for n, entry in enumerate(entries) if entry["unit"] == "step"), default=-1) + 1 :]
-    masks = sum(len(entry["losses"]) for entry in _units(after, "masks"))
     epochs = _units(after, "epoch")
     if epochs:
         what = "retraining" if epochs[-1]["phase"] == "retrain" else f"fine-tuning after step {steps + 1}"
         return f"{what}: {len(epochs)} epochs are done"
     if _units(after, "cut"):
         return f"at step {steps + 1}: the cut is found"
-    if masks:
-        return f"at step {steps + 1}: {masks} masks are scored"
-    return f"after {steps} steps" if entries else "before its first measurement"
+    curves = len(_units(entries, "curve"))
+    if curves and not steps:
+        divided = "; the cuts are divided" if _units(entries, "division") else ""
+        return f"{curves} curves are measured{divided}; {_measured(run)}"
+    if steps or _units(entries, "round"):
+        return f"at step {steps + 1}: filters are being ranked; {_measured(run)}"
+    return "before its first measurement"
+
+
+def _measured(run: Path) -> str:
+    """How much the run's store holds, which may be growing."""
+    from secateurs.store import Store
+
+    path = run / "measured.sqlite"
+    return f"{len(Store(path)) if path.exists() else 0:,} values are measured so far"
 
 
 def _units(entries: Entries, unit: str) -> list[dict[str, Any]]:

@@ -1,0 +1,118 @@
+"""What each method leaves of the public CIFAR-10 ResNets, without training: `python -m benchmarks.quality` (hours).
+
+Every site's curve is measured once for each method, cuts are divided over the network by loss per MAC, and the networks of a
+ladder of MAC targets are measured on the whole search half and on the test half, which chooses nothing. Rows go to
+benchmarks/results/quality.jsonl one by one: with `--resume` a killed run goes on, and processes with other seeds may run beside
+it. `--rivals` measures what Torch-Pruning makes of the same network. `--render` only writes the tables of docs/quality.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from statistics import mean
+from time import perf_counter
+
+import torch
+
+from benchmarks.quality_ladder import Seeded, climb, untouched
+from benchmarks.quality_page import render_page
+from benchmarks.quality_rival import measure_rivals
+from benchmarks.quality_setup import METHODS, Key, Method, Row, Subject, read_rows
+
+MODELS = ("resnet20", "resnet56")
+TARGETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+
+Unit = tuple[str, int, Method]
+
+
+@dataclass
+class Clock:
+    """How long is left: what is done tells of what is like it."""
+
+    left: list[Unit]
+    taken: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+
+    def done(self, unit: Unit, seconds: float) -> None:
+        self.left.remove(unit)
+        self.taken.setdefault(_kind(unit), []).append(seconds)
+
+    def sentence(self) -> str:
+        if not self.taken:
+            return "time left unknown"
+        overall = mean(seconds for many in self.taken.values() for seconds in many)
+        rest = sum(mean(self.taken.get(_kind(unit), [overall])) for unit in self.left)
+        return f"about {rest / 60:.0f} min left"
+
+
+def _kind(unit: Unit) -> tuple[str, str]:
+    model, _, method = unit
+    return model, method.repair
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def measure(units: Sequence[Unit], targets: Sequence[float], finetune: int, *, resume: bool) -> None:
+    """All methods on all networks and seeds; one line for every network that was made."""
+    clock, known = Clock(list(units)), {row.key: row for row in read_rows()} if resume else {}
+    for (model, seed), methods in _by_network(units):
+        seeded = Seeded(Subject(model), seed, say)
+        if finetune:
+            _follow(untouched(seeded, known, finetune), known, clock)
+        for method in methods:
+            began = perf_counter()
+            _follow(climb(seeded, method, targets, known, finetune=finetune), known, clock)
+            clock.done((model, seed, method), perf_counter() - began)
+
+
+def _follow(rows: Iterator[Row], known: dict[Key, Row], clock: Clock) -> None:
+    for row in rows:
+        known[row.key] = row
+        say(f"{described(row)}; {clock.sentence()}")
+
+
+def described(row: Row) -> str:
+    trained = f", {row.finetune} epochs" if row.finetune else ""
+    method = row.method if row.repair == "none" else f"{row.method}+repair"
+    return (
+        f"{row.model} seed {row.seed} {method}{trained}: {row.macs_removed:.1%} of the MACs, "
+        f"search {row.search_after:.2%} ({-100 * row.search_drop:+.2f}), test {row.test_after:.2%} "
+        f"({-100 * row.test_drop:+.2f}), {row.seconds:.0f} s"
+    )
+
+
+def _by_network(units: Sequence[Unit]) -> Iterator[tuple[tuple[str, int], list[Method]]]:
+    for key in dict.fromkeys((model, seed) for model, seed, _ in units):
+        yield key, [method for model, seed, method in units if (model, seed) == key]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=MODELS[:1], choices=MODELS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
+    parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="shares of the MACs that are to go")
+    parser.add_argument("--finetune", type=int, default=0, metavar="EPOCHS", help="also train every network for so long")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="measure only what has no row yet")
+    parser.add_argument("--rivals", action="store_true", help="measure only what Torch-Pruning makes of ResNet-20")
+    parser.add_argument("--render", action="store_true", help="only write the tables and the figure")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.rivals:
+        measure_rivals()
+    elif not options.render:
+        units = [(m, s, METHODS[name]) for m, s, name in product(options.models, options.seeds, options.methods)]
+        measure(units, options.targets, options.finetune, resume=options.resume)
+    say(render_page())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""One method on one network: every site's course once, then networks of falling size, each measured whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from torch import Tensor
+
+from benchmarks.conditions import conditions
+from benchmarks.quality_setup import FOLDER, UNTOUCHED, Key, Method, Row, Subject, append_row, store_of
+from secateurs import Graph, compact, cost, find_sites
+from secateurs.allocation import Division, frontier
+from secateurs.dividing import Course, course_fields, course_from, measure_course, with_cuts
+from secateurs.files import write_text
+from secateurs.sites import Site
+from secateurs.training import TrainSettings, train_
+from secateurs.workshop import Place, Workshop
+
+TOO_MUCH = 0.06  # a search drop above which a ladder ends
+
+Tell = Callable[[str], None]
+
+
+class Seeded:
+    """A network with a seed. What repairs need of the untouched network is the same for all methods, and kept."""
+
+    def __init__(self, subject: Subject, seed: int, tell: Tell) -> None:
+        self.subject, self.seed, self.tell = subject, seed, tell
+        self._store = store_of(subject.model, seed)
+        self._places: dict[tuple[str, str], Place] = {}
+
+    def workshop(self, method: Method) -> Workshop:
+        return self.subject.workshop(method, self.seed, self._store)
+
+    def place(self, workshop: Workshop, site: Site) -> Place:
+        key = workshop.recipe.repair, site.name
+        if key not in self._places:
+            self._places[key] = workshop.place(workshop.original, site)
+        return self._places[key]
+
+    def courses(self, method: Method) -> dict[str, Course]:
+        """Order and curve of every site; from a file, where they were measured before."""
+        workshop, began = self.workshop(method), perf_counter()
+        sites = [site for site in find_sites(workshop.original, "before") if site.channels > 1]
+        path = FOLDER / f"{self.subject.model}-{self.seed}-{method.name}.json"
+        known = json.loads(path.read_text()) if path.exists() else {}
+        if set(known) != {site.name for site in sites}:
+            for number, site in enumerate(sites, 1):
+                if site.name not in known:
+                    place = self.place(workshop, site)
+                    ranking = workshop.rank(place, step=number, on_scored=lambda done, of: None)
+                    known[site.name] = course_fields(measure_course(workshop, place, ranking))
+                    write_text(path, json.dumps(known) + "\n")
+            self.tell(f"{path.stem}: courses of {len(sites)} sites, {perf_counter() - began:.0f} s")
+        return {site.name: course_from(site, known[site.name]) for site in sites}
+
+
+def climb(
+    seeded: Seeded, method: Method, targets: Sequence[float], known: Mapping[Key, Row], *, finetune: int = 0
+) -> Iterator[Row]:
+    """Networks of one method for rising MAC targets, until one loses too much; rows that are `known` are not measured.
+
+    With `finetune` epochs each network gives a second row, after training.
+    """
+    before = _start(seeded.subject, known)
+    ladder: _Ladder | None = None
+    for target in sorted(targets):
+        key = (seeded.subject.model, seeded.seed, method.criterion, method.repair, target)
+        row = known.get((*key, 0))
+        missing = row is None or (finetune and (*key, finetune) not in known)
+        if missing:
+            ladder = ladder or _Ladder(seeded.workshop(method), seeded.courses(method))
+            began = perf_counter()
+            graph = ladder.network(target)
+            if row is None:
+                row = _measured(seeded, method, target, graph, before, began, 0)
+                yield row
+            if finetune:
+                train_(graph.module, seeded.subject.data.train, _training(finetune, seeded.seed))
+                yield _measured(seeded, method, target, graph, before, began, finetune)
+        assert row is not None
+        if row.search_drop > TOO_MUCH and not finetune:
+            return
+
+
+def untouched(seeded: Seeded, known: Mapping[Key, Row], finetune: int) -> Iterator[Row]:
+    """The uncut network, trained like all others: what training alone does to it."""
+    if (seeded.subject.model, seeded.seed, UNTOUCHED, "none", 0.0, finetune) in known:
+        return
+    began, fresh = perf_counter(), Subject(seeded.subject.model)
+    train_(fresh.graph.module, seeded.subject.data.train, _training(finetune, seeded.seed))
+    before = _start(seeded.subject, known)
+    yield _measured(seeded, Method(UNTOUCHED, "none"), 0.0, fresh.graph, before, began, finetune)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ladder:
+    """The divisions of one method's courses."""
+
+    workshop: Workshop
+    courses: Mapping[str, Course]
+
+    def network(self, target: float) -> Graph:
+        """All cuts made and repaired of the first division that really removes so many of the MACs; the last, if none does."""
+        return with_cuts(self.workshop, self.courses, self._reaching(target))
+
+    def _reaching(self, target: float) -> Division:
+        divisions = frontier([course.curve for course in self.courses.values()])
+        # predicted savings count what two neighbours save together twice: real ones are looked up, by halving
+        low, high = 0, len(divisions) - 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._removed(divisions[middle]) >= target else (middle + 1, high)
+        return divisions[low]
+
+    def _removed(self, division: Division) -> float:
+        whole = self.workshop.original
+        sites = {site.name: site for site in find_sites(whole, "before")}
+        masks: dict[str | Site, Tensor] = {
+            name: self.courses[name].keep(m, sites[name]) for name, m in division.removed.items() if m
+        }
+        return 1 - cost(compact(whole, masks)).macs / cost(whole).macs
+
+
+def _start(subject: Subject, known: Mapping[Key, Row]) -> tuple[float, float]:
+    """Search and test accuracy of the untouched network, from any row that has them."""
+    for row in known.values():
+        if row.model == subject.model:
+            return row.search_before, row.test_before
+    return subject.search(subject.graph).accuracy, subject.test(subject.graph).accuracy
+
+
+def _measured(
+    seeded: Seeded, method: Method, target: float, graph: Graph, before: tuple[float, float], began: float, finetune: int
+) -> Row:
+    whole, left, subject = cost(seeded.subject.graph), cost(graph), seeded.subject
+    search_after, test_after = subject.search(graph).accuracy, subject.test(graph).accuracy
+    row = Row(
+        subject.model,
+        seeded.seed,
+        method.criterion,
+        method.repair,
+        target,
+        finetune,
+        1 - left.macs / whole.macs,
+        1 - left.parameters / whole.parameters,
+        before[0],
+        search_after,
+        before[1],
+        test_after,
+        perf_counter() - began,
+        conditions().sentence(),
+    )
+    append_row(row)
+    return row
+
+
+def _training(epochs: int, seed: int) -> TrainSettings:
+    return TrainSettings(epochs=epochs, lr=0.01, augment="crop-flip", seed=seed)
