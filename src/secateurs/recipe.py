@@ -39,7 +39,7 @@ class Recipe:
     """
 
     max_drop: float = 0.005  # accuracy that may be lost
-    budget: Budget = "site"  # the drop counts from the start of the "site", or of the whole "run"
+    budget: Budget = "run"  # the drop counts from the start of the whole "run", or of each "site" anew (the paper)
     confidence: float = 0.95  # that the drop is kept on other images too; 0: the point estimate decides
     worst_class: float | None = None  # accuracy that any single class may lose
     allocation: Allocation = "sequential"  # each site in turn as far as it goes, or all cuts weighed against each other
@@ -97,6 +97,10 @@ class Recipe:
         for name in (self.criterion, *self.portfolio):
             if name not in CRITERIA or (name == "portfolio" and name in self.portfolio):
                 raise RecipeError(f"criterion = {name!r}: wanted one of {', '.join(CRITERIA)}.{suggest(name, CRITERIA)}")
+        if self.allocation == "global" and self.budget == "site":
+            raise RecipeError(
+                "budget = 'site' with allocation = 'global': cuts that are weighed against each other share one budget"
+            )
         if 0 < self.confidence <= 0.5:
             raise RecipeError(f"confidence = {self.confidence!r}: wanted more than 0.5 and less than 1, or 0: none")
         try:
@@ -148,6 +152,7 @@ _PAPER = {
     "adaptive": PAPER.adaptive,
     "masks_per_filter": PAPER.masks_per_filter,
     "scoring_examples": PAPER.examples,
+    "budget": "site",
     "confidence": 0.0,
     "search": "paper",
 }

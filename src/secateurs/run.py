@@ -314,16 +314,11 @@ class Run:
 
     def _counted_from(self) -> Start | None:
         """What the network that the drop counts from gets on each image; None where only means count."""
-        if not self._one_budget:
+        if self.recipe.budget == "site":
             return self.workshop.start(self.graph)
         if self._start is None:
             self._start = self.workshop.start(self.original)
         return self._start
-
-    @property
-    def _one_budget(self) -> bool:
-        """Whether the drop counts from the untouched network; divided cuts have no other way."""
-        return self.recipe.budget == "run" or self.recipe.allocation == "global"
 
     def _earlier_answers(self) -> list[bool]:
         """What the certifying images have answered before this step."""
@@ -376,7 +371,7 @@ class Run:
         before = self._accuracy, self._loss, self.momentum
         yield
         self._note(self.workshop.evaluate(self.graph, self.workshop.search))
-        if self._one_budget and not self._still_within():
+        if self.recipe.budget == "run" and not self._still_within():
             self.graph.module.load_state_dict(weights)
             self._accuracy, self._loss, self.momentum = before
 

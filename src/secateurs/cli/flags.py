@@ -36,8 +36,8 @@ class RecipeFlags:
 
     max_drop: Annotated[float | None, _flag("0.005", _RECIPE)] = None
     """Accuracy on the search set that may be lost, a fraction: 0.005 is half a point."""
-    budget: Annotated[Literal["site", "run"] | None, _flag("site", _RECIPE)] = None
-    """The drop counts from the start of every site, or of the whole run."""
+    budget: Annotated[Literal["site", "run"] | None, _flag("run", _RECIPE)] = None
+    """The drop counts from the start of the whole run, or of every site anew (the paper)."""
     confidence: Annotated[float | None, _flag("0.95", _RECIPE)] = None
     """How sure it must be that the drop is kept on other images too; 0: the point estimate decides, nothing is promised."""
     worst_class: Annotated[float | None, _flag("none", _RECIPE)] = None

@@ -154,6 +154,7 @@ class RunWatcher:
         self.began = self.marked = time.monotonic()
         self.place = (self.latest.round, 0) if self.latest else (0, 0)  # round and number of the site at hand
         self.site, self.sites = "", 0
+        self.stepped = False  # the site at hand has had its step
 
     def watch(self, event: Progress) -> None:
         """Show an event of the run."""
@@ -171,7 +172,7 @@ class RunWatcher:
 
     def step(self, step: Step) -> None:
         """Show a finished step."""
-        self.latest = step
+        self.latest, self.stepped = step, True
         self.forecast.sites.append(step.seconds)
         self.began = self.marked = time.monotonic()
         self.place = (step.round, self.place[1])
@@ -179,6 +180,10 @@ class RunWatcher:
         self.shown.line(f"{where}: {step.channels} → {step.kept} filters; {self._so_far()}; {step.seconds:.1f} s")
 
     def _place(self, event: Progress) -> None:
+        if event.number > self.place[1] > 0 and not self.stepped:  # its curve is measured; the cuts come later
+            self.forecast.sites.append(time.monotonic() - self.began)
+            self.began = time.monotonic()
+        self.stepped = self.stepped and (event.number or self.place[1]) == self.place[1]
         self.place = (event.round, event.number or self.place[1])
         self.site, self.sites = event.site or self.site, event.sites
 
