@@ -184,7 +184,7 @@ def text(report: dict[str, Any]) -> str:
         f"Removed alone ({apart['images']} search images, loss {apart['whole']:.3f}), {apart['alone_below_zero']} filters "
         f"lower the loss, and all {report['channels']} together add up to {apart['sum_alone']:+.3f}; two together cost "
         f"{apart['beyond_mean']:+.5f} beyond the sum of both in the mean, the strongest pair {strongest['beyond']:+.4f}. The "
-        f"last column counts, of the {apart['strongest']} strongest pairs, those that an order removes whole within its first half.",
+        f"last column counts, of the {apart['strongest']} strongest pairs, those of which an order's first half has both.",
     ]
     return "\n".join(lines)
 

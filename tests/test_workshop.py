@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,16 @@ from secateurs.data import load as load_data
 from secateurs.data.seeding import derive
 from secateurs.data.splits import subset
 from secateurs.engine import MaskedNetwork
+from secateurs.errors import InvalidInput
 from secateurs.evaluate import correct, cross_entropy, evaluate
 from secateurs.models import build, example_input
-from secateurs.plan import read_plan
+from secateurs.plan import Plan
 from secateurs.recipe import Recipe
 from secateurs.run import prune
 from secateurs.sites import find_sites
 from secateurs.steps import Outcome
 from secateurs.store import Store
-from secateurs.tensorfile import read_tensors
+from secateurs.tensorfile import parse
 from secateurs.workshop import Tools, Workshop
 
 WIDTHS = (12, 10)
@@ -56,13 +56,14 @@ def data() -> Data:
 
 @pytest.fixture(scope="module")
 def trained(data: Data) -> Plain:
-    """About 95 % right."""
+    """About 94 % right."""
     torch.manual_seed(0)
-    model, (x, y) = Plain(), data.train.batch(slice(None))
+    model = Plain()
     optimiser = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(120):
+    for number in range(150):
+        x, y = data.train.batch(torch.arange(128 * number, 128 * (number + 1)) % len(data.train))
         optimiser.zero_grad()
-        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(x), y).backward()  # type: ignore[arg-type, no-untyped-call]
         optimiser.step()
     return model.eval()
 
@@ -102,14 +103,15 @@ def arrays(examples: Examples) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_papers_recipe_is_algorithm_1_written_out(tmp_path: Path, data: Data, trained: Plain, direction: Any) -> None:
-    alpha = 0.02
+    alpha = 0.08
     outcome = prune(trained, data, Recipe.paper(max_drop=alpha, direction=direction), folder=tmp_path / "run").finish()
     net, (x, y), (held, wanted) = ByHand(trained), arrays(data.train), arrays(data.search)
     sites = [("one", 0), ("two", 1)] if direction == "forward" else [("two", 1), ("one", 0)]
     assert [step.site for step in outcome.steps] == [name for name, _ in sites]
     for step, (_, site) in zip(outcome.steps, sites, strict=True):
         channels = WIDTHS[site]
-        masks = read_tensors(tmp_path / "run" / "ensembles" / f"{step.number:04d}.safetensors")[0]["masks"].numpy()
+        kept = tmp_path / "run" / "ensembles" / f"{step.number:04d}.safetensors"
+        masks = parse(kept.read_bytes())[0]["masks"].numpy()
         assert masks.shape == (10 * channels, channels)  # M = 10 masks a filter
         assert set((~masks).sum(1)) == {round(0.3 * channels)}  # P = 30 % of them off
         losses = np.array([mean_loss(net.logits(x, site, mask), y) for mask in masks])  # on all training examples
@@ -126,7 +128,7 @@ def test_the_papers_recipe_is_algorithm_1_written_out(tmp_path: Path, data: Data
                 break
         m, after = looked[-1]
         assert step.removed == tuple(order[:m].tolist())
-        assert step.evaluated == pytest.approx(tuple(look for look in looked if look[0]))
+        assert np.allclose(step.evaluated, [look for look in looked if look[0]], rtol=0, atol=1e-9)
         assert (step.accuracy_before, step.accuracy_cut, step.accuracy) == pytest.approx((before, after, after))
         net.take_out(site, keep)
         assert step.loss == pytest.approx(mean_loss(net.logits(held), wanted), rel=1e-5)
@@ -234,13 +236,15 @@ def test_a_run_made_again_measures_nothing(
 # ---- what a file holds -----------------------------------------------------------------------------------------------
 
 
+def shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+
+
 @pytest.mark.parametrize("options", [{"rounds": 2, "direction": "backward"}, {"allocation": "global"}], ids=str)
 def test_a_repaired_network_reloads_to_what_was_reported(
     tmp_path: Path, data: Data, trained: Plain, options: dict[str, Any]
 ) -> None:
-    recipe = Recipe(
-        max_drop=0.1, confidence=0.0, criterion="l1", repair="least-squares", repair_examples=256, **options
-    )
+    recipe = Recipe(max_drop=0.1, confidence=0.0, criterion="l1", repair="least-squares", repair_examples=256, **options)
     outcome = prune(trained, data, recipe, folder=tmp_path / "run").finish()
     assert all(step.repaired is None or step.repaired[1] <= step.repaired[0] for step in outcome.steps)
     assert sum(len(step.removed) for step in outcome.steps) > 2
@@ -254,8 +258,7 @@ def test_a_repaired_network_reloads_to_what_was_reported(
         assert len(set(step.removed)) == len(step.removed) == left[step.site] - step.kept
         left[step.site] = step.kept
     assert (again.one.out_features, again.two.out_features) == (left["one"], left["two"])  # type: ignore[union-attr]
-    replayed = replay(trace(trained, example), read_plan(tmp_path / "run" / "plan.json")).module
-    shapes: Callable[[nn.Module], dict[str, torch.Size]] = lambda net: {k: v.shape for k, v in net.state_dict().items()}
+    replayed = replay(trace(trained, example), Plan.load(tmp_path / "run" / "plan.json")).module
     assert shapes(replayed) == shapes(again)
 
 
@@ -287,5 +290,5 @@ def test_what_the_search_measures_is_what_the_run_makes(name: str, options: dict
 
 def test_fewer_search_images_than_a_promise_needs_are_an_error_before_any_work(data: Data, trained: Plain) -> None:
     few = Data("few", data.train, subset(data.search, 31, seed=0), data.test)
-    with pytest.raises(ValueError, match=r"max_drop = 0.05 at confidence 0.95 cannot be shown with 31 search images"):
+    with pytest.raises(InvalidInput, match=r"max_drop = 0.05 at confidence 0.95 cannot be shown with 31 search images"):
         prune(trained, few, Recipe(max_drop=0.05))

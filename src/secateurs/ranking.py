@@ -7,7 +7,7 @@ on: a memorised example has no loss left that could tell orders apart.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,12 +22,13 @@ from secateurs.evaluate import Measure
 from secateurs.importance import Importance, PairImportance, order
 from secateurs.measuring import Bench
 from secateurs.repair import Reconstruction
-from secateurs.scoring import OnScored, Scoring, score_site
+from secateurs.scoring import OnScored, Scoring, score_bench
 
 CRITERIA = ("ensemble", "pairs", "obs", *RIVALS, "portfolio")
 PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
 
 _SHARES = (0.25, 0.5, 0.75)  # of a site's filters: where a portfolio compares orders
+_RIDGE = 1e-6  # of the repairs under an ensemble's masks
 _RIVALS_SEE = 1024  # examples: of those rivals that look at any
 
 
@@ -55,6 +56,7 @@ class Ranker:
     held_out: Examples  # where a portfolio compares
     held_out_loss: Measure
     portfolio: Sequence[str] = PORTFOLIO
+    repaired_masks: bool = False  # the loss under a mask is that after the repair which the mask would get
     seed: int = 0
 
 
@@ -71,7 +73,7 @@ def rank(
     if name == "portfolio":
         return _best_of(bench, ranker, reconstruction, step, on_scored)
     if name in ("ensemble", "pairs"):
-        return _by_ensemble(name, bench, ranker, step, on_scored)
+        return _by_ensemble(name, bench, ranker, reconstruction, step, on_scored)
     if name == "obs":
         if reconstruction is None:
             raise InvalidInput(
@@ -84,27 +86,24 @@ def rank(
     return Ranking(name, order(found), found, examples=len(few))
 
 
-def _by_ensemble(name: str, bench: Bench, ranker: Ranker, step: int, on_scored: OnScored | None) -> Ranking:
+def _by_ensemble(
+    name: str, bench: Bench, ranker: Ranker, reconstruction: Reconstruction | None, step: int, on_scored: OnScored | None
+) -> Ranking:
     scoring = ranker.scoring
     if name == "pairs":
         scoring = replace(scoring, estimator="losses", model="pairs", masks_per_filter=10, masks=None)
-    scored = score_site(
-        bench.graph,
-        bench.site,
-        ranker.pool,
-        scoring,
-        loss_fn=ranker.loss_fn,
-        batch=bench.batch,
-        device=bench.device,
-        cache_bytes=bench.cache_bytes,
-        seed=ranker.seed,
-        step=step,
-        store=bench.store,
-        on_scored=on_scored,
-    )
+    bench = replace(bench, measure=ranker.loss_fn, weights=None, unfolded=(), variant="")
+    if ranker.repaired_masks and reconstruction is not None:
+        bench = replace(bench, weights=_solved(reconstruction), unfolded=reconstruction.readers, variant=f"ridge {_RIDGE}")
+    scored = score_bench(bench, ranker.pool, scoring, seed=ranker.seed, step=step, on_scored=on_scored)
     return Ranking(
         name, order(scored.importance), scored.importance, scored.ensemble, scored.used, scored.examples, scored.note
     )
+
+
+def _solved(reconstruction: Reconstruction) -> Callable[[Tensor], Mapping[str, Tensor]]:
+    """The repair of each mask, by one factorisation: to choose the ridge anew for each would take longer than to measure it."""
+    return lambda keep: reconstruction.solve(keep, ridge=_RIDGE).weights
 
 
 def _best_of(

@@ -65,6 +65,7 @@ class Recipe:
     scoring_examples: int | Literal["all"] | None = None  # so many of them, every class in its share; None: by the noise
     repair: Repair = "none"  # of the layers that read what was cut, in closed form
     repair_examples: int = 1024  # training examples that a repair is solved on
+    repaired_masks: bool = False  # masks are scored after repair too: one solution for each
     search: Method = "bisect"
     largest_share: float = 0.9  # of a site's filters that one cut may remove
     round_to: int = 1  # kept filters come in multiples of this
@@ -101,6 +102,8 @@ class Recipe:
             raise RecipeError(
                 "budget = 'site' with allocation = 'global': cuts that are weighed against each other share one budget"
             )
+        if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
+            raise RecipeError("repaired_masks = true: wants repair = 'least-squares' and estimator = 'losses'")
         if 0 < self.confidence <= 0.5:
             raise RecipeError(f"confidence = {self.confidence!r}: wanted more than 0.5 and less than 1, or 0: none")
         try:

@@ -108,6 +108,7 @@ class Workshop:
             held_out=self.held_out,
             held_out_loss=self.tools.loss_fn,
             portfolio=recipe.portfolio,
+            repaired_masks=recipe.repaired_masks,
             seed=recipe.seed,
         )
 

@@ -17,7 +17,7 @@ from secateurs.scoring.work import OnScored, Scored, Work
 from secateurs.sites import Site
 from secateurs.store import Store
 
-__all__ = ["FAST", "PAPER", "PRESETS", "Estimator", "Model", "OnScored", "Scored", "Scoring", "score_site"]
+__all__ = ["FAST", "PAPER", "PRESETS", "Estimator", "Model", "OnScored", "Scored", "Scoring", "score_bench", "score_site"]
 
 
 def score_site(
@@ -42,6 +42,19 @@ def score_site(
     number of masks measured so far and their bound.
     """
     bench = Bench(graph, site, loss_fn, Store() if store is None else store, batch, device, cache_bytes)
+    return score_bench(bench, pool, scoring, seed=seed, step=step, on_scored=on_scored)
+
+
+def score_bench(
+    bench: Bench,
+    pool: Examples,
+    scoring: Scoring = FAST,
+    *,
+    seed: int = 0,
+    step: int = 1,
+    on_scored: OnScored | None = None,
+) -> Scored:
+    """The same for a network that is set up already: if its weights follow the mask, losses are those after repair."""
     work = Work(bench, pool, scoring, seed, step, on_scored or (lambda done, bound: None))
     if scoring.estimator == "gradient":
         return by_slopes(work)
