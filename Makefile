@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 LINTED := $(wildcard src tests tools benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test test-real bench bench-scoring bench-quality limits clean
+.PHONY: help venv demo check test test-real test-browser bench bench-scoring bench-quality limits clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: check ## check, then all default tests with coverage of src (WORKERS=0 run
 
 test-real: $(STAMP) ## Tests on the real CIFAR-10 and the public weights
 	@$(BIN)/python -m pytest -q -m realdata
+
+test-browser: $(STAMP) ## Tests of the report in a real browser (skipped with a reason without playwright and Chromium)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser
 
 bench: $(STAMP) ## Time surgery and what it brings, as ratios
 	@$(BIN)/python -m benchmarks.surgery

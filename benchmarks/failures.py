@@ -1,8 +1,8 @@
 """Where plain ensembles fail: orders of one late site of ResNet-20, compared: `python -m benchmarks.failures` (three minutes).
 
 Three suspects. Few masks: the same ensemble with ever more of them. Outliers: Eq. 2 on losses, on their logarithms and
-ranks. Redundancy: filters that stand in for each other, found by removing them alone and together. Writes
-benchmarks/results/failures.json and tables in docs/quality.md.
+ranks. Redundancy: filters that stand in for each other, seen in the pairwise terms of a model fitted to many masks, and by
+removing filters one by one and two by two. Writes benchmarks/results/failures.json and a table in docs/quality.md.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.conditions import conditions
 from secateurs import find_sites, fit_importance, sample_masks, scores, trace
 from secateurs.criteria import criterion
 from secateurs.data import Examples, load, subset
 from secateurs.data.seeding import derive, generator_for
+from secateurs.engine import split_for
 from secateurs.evaluate import correct, cross_entropy
 from secateurs.files import write_text
 from secateurs.home import home
@@ -44,7 +46,6 @@ COMPARED = 1_000  # search images
 MOST_MASKS = 40  # for each filter
 RANDOM = 20  # orders
 ALONE_AND_TOGETHER = 256  # search images on which filters are removed one by one and two by two
-STRONGEST = 50  # pairs
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,10 @@ class Row:
     accuracies: list[float]
     split_half: float | None = None  # rank correlation of two halves of the masks
     r2_held_out: float | None = None  # share of the variance of scores of other masks that the model explains
+    scoring_loss: float = float("nan")  # without half, on the images that masks were scored on
+    within: float = float("nan")  # pairwise worth within the first half: below 0, its filters stand in for each other
+    two_by_two: float = float("nan")  # loss beyond the sum of both alone, over all pairs within the first half
+    answers: float = float("nan")  # share of the answers, without half, that name the most named class
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,24 +96,43 @@ def _said(transform: str) -> str:
 
 
 def measure(bench: Bench, train: Examples, search: Examples) -> dict[str, Any]:
-    compare, channels = subset(search, COMPARED, seed=0), bench.site.channels
-    found = list(orders(bench, train))
-    drawn = [torch.randperm(channels, generator=generator_for(seed, "random")) for seed in range(RANDOM)]
-    left = remaining(bench, compare, [one.order for one in found] + drawn)
-    rows = [_row(one, figures) for one, figures in zip(found, left, strict=False)]
-    random = left[len(found) :].mean(0)
-    rows.append(Row(f"random, mean of {RANDOM}", random[:, 0].tolist(), random[:, 1].tolist()))
-    chosen = {one.name: one.order for one in found}
+    channels, found = bench.site.channels, list(orders(bench, train))
+    shuffled = [torch.randperm(channels, generator=generator_for(seed, "random")) for seed in range(RANDOM)]
+    tried = found + [Found("random", one) for one in shuffled]
+    halves = torch.cat([cuts_along(one.order, [channels // 2]) for one in tried])
+    compare, scored = subset(search, COMPARED, seed=0), subset(train, IMAGES, seed=derive(0, "scoring"))
+    left = remaining(bench, compare, [one.order for one in tried])
+    answers = most_named(bench, compare, halves)
+    scoring = bench.on(scored).means(halves)
+    model = next(one.importance for one in found if one.name == f"pairs, {MOST_MASKS} C masks")
+    assert isinstance(model, PairImportance)
+    apart = two_by_two(bench, subset(search, ALONE_AND_TOGETHER, seed=1))
+    figures = [scoring, _within(model.pairs, halves), _within(apart.beyond, halves), answers]
+    rows = [_row(*given) for given in zip(tried, left, *figures, strict=True)]
     return {
         "site": bench.site.name,
         "channels": channels,
+        "whole": float(bench.on(compare).means(torch.ones(1, channels, dtype=torch.bool))),
         "rows": [asdict(row) for row in rows],
-        "random_half": {
-            "losses": left[len(found) :, 1, 0].tolist(),
-            "accuracies": left[len(found) :, 1, 1].tolist(),
-        },
-        "redundancy": redundancy(bench, subset(search, ALONE_AND_TOGETHER, seed=1), chosen),
+        "alone_below_zero": int((apart.alone < 0).sum()),
+        "alone_together": float(apart.alone.sum()),
     }
+
+
+def _within(worth: Tensor, keeps: Tensor) -> Tensor:
+    """The sum (M,) of what is said of pairs (C, C) over those of which a mask (M, C) keeps neither."""
+    gone = (~keeps).to(worth)
+    return ((gone @ worth) * gone).sum(1) / 2
+
+
+def most_named(bench: Bench, examples: Examples, keeps: Tensor) -> Tensor:
+    """Under each mask, the share of the examples that get the answer given most often."""
+
+    def answer(outputs: Any, targets: Any) -> Tensor:
+        return torch.as_tensor(outputs.argmax(1))
+
+    given = split_for(bench.graph, bench.site, examples).values(keeps, answer).long()
+    return torch.stack([functional.one_hot(row).double().mean(0).amax() for row in given])
 
 
 def remaining(bench: Bench, examples: Examples, orders: list[Tensor]) -> Tensor:
@@ -119,15 +143,24 @@ def remaining(bench: Bench, examples: Examples, orders: list[Tensor]) -> Tensor:
     return torch.stack(figures, 1).view(len(orders), len(SHARES), 2)
 
 
-def _row(found: Found, figures: Tensor) -> Row:
+def _row(found: Found, figures: Tensor, scoring: Tensor, within: Tensor, two_by_two: Tensor, answers: Tensor) -> Row:
     model = found.importance
     split_half = float(model.split_half) if isinstance(model, Importance) else None
     held_out = None if model is None or bool(model.r2_held_out.isnan()) else float(model.r2_held_out)
-    return Row(found.name, figures[:, 0].tolist(), figures[:, 1].tolist(), split_half, held_out)
+    last = [float(value) for value in (scoring, within, two_by_two, answers)]
+    return Row(found.name, figures[:, 0].tolist(), figures[:, 1].tolist(), split_half, held_out, *last)
 
 
-def redundancy(bench: Bench, examples: Examples, orders: dict[str, Tensor]) -> dict[str, Any]:
-    """Which pairs cost more together than the sum of both alone, and how many of these each order cuts in half or whole."""
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """What filters cost alone (C,), and two of them beyond the sum of both (C, C), in loss at the whole network."""
+
+    alone: Tensor
+    beyond: Tensor
+
+
+def two_by_two(bench: Bench, examples: Examples) -> Apart:
+    """All filters removed one by one and two by two."""
     channels = bench.site.channels
     pairs = list(combinations(range(channels), 2))
     masks = torch.ones(1 + channels + len(pairs), channels, dtype=torch.bool)
@@ -136,57 +169,59 @@ def redundancy(bench: Bench, examples: Examples, orders: dict[str, Tensor]) -> d
     losses = bench.on(examples, announced=len(masks)).means(masks)
     alone = losses[1 : channels + 1] - losses[0]
     first, second = torch.tensor(pairs).T
-    beyond = losses[channels + 1 :] - losses[0] - alone[first] - alone[second]
-    strongest = beyond.argsort(descending=True)[:STRONGEST]
-    lost = {}
-    for name, found in orders.items():
-        kept = cuts_along(found, [channels // 2])[0]
-        lost[name] = int((~kept[first] & ~kept[second])[strongest].sum())
-    return {
-        "images": len(examples),
-        "whole": float(losses[0]),
-        "alone": alone.tolist(),
-        "alone_below_zero": int((alone < 0).sum()),
-        "beyond_mean": float(beyond.mean()),
-        "beyond_strongest": [
-            {"pair": list(pairs[i]), "alone": [float(alone[c]) for c in pairs[i]], "beyond": float(beyond[i])}
-            for i in strongest[:5].tolist()
-        ],
-        "sum_alone": float(alone.sum()),
-        "strongest": STRONGEST,
-        "both_gone_at_half": lost,
-    }
+    beyond = torch.zeros(channels, channels, dtype=torch.float64)
+    beyond[first, second] = losses[channels + 1 :] - losses[0] - alone[first] - alone[second]
+    return Apart(alone, beyond + beyond.T)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def text(report: dict[str, Any]) -> str:
-    """The table of orders, and what removing one by one and two by two says."""
+    """The table of orders, random ones as their mean."""
+    rows = [Row(**fields) for fields in report["rows"]]
+    random = [row for row in rows if row.name == "random"]
+    half = torch.tensor([row.losses[1] for row in random])
     lines = [
         f"Measured on: {report['conditions']}. {report['site']}, {report['channels']} filters, no repair; {COMPARED:,} search "
-        f"images compare; masks share {IMAGES} training images.\n",
-        "| order | loss without 25 / 50 / 75 % | accuracy, % | split-half | r² on other masks | strong pairs, both gone |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    apart = report["redundancy"]
-    for row in (Row(**fields) for fields in report["rows"]):
-        losses = " / ".join(f"{value:.3f}" for value in row.losses)
-        accuracies = " / ".join(f"{100 * value:.1f}" for value in row.accuracies)
-        gone = apart["both_gone_at_half"].get(row.name)
-        trust = [_or_dash(row.split_half), _or_dash(row.r2_held_out), "–" if gone is None else str(gone)]
-        lines.append(f"| {row.name} | {losses} | {accuracies} | {' | '.join(trust)} |")
-    half = torch.tensor(report["random_half"]["losses"])
-    strongest = apart["beyond_strongest"][0]
-    lines += [
+        f"images compare (loss {report['whole']:.3f} before); masks share {IMAGES} training images.\n",
+        "| order | loss without 25 / 50 / 75 % | accuracy, % | split-half | r² on other masks | without half: loss on the "
+        "scoring images | most given answer, % | pairwise worth within | two by two |",
+        "| --- " * 9 + "|",
+        *(_line(row.name, row) for row in rows if row.name != "random"),
+        _line(f"random, mean of {len(random)}", _mean_row(random)),
         "",
-        f"Random orders without half: loss {half.mean():.3f} ± {half.std():.3f}, {half.min():.3f} to {half.max():.3f}.",
-        f"Removed alone ({apart['images']} search images, loss {apart['whole']:.3f}), {apart['alone_below_zero']} filters "
-        f"lower the loss, and all {report['channels']} together add up to {apart['sum_alone']:+.3f}; two together cost "
-        f"{apart['beyond_mean']:+.5f} beyond the sum of both in the mean, the strongest pair {strongest['beyond']:+.4f}. The "
-        f"last column counts, of the {apart['strongest']} strongest pairs, those of which an order's first half has both.",
+        f"Random orders without half: loss {half.mean():.3f} ± {half.std():.3f}, {half.min():.3f} to {half.max():.3f}. Removed "
+        f"alone, {report['alone_below_zero']} of the filters lower the loss; all {report['channels']} such changes add up to "
+        f"{report['alone_together']:+.3f}.",
     ]
     return "\n".join(lines)
+
+
+def _mean_row(rows: list[Row]) -> Row:
+    def means(name: str) -> list[float]:
+        found: list[float] = torch.tensor([getattr(row, name) for row in rows]).mean(0).tolist()
+        return found
+
+    single = {name: float(torch.tensor([getattr(row, name) for row in rows]).mean()) for name in _SINGLE}
+    return Row("random", means("losses"), means("accuracies"), **single)
+
+
+_SINGLE = ("scoring_loss", "within", "two_by_two", "answers")
+
+
+def _line(name: str, row: Row) -> str:
+    cells = [
+        " / ".join(f"{value:.3f}" for value in row.losses),
+        " / ".join(f"{100 * value:.1f}" for value in row.accuracies),
+        _or_dash(row.split_half),
+        _or_dash(row.r2_held_out),
+        f"{row.scoring_loss:.3f}",
+        f"{100 * row.answers:.0f}",
+        f"{row.within:+.2f}",
+        f"{row.two_by_two:+.2f}",
+    ]
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 def _or_dash(value: float | None) -> str:

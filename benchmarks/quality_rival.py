@@ -130,7 +130,7 @@ def _take_slopes(network: nn.Module, judge: Any, pruner: Any, images: Examples, 
     if importance == "magnitude":
         return
     if importance == "obd-c":
-        judge.prepare(network, pruner)
+        judge._prepare_model(network, pruner)  # as its own example does: there is no public way
     torch.manual_seed(0)
     network.zero_grad()
     for inputs, targets in images.batches(64):
@@ -142,6 +142,8 @@ def _take_slopes(network: nn.Module, judge: Any, pruner: Any, images: Examples, 
         loss.backward()  # type: ignore[no-untyped-call]
         if importance == "obd-c":
             judge.step()
+    if importance == "obd-c":
+        judge._rm_hooks(network)
 
 
 def _drawn(logits: Tensor) -> Tensor:

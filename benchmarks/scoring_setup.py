@@ -81,13 +81,17 @@ QUICK = Form(
     growth=2,
     growth_images=1,
 )
-INNER_AND_BEFORE = tuple(f"layer{stage}.1.conv{place}" for stage in (1, 2, 3) for place in (1, 2))
+# an inner site and one before the shortcut of each stage, one of each stage first: a run that is stopped has seen them all
+INNER_AND_BEFORE = (
+    *("layer3.1.conv1", "layer2.1.conv2", "layer1.1.conv1"),
+    *("layer3.1.conv2", "layer2.1.conv1", "layer1.1.conv2"),
+)
 FULL = Form(
     name="full",
     speed_sites={"resnet20": (), "resnet56": ("layer1.4.conv1", "layer2.4.conv2", "layer3.4.conv1")},
     speed_masks=8,
     speed_images=512,
-    repeats=5,
+    repeats=3,
     quality_sites={"resnet20": INNER_AND_BEFORE, "resnet56": ("layer3.4.conv1", "layer2.4.conv2")},
     reference=Size(20, 4096),
     paper=Size(PAPER_MASKS, 2048),

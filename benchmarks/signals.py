@@ -91,13 +91,12 @@ def setting(store: Store, seed: int) -> Setting:
     return Setting(graph, replace(data, search=ranking), subset(comparing, COMPARED, seed=seed), store, seed)
 
 
-def measure_site(given: Setting, name: str) -> list[Row]:
+def measure_site(given: Setting, rankers: Sequence[Workshop], name: str) -> list[Row]:
     """All signals at one site, and both ways of leaving the network behind."""
     site = next(site for site in find_sites(given.graph, "before") if site.name == name)
     orders, seconds = [], []
-    for scoring, signal in SIGNALS.values():
+    for workshop in rankers:
         began = perf_counter()
-        workshop = given.workshop(scoring=scoring, signal=signal)
         ranking = workshop.rank(workshop.place(given.graph, site), step=1, on_scored=lambda done, of: None)
         orders.append(ranking.order)
         seconds.append(perf_counter() - began)
@@ -173,8 +172,9 @@ def main() -> int:
     if not options.render:
         options.store.parent.mkdir(parents=True, exist_ok=True)
         given, rows = setting(Store(options.store), options.seed), []
+        rankers = [given.workshop(scoring=scoring, signal=signal) for scoring, signal in SIGNALS.values()]
         for name in options.sites:
-            rows += measure_site(given, name)
+            rows += measure_site(given, rankers, name)
             sys.stdout.write(f"{name}: {sum(row.seconds for row in rows[-4:]):.0f} s of ranking\n")
             sys.stdout.flush()
         report = {"conditions": conditions().sentence(), "seed": options.seed, "compared": COMPARED}

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("readers",),
     ("masking",),
     ("compaction",),
-    ("artefact", "data", "masks", "importance", "search", "contract", "allocation", "stability", "noise", "obs"),
+    ("artefact", "data", "masks", "importance", "search", "contract", "allocation", "stability", "noise", "obs", "widths"),
     ("evaluate", "gradients"),
     ("engine", "divergence", "training"),
     ("ensemble", "measuring", "repair"),

@@ -600,6 +600,7 @@ def test_the_demo_ends_with_lines_of_python_that_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = {"max_drop": 0.5, "masks_per_filter": 1, "scoring_examples": 16, "rounds": 1}
+    monkeypatch.setattr(demo_command, "OPTIONS", {"in_channels": 1, "widths": [8, 12, 16]})
     monkeypatch.setattr(demo_command, "chosen_recipe", lambda name, given: recipes.chosen_recipe(None, {**small, **given}))
     monkeypatch.setattr(
         demo_command, "chosen_settings", lambda name, given: TrainSettings(epochs=1, batch=256, lr=0.1, **given)

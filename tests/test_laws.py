@@ -111,7 +111,7 @@ def assert_something_is_constant(module: nn.Module) -> None:
 # ---- compact = masked -------------------------------------------------------------------------------------------------
 
 
-@law(45)
+@law(32)
 def test_compact_equals_masked(case: Case) -> None:
     graph = case.graph()
     keep = case.keep(graph)
@@ -162,7 +162,7 @@ def test_sums_with_a_narrow_term_at_every_size(size: tuple[int, ...], join: Call
             assert_same(run(smaller.module, x), run(masked(graph, keep), x))
 
 
-@law(20)
+@law(12)
 def test_compact_equals_masked_while_training(case: Case) -> None:
     """BatchNorm of a removed channel changes nothing else, so batch statistics give the same too (dropout left out)."""
     graph = case.graph()
@@ -218,7 +218,7 @@ def second_masks(graph: Graph, keep: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: keep[name][list(site.original)] for name, site in resolve(graph, keep).items()}
 
 
-@law(30)
+@law(16)
 def test_two_steps_equal_one(case: Case) -> None:
     graph = case.graph()
     first, second = case.keep(graph), case.keep(graph, seed=1)
@@ -250,7 +250,7 @@ def test_two_steps_equal_one(case: Case) -> None:
     }
 
 
-@law(20)
+@law(12)
 def test_a_replayed_plan_gives_the_network_bit_for_bit(case: Case) -> None:
     graph = case.graph()
     half = compacted_or_empty(graph, case.keep(graph))
@@ -269,7 +269,7 @@ def assert_bit_equal(a: nn.Module, b: nn.Module) -> None:
     assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@law(20)
+@law(12)
 def test_loading_gives_what_was_saved_bit_for_bit(case: Case) -> None:
     graph = case.graph()
     smaller = compacted_or_empty(graph, case.keep(graph))
@@ -289,7 +289,7 @@ def test_loading_gives_what_was_saved_bit_for_bit(case: Case) -> None:
 # ---- what comes out is an ordinary network ----------------------------------------------------------------------------
 
 
-@law(30)
+@law(16)
 def test_gradients_are_those_of_the_masked_network_on_the_kept_weights(case: Case) -> None:
     graph = case.graph()
     keep = case.keep(graph)
@@ -312,7 +312,7 @@ def test_gradients_are_those_of_the_masked_network_on_the_kept_weights(case: Cas
             assert_same(parameter.grad, wanted, atol=1e-11)
 
 
-@law(20)
+@law(12)
 def test_narrowed_modules_are_ordinary_and_consistent(case: Case) -> None:
     graph = case.graph()
     smaller = compacted_or_empty(graph, case.keep(graph))
@@ -375,7 +375,7 @@ def test_the_users_model_is_untouched(case: Case) -> None:
         assert all(torch.equal(now[name], then[name]) for name in then)
 
 
-@law(15)
+@law(10)
 def test_a_network_split_at_a_site_is_the_masked_network(case: Case) -> None:
     graph = case.graph()
     for site in find_sites(graph, case.shortcut)[:4]:  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from secateurs.models import build, example_input
 
 
 @given(inputs=st.integers(1, 8), take=st.lists(st.integers(-1, 7), min_size=1, max_size=12), axis=st.integers(0, 2))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_align_picks_channels_and_fills_with_zeros(inputs: int, take: list[int], axis: int) -> None:
     present = sorted({i for i in take if 0 <= i < inputs})
     chosen = iter(present)
@@ -38,7 +38,7 @@ def test_a_sum_into_a_wide_tensor_is_widening_and_adding(large: int, monkeypatch
 @pytest.mark.parametrize("shortcut", ["before", "after"])
 def test_both_ways_to_add_keep_the_network_equal(large: int, shortcut: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SumInto, "LARGE", large)
-    graph = trace(randomise_(build("resnet20"), 0), example_input("resnet20").double())
+    graph = trace(randomise_(build("resnet20"), 0), example_input("resnet20").double()[..., :16, :16])
     sites = find_sites(graph, shortcut)  # type: ignore[arg-type]
     masks = {site: torch.rand(site.channels, generator=torch.Generator().manual_seed(i)) > 0.4 for i, site in enumerate(sites)}
     smaller = compact(graph, masks)

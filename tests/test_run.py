@@ -309,3 +309,85 @@ def test_provenance_records_what_made_the_run(tmp_path: Path) -> None:
     assert found["data"]["sha256"] == DATA.digest()
     assert found["seed"] == QUICK.seed
     assert len(found["model"]["weights_sha256"]) == 64
+
+
+# ---- what a run says must be true ----------------------------------------------------------------------------------------
+
+
+def test_a_lambda_for_the_loss_and_one_for_the_metric_are_not_mixed_up() -> None:
+    """Both are called <lambda> in one scope, and both are measured under the same masks on the same images."""
+    recipe = replace(QUICK, criterion="portfolio", portfolio=("l1", "fpgm"), max_drop=0.05)
+    named = prune(network(), DATA, recipe).finish()
+    lambdas = prune(
+        network(),
+        DATA,
+        recipe,
+        loss_fn=lambda o, t: nn.functional.cross_entropy(o, t, reduction="none"),
+        metric=lambda o, t: o.argmax(1) == t,
+    ).finish()
+    assert [(s.removed, s.evaluated) for s in lambdas.steps] == [(s.removed, s.evaluated) for s in named.steps]
+
+
+def test_a_shared_store_does_not_mix_up_repairs_networks_or_settings(tmp_path: Path) -> None:
+    class Top:
+        def __init__(self, k: int) -> None:
+            self.k = k
+
+        def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return (outputs.topk(self.k, 1).indices == targets[:, None]).any(1)
+
+    def evaluated(recipe: Recipe, metric: Any, store: Path | None, activation: nn.Module) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), activation, nn.Linear(12, 10))
+        return [s.evaluated for s in prune(model, DATA, recipe, metric=metric, store=store).finish().steps]
+
+    plain = Recipe(max_drop=0.05, confidence=0, criterion="l1", repair="least-squares", repair_examples=8)
+    for recipe, k, activation in [
+        (plain, 5, nn.ReLU()),
+        (plain, 1, nn.ReLU()),
+        (replace(plain, repair_examples=256), 1, nn.ReLU()),
+        (replace(plain, repair_examples=256), 1, nn.Tanh()),
+    ]:
+        shared = evaluated(recipe, Top(k), tmp_path / "shared.sqlite", activation)
+        assert shared == evaluated(recipe, Top(k), None, activation)
+
+
+def test_divided_cuts_stay_within_the_drop_when_trained() -> None:
+    training = TrainSettings(epochs=1, steps=6, lr=0.1, batch=32)
+    for seed in (0, 4):
+        recipe = Recipe(max_drop=0.03, confidence=0, criterion="l1", allocation="global", finetune=training, seed=seed)
+        outcome = prune(network(), DATA, recipe).finish()
+        assert outcome.search_before.accuracy - outcome.search_after.accuracy <= 0.03 + 1e-9
+
+
+def test_divided_cuts_reach_both_targets() -> None:
+    recipe = Recipe(max_drop=1.0, confidence=0, allocation="global", criterion="l1", target_macs=0.3, target_parameters=0.7)
+    outcome = prune(network(), DATA, recipe).finish()
+    assert 1 - outcome.cost_after.macs / outcome.cost_before.macs >= 0.3
+    assert 1 - outcome.cost_after.parameters / outcome.cost_before.parameters >= 0.7
+    assert "are removed, of" in outcome.stopped
+
+
+def test_a_step_counts_all_its_accuracies_on_the_same_images() -> None:
+    for step in prune(network(), DATA, Recipe(max_drop=0.3, criterion="l1", confidence=0.9)):
+        assert step.accuracy == step.accuracy_cut  # nothing was trained
+
+
+def test_kept_rankings_are_those_of_their_steps(tmp_path: Path) -> None:
+    recipe = Recipe(max_drop=0.3, confidence=0, allocation="global", criterion="l1")
+    run = prune(network(), DATA, recipe, folder=tmp_path)
+    steps = list(run)
+    linear = {f"layers.{n}": m for n, m in enumerate(network().get_submodule("layers")) if isinstance(m, nn.Linear)}
+    for step in steps:
+        found = run.record.load_tensors(f"ensembles/{step.number:04d}")
+        assert found is not None
+        assert found[1]["site"] == step.site
+        torch.testing.assert_close(found[0]["coef"], linear[step.site].weight.detach().abs().sum(1).double())
+
+
+def test_only_fast_widths_are_kept_when_latency_counts(tmp_path: Path) -> None:
+    recipe = Recipe(max_drop=1.0, confidence=0, criterion="l1", latency_aware=True)
+    steps = list(prune(network(), DATA, recipe, folder=tmp_path))
+    allowed = {entry["site"]: entry["widths"] for entry in read_journal(tmp_path) if entry["unit"] == "widths"}
+    assert set(allowed) == {step.site for step in steps}
+    assert all(step.kept in (*allowed[step.site], step.channels) for step in steps)

@@ -44,6 +44,14 @@ def problem() -> tuple[Graph, Site, Examples]:
     return graph, find_sites(graph)[0], Examples(inputs, labels)
 
 
+@pytest.fixture(scope="module")
+def whole(problem: tuple[Graph, Site, Examples]) -> Importance:
+    """What many masks on all examples find."""
+    found = score_site(*problem, replace(PAPER, masks_per_filter=60)).importance
+    assert isinstance(found, Importance)
+    return found
+
+
 def same(one: Scored, other: Scored) -> bool:
     assert isinstance(one.importance, Importance)
     assert isinstance(other.importance, Importance)
@@ -97,12 +105,10 @@ def test_pairs_and_transforms_are_those_of_importance(problem: tuple[Graph, Site
     "scoring", [FAST, replace(LOSSES, examples=400), replace(LOSSES, examples=None)], ids=["fast", "losses", "noise"]
 )
 def test_adaptive_ensembles_find_the_order_of_the_whole_and_stop(
-    problem: tuple[Graph, Site, Examples], scoring: Scoring
+    problem: tuple[Graph, Site, Examples], whole: Importance, scoring: Scoring
 ) -> None:
     graph, site, pool = problem
-    whole = score_site(graph, site, pool, replace(PAPER, masks_per_filter=60)).importance
     found = score_site(graph, site, pool, scoring, seed=3)
-    assert isinstance(whole, Importance)
     assert isinstance(found.importance, Importance)
     assert rank_correlation(whole.coef, found.importance.coef) > 0.9
     assert found.stable

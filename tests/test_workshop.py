@@ -23,7 +23,7 @@ from secateurs.data.splits import subset
 from secateurs.engine import MaskedNetwork
 from secateurs.errors import InvalidInput
 from secateurs.evaluate import correct, cross_entropy, evaluate
-from secateurs.models import build, example_input
+from secateurs.models import build
 from secateurs.plan import Plan
 from secateurs.recipe import Recipe
 from secateurs.run import prune
@@ -263,16 +263,15 @@ def test_a_repaired_network_reloads_to_what_was_reported(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "shortcut"),
-    [("resnet8", {"widths": (4, 4, 6)}, "before"), ("resnet8", {"widths": (4, 4, 6)}, "after"), ("split-small", {}, "before")],
+    ("name", "options", "shortcut"), [("resnet8", {"widths": (4, 4, 6)}, "after"), ("split-small", {}, "before")]
 )
 def test_what_the_search_measures_is_what_the_run_makes(name: str, options: dict[str, Any], shortcut: Any) -> None:
     """One repaired cut after another, from the last site to the first: under a mask, and made."""
-    model, shape = randomise_(build(name, **options), 0), example_input(name).shape[1:]
+    model, shape = randomise_(build(name, **options), 0), (3, 12, 12)
     generator = torch.Generator().manual_seed(0)
-    sets = [Examples(torch.randn(24, *shape, generator=generator, dtype=torch.float64), torch.arange(24) % 10) for _ in "123"]
-    graph = trace(model, example_input(name).double())
-    recipe = Recipe(confidence=0.0, repair="least-squares", repair_examples=24, shortcut=shortcut)
+    sets = [Examples(torch.randn(12, *shape, generator=generator, dtype=torch.float64), torch.arange(12) % 10) for _ in "123"]
+    graph = trace(model, sets[0].inputs[:2])
+    recipe = Recipe(confidence=0.0, repair="least-squares", repair_examples=12, shortcut=shortcut)
     workshop = Workshop(graph, Data("random", *sets), recipe, Tools(cross_entropy, correct, None, Store(), None))
     for site in reversed(find_sites(graph, shortcut)):
         now = workshop.site(graph, site.name)

@@ -68,7 +68,21 @@ def summon(search: Examples, contract: Contract, metric: Measure, *, seed: int) 
             f"search images: half of them certify, and even if no answer changed, {least:.2g} could not be ruled out. "
             f"Allow more, give more search images, or set confidence = 0: the point estimate decides, nothing is promised."
         )
+    _check_classes(contract, search.take(sides.certifying))
     return Jury(contract, metric, search.take(sides.steering), search.take(sides.certifying))
+
+
+def _check_classes(contract: Contract, certifying: Examples) -> None:
+    labels = class_labels(certifying.targets)
+    if contract.worst_class is None or labels is None:
+        return
+    fewest = int(labels.unique(return_counts=True)[1].min())  # type: ignore[no-untyped-call]  # torch's own is untyped
+    least = _least_slack(contract, fewest)
+    if least > contract.worst_class:
+        raise InvalidInput(
+            f"worst_class = {contract.worst_class:g} cannot be shown with {fewest} certifying images of one class: even if no "
+            f"answer changed, {least:.2g} could not be ruled out. Allow more, or give more search images."
+        )
 
 
 def _least_slack(contract: Contract, images: int) -> float:
@@ -111,7 +125,8 @@ def find_site_cut(
     """The cut of the bench's site along `order`, and the answers of the certifying images so far, `answers` among them.
 
     The bench measures the jury's metric. `baseline` is the mean of the network that the drop counts from, `start` its single
-    values (None if only means count); `share` of the allowed drop may be used up to here.
+    values (None if only means count); `share` of the allowed drop may be used up to here. Accuracies in the cut are on the
+    steering images.
     """
     promise = None if start is None or jury.certifying is None else _promise(jury, start, answers)
     measured = bench.on(jury.steering)

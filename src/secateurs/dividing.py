@@ -6,6 +6,7 @@ curves follows the frontier of predicted loss against saving; the cuts of one of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from secateurs.allocation import Curve, Division, frontier
 from secateurs.compaction import compact
+from secateurs.contract import Verdict
 from secateurs.costs import cost
 from secateurs.cutting import Start
+from secateurs.errors import NonFinite
 from secateurs.graph import Graph
 from secateurs.ranking import Ranking, cuts_along
-from secateurs.recipe import Recipe
 from secateurs.search import Cut
 from secateurs.sites import Site
 from secateurs.workshop import Place, Workshop
@@ -49,20 +51,25 @@ class Course:
         return Cut(keep, tuple(removed), len(removed), before, after, before - after, ())
 
 
-def counts_of(channels: int, largest_share: float, round_to: int) -> tuple[int, ...]:
-    """Numbers of filters at which a curve is measured, from 0 on; kept filters come in multiples of `round_to`."""
-    most = min(int(largest_share * channels), channels - 1)
+def counts_of(channels: int, largest_share: float, round_to: int, widths: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Numbers of filters at which a curve is measured, from 0 on; kept ones are multiples of `round_to`, and in `widths`."""
+    most = min(math.floor(round(largest_share * channels, 12)), channels - 1)
     wanted = {round(channels * step / _GRID) for step in range(1, _GRID)}
-    allowed = [m for m in range(1, most + 1) if (channels - m) % round_to == 0]
+    allowed = [m for m in range(1, most + 1) if (channels - m) % round_to == 0 and (widths is None or channels - m in widths)]
     return (0, *sorted({min(allowed, key=lambda m: abs(m - want)) for want in wanted} if allowed else ()))
 
 
-def measure_course(workshop: Workshop, place: Place, ranking: Ranking) -> Course:
+def measure_course(workshop: Workshop, place: Place, ranking: Ranking, widths: Sequence[int] | None = None) -> Course:
     """The loss on held-out images along the ranking, and what the cuts save, which is in proportion to their filters."""
     recipe, site = workshop.recipe, place.site
-    counts = counts_of(site.channels, recipe.largest_share, recipe.round_to)
+    counts = counts_of(site.channels, recipe.largest_share, recipe.round_to, widths)
     measured = workshop.bench(place, workshop.tools.loss_fn).on(workshop.held_out)
     losses = measured.means(cuts_along(ranking.order, counts)).tolist()
+    if not math.isfinite(losses[0]):
+        raise NonFinite(
+            f"site {site.name!r}: the loss of the uncut network on {len(workshop.held_out)} search examples is {losses[0]}. "
+            f"Check its outputs and the examples for NaN."
+        )
     most = _saved(workshop, compact(workshop.original, {site.name: cuts_along(ranking.order, counts[-1:])[0]}))
     saved = [most * count / max(counts[-1], 1) for count in counts]
     return Course(ranking, site.original, Curve(site.name, counts, tuple(losses), tuple(saved)))
@@ -71,7 +78,7 @@ def measure_course(workshop: Workshop, place: Place, ranking: Ranking) -> Course
 def course_fields(course: Course) -> dict[str, Any]:
     """A course as plain values."""
     ranking, curve = course.ranking, course.curve
-    names = ("criterion", "masks", "examples", "note", "compared")
+    names = ("criterion", "masks", "examples", "note", "r2_held_out", "split_half", "compared")
     return {
         "order": ranking.order.tolist(),
         **{name: getattr(curve, name) for name in ("removed", "loss", "saved")},
@@ -82,7 +89,7 @@ def course_fields(course: Course) -> dict[str, Any]:
 def course_from(site: Site, entry: Mapping[str, Any]) -> Course:
     """The course of a site that was written down as plain values."""
     compared = tuple((str(name), float(loss)) for name, loss in entry["compared"])
-    figures = {name: entry[name] for name in ("masks", "examples", "note")}
+    figures = {name: entry[name] for name in ("masks", "examples", "note", "r2_held_out", "split_half")}
     ranking = Ranking(entry["criterion"], torch.tensor(entry["order"]), compared=compared, **figures)
     return Course(ranking, site.original, Curve(site.name, *(tuple(entry[name]) for name in ("removed", "loss", "saved"))))
 
@@ -94,6 +101,8 @@ class Divided:
     division: Division
     tried: tuple[tuple[float, float, bool], ...]  # saved, accuracy on the steering images, accepted
     answers: tuple[bool, ...]  # of the certifying images
+    bound: float | None  # upper bound on the drop of what was chosen; None: not certified
+    by_estimate: float  # saved by the division that a point estimate would have allowed
     frontier: tuple[tuple[float, float], ...]  # saved, predicted increase of the loss: what one measuring pass tells
 
 
@@ -111,10 +120,12 @@ def find_division(
     are then asked about divisions of rising size up to that one, an order that they had no part in, so that every yes is free;
     their first no ends the climb, and what they accepted last is taken.
     """
-    divisions = _wanted(frontier([course.curve for course in courses.values()]), _target(workshop.recipe))
+    divisions: Sequence[Division] = (Division({}, 0.0, 0.0),)
+    if courses:
+        divisions = _wanted(workshop, courses, frontier([course.curve for course in courses.values()]))
     networks: dict[int, Graph] = {}
     tried: list[tuple[float, float, bool]] = []
-    answers: list[bool] = []
+    verdicts: list[Verdict] = []
 
     def network(index: int) -> Graph:
         if index not in networks:
@@ -124,15 +135,27 @@ def find_division(
 
     def accepted(index: int) -> bool:
         on_trial(len(tried) + 1, max(len(divisions).bit_length() + 1, len(tried) + 1))
-        accuracy, fine = _judged(workshop, network(index), start, baseline, answers)
+        accuracy, fine = _judged(workshop, network(index), start, baseline)
         tried.append((divisions[index].saved, accuracy, fine))
         return fine
 
-    best = _largest(len(divisions), accepted)
+    def certified(index: int) -> bool:
+        assert start is not None
+        verdicts.append(workshop.certified(network(index), start, [verdict.accepted for verdict in verdicts]))
+        return verdicts[-1].accepted
+
+    highest = best = _largest(len(divisions), accepted)
     if start is not None and workshop.jury.certifying is not None:
-        best = _climbed(divisions, best, lambda index: _certified(workshop, network(index), start, answers))
-    points = tuple((division.saved, division.predicted_loss) for division in divisions)
-    return Divided(divisions[best], tuple(tried), tuple(answers), points)
+        best = _climbed(divisions, highest, certified)
+    accepted_last = [verdict.upper for verdict in verdicts if verdict.accepted][-1:]
+    return Divided(
+        division=divisions[best],
+        tried=tuple(tried),
+        answers=tuple(verdict.accepted for verdict in verdicts),
+        bound=accepted_last[0] if accepted_last else None,
+        by_estimate=divisions[highest].saved,
+        frontier=tuple((division.saved, division.predicted_loss) for division in divisions),
+    )
 
 
 def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Division) -> Graph:
@@ -145,12 +168,29 @@ def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Divis
     return graph
 
 
-def _wanted(divisions: Sequence[Division], target: float | None) -> Sequence[Division]:
-    """The divisions up to the first that reaches the target."""
-    if target is None:
+def _wanted(workshop: Workshop, courses: Mapping[str, Course], divisions: Sequence[Division]) -> Sequence[Division]:
+    """The divisions up to the first that reaches all targets, by what its cuts really save together; without targets, all."""
+    recipe = workshop.recipe
+    if recipe.target_macs is None and recipe.target_parameters is None:
         return divisions
-    reaching = next((i for i, d in enumerate(divisions) if d.saved >= target), len(divisions) - 1)
-    return divisions[: reaching + 1]
+    low, high = 0, len(divisions) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _reaches(workshop, courses, divisions[middle]) else (middle + 1, high)
+    return divisions[: low + 1]
+
+
+def _reaches(workshop: Workshop, courses: Mapping[str, Course], division: Division) -> bool:
+    """Whether the cuts of a division, all made at once, save what the recipe wants; nothing is repaired or measured for it."""
+    masks: dict[str | Site, Tensor] = {}
+    for name, course in courses.items():
+        site, m = workshop.site(workshop.original, name), division.removed[name]
+        if m and site is not None:
+            masks[name] = course.keep(m, site)
+    before, after = cost(workshop.original), cost(compact(workshop.original, masks) if masks else workshop.original)
+    parameters, macs = 1 - after.parameters / before.parameters, 1 - after.macs / max(before.macs, 1)
+    recipe = workshop.recipe
+    return macs >= (recipe.target_macs or 0.0) and parameters >= (recipe.target_parameters or 0.0)
 
 
 def _largest(count: int, accepted: Callable[[int], bool]) -> int:
@@ -176,22 +216,13 @@ def _climbed(divisions: Sequence[Division], highest: int, certified: Callable[[i
     return reached
 
 
-def _judged(workshop: Workshop, graph: Graph, start: Start | None, baseline: float, answers: list[bool]) -> tuple[float, bool]:
-    """Accuracy of a network on the steering images, and whether they accept it."""
+def _judged(workshop: Workshop, graph: Graph, start: Start | None, baseline: float) -> tuple[float, bool]:
+    """Accuracy of a network on the steering images, and whether it is within the drop by that estimate."""
     if start is None:
         found = workshop.evaluate(graph, workshop.jury.steering).accuracy
         return found, round(baseline - found, 12) <= workshop.recipe.max_drop
-    verdict = workshop.steered(graph, start, answers)
+    verdict = workshop.steered(graph, start, [])
     return verdict.accuracy, verdict.by_estimate
-
-
-def _certified(workshop: Workshop, graph: Graph, start: Start, answers: list[bool]) -> bool:
-    answers.append(workshop.certified(graph, start, answers).accepted)
-    return answers[-1]
-
-
-def _target(recipe: Recipe) -> float | None:
-    return recipe.target_macs if recipe.target_macs is not None else recipe.target_parameters
 
 
 def _saved(workshop: Workshop, graph: Graph) -> float:

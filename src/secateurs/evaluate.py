@@ -80,7 +80,11 @@ def values(module: nn.Module, examples: Examples, measure: Measure, *, batch: in
 def outputs(module: nn.Module, examples: Examples, *, batch: int = 256, device: Device = None) -> Tensor:
     """What the module in eval mode says to every example, (N, …) on the CPU; it must give one tensor."""
     with on_device(module, device) as place, evaluating(module):
-        return torch.cat([module(inputs).cpu() for inputs, _ in examples.batches(batch, device=place)])
+        found = [module(inputs) for inputs, _ in examples.batches(batch, device=place)]
+    for given in found:
+        if not isinstance(given, Tensor):
+            raise InvalidInput(f"a network whose answers are wanted gave a {type(given).__name__}, wanted one tensor.")
+    return torch.cat([given.cpu() for given in found])
 
 
 def predictions(module: nn.Module, examples: Examples, *, batch: int = 256, device: Device = None) -> Tensor:
@@ -136,7 +140,7 @@ def each(values: Tensor, count: int) -> Tensor:
     if exact.ndim == 0 or len(exact) != count:
         raise InvalidInput(
             f"a loss or metric gave a tensor of shape {tuple(values.shape)} for {count} examples: wanted one value for each. "
-            f"Without single values no bound can be given: set confidence = 0 to go by the mean alone."
+            f"Without single values nothing can be bounded: to go by the mean alone, set confidence = 0 and no worst_class."
         )
     return exact.reshape(count, -1).mean(1)
 

@@ -11,12 +11,14 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from types import CodeType
 
 import torch
 from torch import Tensor
 
 from secateurs.data.examples import Examples
 from secateurs.engine import Form, MaskedNetwork, split_for
+from secateurs.errors import InvalidInput
 from secateurs.evaluate import Device, Measure
 from secateurs.graph import Graph
 from secateurs.sites import Site
@@ -50,8 +52,9 @@ class Bench:
     @cached_property
     def context(self) -> str:
         """All that a value depends on besides the examples and the masks."""
-        weights = digest(dict(self.graph.module.state_dict()))
-        return context_of(weights, self.site.name, str(self.site.channels), name_of(self.measure), self.variant)
+        module = self.graph.module
+        weights, structure = digest(dict(module.state_dict())), f"{module.code}{module}"
+        return context_of(weights, structure, self.site.name, str(self.site.channels), name_of(self.measure), self.variant)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,15 @@ class Measured:
     def _split(self) -> MaskedNetwork:
         bench = self.bench
         (kept,) = bench.store.get(bench.context, [_FORM])
-        form = None if kept is None else Form(**json.loads(bytes(kept.tolist())))
+        if kept is not None:
+            try:
+                return self._made(Form(**json.loads(bytes(kept.tolist()))))
+            except InvalidInput:
+                pass  # it was made on another device, which can do what this one cannot
+        return self._made(None)
+
+    def _made(self, form: Form | None) -> MaskedNetwork:
+        bench = self.bench
         return split_for(
             bench.graph,
             bench.site,
@@ -144,10 +155,21 @@ class Measured:
 
 
 def name_of(measure: Measure) -> str:
-    """What tells one measure from another inside a run folder."""
+    """What tells one measure from another: its name, and what it does; two lambdas, or two settings of a class, are two."""
     if isinstance(measure, partial):
         return f"{name_of(measure.func)} {measure.args} {sorted(measure.keywords.items())}"
-    return f"{getattr(measure, '__module__', '')}.{getattr(measure, '__qualname__', type(measure).__qualname__)}"
+    name = f"{getattr(measure, '__module__', '')}.{getattr(measure, '__qualname__', type(measure).__qualname__)}"
+    code = getattr(measure, "__code__", None)
+    if code is None:
+        return f"{name} {measure!r} {sorted(getattr(measure, '__dict__', {}).items())}"
+    held = [cell.cell_contents for cell in getattr(measure, "__closure__", None) or ()]
+    return f"{name} {_text_of(code)} {getattr(measure, '__defaults__', None)} {held}"
+
+
+def _text_of(code: CodeType) -> str:
+    """Instructions and constants, without the addresses that a code object's own text has."""
+    constants = [_text_of(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def _dtype_of(graph: Graph) -> torch.dtype:

@@ -7,6 +7,7 @@ on: a memorised example has no loss left that could tell orders apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from secateurs.criteria import CRITERIA as RIVALS
 from secateurs.criteria import criterion
 from secateurs.data.examples import Examples
+from secateurs.data.seeding import derive
+from secateurs.data.splits import subset
 from secateurs.ensemble import Ensemble
-from secateurs.errors import InvalidInput
 from secateurs.evaluate import Measure
 from secateurs.importance import Importance, PairImportance, order
 from secateurs.measuring import Bench
@@ -43,6 +45,8 @@ class Ranking:
     masks: int = 0
     examples: int = 0
     note: str = ""
+    r2_held_out: float = math.nan
+    split_half: float = math.nan
     compared: tuple[tuple[str, float], ...] = ()  # by a portfolio: mean loss over the cuts compared, best first
 
 
@@ -76,11 +80,9 @@ def rank(
         return _by_ensemble(name, bench, ranker, reconstruction, step, on_scored)
     if name == "obs":
         if reconstruction is None:
-            raise InvalidInput(
-                "criterion 'obs' needs the second moments of what reads the site: set repair = \"least-squares\"."
-            )
+            return replace(rank("l1", bench, ranker, step=step), note="nothing that reads the site can be observed: l1 for obs")
         return Ranking(name, reconstruction.order().order)
-    few = ranker.pool.take(torch.arange(min(_RIVALS_SEE, len(ranker.pool))))
+    few = subset(ranker.pool, min(_RIVALS_SEE, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
     options = {"loss_fn": ranker.loss_fn, "batch": bench.batch, "device": bench.device}
     found = criterion(name)(bench.graph, bench.site, few, seed=ranker.seed + step, **options)  # type: ignore[arg-type]
     return Ranking(name, order(found), found, examples=len(few))
@@ -96,8 +98,17 @@ def _by_ensemble(
     if ranker.repaired_masks and reconstruction is not None:
         bench = replace(bench, weights=_solved(reconstruction), unfolded=reconstruction.readers, variant=f"ridge {_RIDGE}")
     scored = score_bench(bench, ranker.pool, scoring, seed=ranker.seed, step=step, on_scored=on_scored)
+    found = scored.importance
     return Ranking(
-        name, order(scored.importance), scored.importance, scored.ensemble, scored.used, scored.examples, scored.note
+        name,
+        order(found),
+        found,
+        scored.ensemble,
+        masks=scored.used,
+        examples=scored.examples,
+        note=scored.note,
+        r2_held_out=float(found.r2_held_out),
+        split_half=float(found.split_half) if isinstance(found, Importance) else math.nan,
     )
 
 

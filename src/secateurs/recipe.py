@@ -69,6 +69,7 @@ class Recipe:
     search: Method = "bisect"
     largest_share: float = 0.9  # of a site's filters that one cut may remove
     round_to: int = 1  # kept filters come in multiples of this
+    latency_aware: bool = False  # keep only numbers of filters that are measurably faster here than any larger one
     finetune: TrainSettings | None = None  # after every cut
     retrain: TrainSettings | None = None  # at the end
     recalibrate: int | None = None  # BatchNorm statistics after a cut, from so many training examples
@@ -102,6 +103,14 @@ class Recipe:
             raise RecipeError(
                 "budget = 'site' with allocation = 'global': cuts that are weighed against each other share one budget"
             )
+        if not 0 < self.off < 1:
+            raise RecipeError(f"off = {self.off!r}: wanted a share between 0 and 1, both excluded (the paper uses 0.3)")
+        if not self.portfolio:
+            raise RecipeError("portfolio = []: wanted at least one criterion to compare")
+        if self.repair == "none" and (self.criterion == "obs" or set(self.portfolio) <= {"obs"}):
+            raise RecipeError("criterion = 'obs': it goes by what repairs can make up for: set repair = 'least-squares'")
+        if self.allocation == "global" and (self.rounds > 1 or self.direction == "backward"):
+            raise RecipeError("allocation = 'global': all cuts are weighed at once, so rounds = 1 and direction = 'forward'")
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
             raise RecipeError("repaired_masks = true: wants repair = 'least-squares' and estimator = 'losses'")
         if 0 < self.confidence <= 0.5:
@@ -248,7 +257,7 @@ def _readable(error: msgspec.ValidationError, fields: dict[str, Any]) -> str:
     value: Any = fields
     for part in path.split("[")[0].split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return f"{path or 'recipe'} = {value!r}: {text[:1].lower()}{text[1:]}"
+    return f"{path} = {value!r}: {text[:1].lower()}{text[1:]}" if path else text
 
 
 def _without_none(value: Any) -> Any:

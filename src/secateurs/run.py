@@ -41,6 +41,7 @@ from secateurs.store import Store
 from secateurs.tensorfile import digest
 from secateurs.timing import SpeedUp, latency
 from secateurs.training import EpochRecord, TrainSettings, TrainState, carry_momentum, recalibrate_, train_
+from secateurs.widths import fast_widths
 from secateurs.workshop import Place, Tools, Workshop
 
 START = "checkpoints/start"
@@ -74,7 +75,7 @@ def prune(
     scored, `cache_bytes` of activations are kept (by default a quarter of the free memory).
     """
     recipe = recipe or Recipe()
-    graph = trace(model, data.train.batch(slice(0, 2)).inputs.to(_device_of(model)), leaves=leaves)
+    graph = trace(model, _example(model, data), leaves=leaves)
     summon(data.search, recipe.contract(), metric, seed=recipe.seed)  # an error here leaves no folder behind
     record = Record()
     if folder is not None:
@@ -114,7 +115,7 @@ def resume(
                 f"{path}: was started on other data ({provenance['data']['name']}): contents or split have changed. Give the "
                 f"data it was started with, or start a new run."
             )
-        example = data.train.batch(slice(0, 2)).inputs.to(_device_of(model))
+        example = _example(model, data)
         if not (path / f"{START}.safetensors").exists():
             raise RunError(f"{path}: was stopped before its first checkpoint. Delete the folder and start the run again.")
         start = load(model, path / f"{START}.safetensors", example_input=example)
@@ -140,9 +141,10 @@ class Run:
         self.cost_before = cost(self.graph)
         self._jury = workshop.jury  # too few images for the contract are an error at once
         self._start: Start | None = None  # of the untouched network
+        self._counted: Start | None = None  # of the network that the drop counts from at the site at hand
         self._answers: list[bool] = []  # of the certifying images, in the step at hand
         self._repair: Repair | None = None  # that the latest cut was made with
-        self._accuracy = self._loss = self._start_accuracy = float("nan")
+        self._accuracy = self._loss = self._start_accuracy = self._baseline = float("nan")
         self._stopped = ""
         self._began = time.monotonic()
         self._round, self._position = 0, (0, 0)
@@ -182,18 +184,37 @@ class Run:
         """All sites weighed against each other: measure every curve, divide, then make the cuts in network order."""
         courses = self._courses()
         division = self._divide(courses)
-        for number, (name, course) in enumerate(courses.items(), 1):
-            self._position = (number, len(courses))
-            site, m = self.workshop.site(self.graph, name), division.removed.get(name, 0)
-            if site is None or m == 0 or self._done(0, name):
+        chosen = [name for name in courses if division.removed.get(name, 0)]
+        for name in chosen:
+            self._position = (list(courses).index(name) + 1, len(courses))
+            site, course = self.workshop.site(self.graph, name), courses[name]
+            if site is None or self._done(0, name):
                 continue
             began, before = time.monotonic(), self._accuracy
             place = self.workshop.place(self.graph, site)
-            self._make(place, course.keep(m, site))
-            cut = course.cut(m, site, before, self._accuracy)
-            self._finetune()
+            self._make(place, course.keep(division.removed[name], site))
+            cut = course.cut(division.removed[name], site, before, self._accuracy)
+            if name == chosen[-1]:  # only now is this the network that was judged
+                cut = replace(cut, bound=self.record.units("division")[0]["bound"])
+                self._refresh()
+                self._finetune()
+            self._file_ranking(f"ensembles/curve-{self._position[0]:04d}", len(self.steps) + 1)
             yield self._settle(place, cut, before, course.ranking, time.monotonic() - began)
-        self._stopped = "all cuts of the division are made" if self.steps else "no division is within the allowed drop"
+        self._stopped = self._why_divided()
+
+    def _file_ranking(self, name: str, number: int) -> None:
+        """Keep the ranking of a curve under the number of its step, too."""
+        found = self.record.load_tensors(name)
+        if found is not None:
+            self.record.save_tensors(f"ensembles/{number:04d}", *found)
+
+    def _why_divided(self) -> str:
+        if not self.steps:
+            return "no division is within the allowed drop"
+        wanted = self.recipe.target_macs is not None or self.recipe.target_parameters is not None
+        if wanted and not self._reached_target():
+            return "all cuts of the division are made; no larger one is within the allowed drop, so the target is not reached"
+        return self._stopped or "all cuts of the division are made"
 
     def finish(self) -> Outcome:
         """Do all that is left, and give the outcome."""
@@ -275,10 +296,10 @@ class Run:
 
     # ---- the parts of a step -----------------------------------------------------------------------------------------
 
-    def _rank(self, place: Place, number: int) -> Ranking:
+    def _rank(self, place: Place, number: int, name: str = "") -> Ranking:
         """The order in which the site's filters would go; kept in the folder."""
         ranking = self.workshop.rank(place, step=number, on_scored=lambda done, of: self._tell("score", done, of, place.site))
-        self.record.save_tensors(f"ensembles/{number:04d}", *kept_of_ranking(place.site, ranking))
+        self.record.save_tensors(f"ensembles/{name}{number:04d}", *kept_of_ranking(place.site, ranking))
         return ranking
 
     def _find_cut(self, place: Place, ranking: Ranking) -> Cut:
@@ -287,6 +308,7 @@ class Run:
         known = self.record.units("cut", step=number)
         if known:
             self._answers = [bool(answer) for answer in known[0]["answers"]]
+            self._counted, self._baseline = self._counted_from(), known[0]["baseline"]
             return _cut_from(known[0], site.channels)
         looks = 0
 
@@ -295,14 +317,15 @@ class Run:
             looks += 1
             self._tell("search", looks, site.channels.bit_length() + 1, site)
 
-        earlier = self._earlier_answers()
+        earlier, self._counted = self._earlier_answers(), self._counted_from()
+        self._baseline = self._start_accuracy if recipe.budget == "run" else self._accuracy
         cut, answers = find_site_cut(
             self.workshop.bench(place, self.workshop.tools.metric),
             ranking.order,
             self._jury,
-            self._counted_from(),
-            Looking(recipe.search, recipe.largest_share, recipe.round_to),
-            baseline=self._start_accuracy if recipe.budget == "run" else self._accuracy,
+            self._counted,
+            Looking(recipe.search, recipe.largest_share, recipe.round_to, self._widths(site)),
+            baseline=self._baseline,
             accuracy_now=self._accuracy,
             answers=earlier,
             share=self._share_of_drop(),
@@ -311,6 +334,16 @@ class Run:
         self._answers = list(answers[len(earlier) :])
         self.record.append("cut", step=number, site=site.name, answers=self._answers, **_cut_fields(cut))
         return cut
+
+    def _widths(self, site: Site) -> tuple[int, ...] | None:
+        """The numbers of filters that may be kept, as measured once; None: all."""
+        if not self.recipe.latency_aware:
+            return None
+        known = {"site": site.name, "channels": site.channels}
+        if not self.record.units("widths", **known):
+            found = fast_widths(self.graph, site, device=self.workshop.tools.device)
+            self.record.append("widths", **known, widths=list(found.widths), seconds=list(found.seconds.items()))
+        return tuple(self.record.units("widths", **known)[0]["widths"])
 
     def _counted_from(self) -> Start | None:
         """What the network that the drop counts from gets on each image; None where only means count."""
@@ -338,6 +371,7 @@ class Run:
             kept = self.graph, self._accuracy, self._loss, self.momentum
             self._make(place, cut.keep)
             if not self._jury.by_means or self._within_drop(cut.baseline):
+                cut = replace(cut, accuracy=self._accuracy, drop=round(cut.baseline - self._accuracy, 12))
                 self._refresh()
                 break
             cut = _one_less(cut, self._accuracy)
@@ -361,25 +395,25 @@ class Run:
     def _refresh(self) -> None:
         """Measure BatchNorm's statistics anew, if that is asked for."""
         if self.recipe.recalibrate is not None:
-            with self._unless_over_budget():
+            with self._unless_over_budget(asked=True):
                 self._recalibrate(self.recipe.recalibrate)
 
     @contextmanager
-    def _unless_over_budget(self) -> Iterator[None]:
-        """Take the weights that the block made, measure them, and undo them if they break a budget for the whole run."""
+    def _unless_over_budget(self, *, asked: bool) -> Iterator[None]:
+        """Take the weights that the block made, measure them, and undo them if they break the budget, if that is `asked`."""
         weights = copy.deepcopy(self.graph.module.state_dict())
         before = self._accuracy, self._loss, self.momentum
         yield
         self._note(self.workshop.evaluate(self.graph, self.workshop.search))
-        if self.recipe.budget == "run" and not self._still_within():
+        if asked and not self._still_within():
             self.graph.module.load_state_dict(weights)
             self._accuracy, self._loss, self.momentum = before
 
     def _still_within(self) -> bool:
         """Whether the network as it is keeps the budget; where there are certifying images, they are asked."""
-        start = self._counted_from()
+        start = self._counted_from() if self.recipe.budget == "run" else self._counted
         if start is None or self._jury.certifying is None:
-            return self._within_drop(self._start_accuracy)
+            return self._within_drop(self._start_accuracy if self.recipe.budget == "run" else self._baseline)
         verdict = self.workshop.certified(self.graph, start, [*self._earlier_answers(), *self._answers])
         self._answers.append(verdict.accepted)
         return verdict.accepted
@@ -397,7 +431,7 @@ class Run:
                 continue
             if not self.record.units("curve", site=name):
                 place = self.workshop.place(self.original, site)
-                course = measure_course(self.workshop, place, self._rank(place, number))
+                course = measure_course(self.workshop, place, self._rank(place, number, "curve-"), self._widths(site))
                 self.record.append("curve", site=name, **course_fields(course))
             found[name] = course_from(site, self.record.units("curve", site=name)[0])
         return found
@@ -421,6 +455,9 @@ class Run:
                 loss=found.division.predicted_loss,
                 tried=[list(trial) for trial in found.tried],
                 answers=list(found.answers),
+                bound=found.bound,
+                images=0 if self._jury.certifying is None else len(self._jury.certifying),
+                by_estimate=found.by_estimate,
                 frontier=[list(point) for point in found.frontier],
             )
         entry = self.record.units("division")[0]
@@ -456,7 +493,7 @@ class Run:
         resumed, tools = self._training_state(phase, number), self.workshop.tools
         if resumed is not None:  # killed between the checkpoint and its line in the journal
             note(resumed)
-        with self._unless_over_budget():
+        with self._unless_over_budget(asked=self.recipe.budget == "run"):
             history = train_(
                 self.graph.module,
                 self.data.train,
@@ -499,15 +536,15 @@ class Run:
             macs_removed=macs,
             evaluated=cut.evaluated,
             masks=ranking.masks,
-            r2_held_out=float(getattr(importance, "r2_held_out", float("nan"))),
-            split_half=float(getattr(importance, "split_half", float("nan"))),
+            r2_held_out=ranking.r2_held_out,
+            split_half=ranking.split_half,
             seconds=seconds,
             criterion=ranking.criterion,
             note=ranking.note,
             examples=ranking.examples,
             compared=ranking.compared,
             bound=cut.bound,
-            images=0 if certifying is None else len(certifying),
+            images=0 if certifying is None or cut.bound is None else len(certifying),
             by_estimate=cut.by_estimate,
             refused=cut.refused,
             answers=tuple(self._answers),
@@ -688,5 +725,10 @@ def _with_seed(settings: TrainSettings, seed: int) -> TrainSettings:
     return replace(settings, seed=seed)
 
 
-def _device_of(module: nn.Module) -> torch.device:
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
+def _example(model: nn.Module, data: Data) -> Tensor:
+    """Two training inputs where the model is, and of the kind of numbers that it computes with."""
+    inputs = data.train.batch(slice(0, 2)).inputs
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if first is None:
+        return inputs
+    return inputs.to(first.device, first.dtype if inputs.is_floating_point() else inputs.dtype)

@@ -47,7 +47,7 @@ class Step:
     loss: float
     parameters_removed: float
     macs_removed: float
-    evaluated: tuple[tuple[int, float], ...]  # (filters removed, accuracy) in the order measured
+    evaluated: tuple[tuple[int, float], ...]  # (filters removed, accuracy on the images that steer), in the order measured
     masks: int
     r2_held_out: float
     split_half: float

@@ -29,6 +29,7 @@ from secateurs.repair import Reconstruction, Repair, apply_, observe, prepare
 from secateurs.scoring import OnScored
 from secateurs.sites import Site, find_site, find_sites
 from secateurs.store import Store
+from secateurs.tensorfile import digest
 
 _HELD_OUT = 1024  # examples tell orders and curves apart well enough; a jury may have many more
 
@@ -144,6 +145,8 @@ class Workshop:
             device=self.tools.device,
             seed=derive(self.recipe.seed, "repair"),
         )
+        if not found.layers and not found.sums:  # all that reads the site was too large, or of a kind that is left alone
+            return Place(graph, site, None)
         return Place(prepared, find_site(prepared, site.name), found)
 
     def bench(self, place: Place, measure: Measure) -> Bench:
@@ -152,7 +155,16 @@ class Workshop:
         bench = Bench(place.graph, place.site, measure, tools.store, self.recipe.batch, tools.device, tools.cache_bytes)
         if repair is None:
             return bench
-        return replace(bench, weights=lambda keep: repair.solve(keep).weights, unfolded=repair.readers, variant="repaired")
+        return replace(
+            bench, weights=lambda keep: repair.solve(keep).weights, unfolded=repair.readers, variant=self._repair_name
+        )
+
+    @cached_property
+    def _repair_name(self) -> str:
+        """All that a repair depends on besides the network and the site."""
+        seed = derive(self.recipe.seed, "repair")
+        target = "itself" if self.recipe.finetune else digest(dict(self.original.module.state_dict()))
+        return f"repaired {self.repair_examples.digest()} {target} {seed}"
 
     def rank(self, place: Place, *, step: int, on_scored: OnScored) -> Ranking:
         """The order in which the site's filters would go, as the recipe's criterion has it."""

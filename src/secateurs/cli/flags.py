@@ -62,8 +62,12 @@ class RecipeFlags:
     """Of a site's filters that one cut may remove."""
     round_to: Annotated[int | None, _flag("1", _RECIPE)] = None
     """Kept filters come in multiples of this."""
+    latency_aware: Annotated[bool | None, Parameter(show_default="no-latency-aware", group=_RECIPE)] = None
+    """Keep only numbers of filters that are measurably faster on this device than any larger one."""
     repair: Annotated[Literal["none", "least-squares"] | None, _flag("none", _RECIPE)] = None
     """Give the layers that read what was cut new weights, in closed form."""
+    repair_examples: Annotated[int | None, _flag("1024", _RECIPE)] = None
+    """Training examples that a repair is solved on."""
     criterion: Annotated[str | None, _flag("ensemble", _SCORING)] = None
     """Who ranks the filters: ensemble, pairs, obs, random, l1, l2, fpgm, batchnorm, taylor, leave-one-out or portfolio."""
     estimator: Annotated[Literal["losses", "gradient"] | None, _flag("gradient", _SCORING)] = None

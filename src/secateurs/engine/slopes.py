@@ -43,7 +43,8 @@ def per_example(values: Tensor, count: int) -> Tensor:
     if values.ndim == 0 or len(values) != count:
         raise InvalidInput(
             f"a loss or metric gave a tensor of shape {tuple(values.shape)} for {count} examples: wanted one value for each "
-            f"example, not their mean. A loss of torch does that with reduction='none'."
+            f"example, not their mean. A loss of torch does that with reduction='none'; one that gives only a mean works with "
+            f"estimator = 'losses', adaptive = false and scoring_examples = 'all' or a number."
         )
     return values.double().reshape(count, -1).mean(1)
 

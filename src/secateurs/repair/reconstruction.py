@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +44,12 @@ class Repair:
     @property
     def error_before(self) -> float:
         """Mean over the readers of the error that the cut leaves without repair."""
-        return sum(e.before for e in self.errors.values()) / max(len(self.errors), 1)
+        return _mean([e.before for e in self.errors.values()])
 
     @property
     def error_after(self) -> float:
         """Mean over the readers of the error that is left."""
-        return sum(e.after for e in self.errors.values()) / max(len(self.errors), 1)
+        return _mean([e.after for e in self.errors.values()])
 
 
 @dataclass(frozen=True)
@@ -201,11 +202,19 @@ class Reconstruction:
 
     def order(self, *, ridge: float = OBS_RIDGE) -> Elimination:
         """Optimal Brain Surgeon's order of the site's filters, over all readers, each in shares of its variance."""
+        if not self.layers and not self.sums:
+            reasons = "; ".join(self.skipped.values()) or "nothing reads it"
+            raise InvalidInput(f"site {self.site.name!r}: no reader is observed, so there is nothing to rank by ({reasons}).")
         quadratics = [q for layer in self.layers for q in layer.quadratics(ridge)]
         alone = torch.zeros(self.site.channels, dtype=torch.float64)
         for total in self.sums:
             alone += total.costs(self.site.channels)
         return obs_order(quadratics, self.site.channels, alone=alone)
+
+
+def _mean(values: list[float]) -> float:
+    """NaN of none: where nothing was repaired, nothing is known of its error."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def _kept(source: Tensor, keep: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from secateurs.costs import cost
 from secateurs.ensemble import Ensemble
+from secateurs.errors import InvalidInput
 from secateurs.gradients import Pairs, fit_slopes, gains, joined
 from secateurs.masking import split_at
 from secateurs.measuring import Bench, Measured
@@ -16,6 +17,7 @@ from secateurs.noise import masks_per_example
 from secateurs.scoring.work import PILOT, ROUNDS, Scored, Work
 from secateurs.stability import agreement, resampled_means, settled
 
+_FEWEST = 4  # examples under masks of their own
 GRADIENT_PASS = 2.4  # what a forward and backward pass costs, in forward passes
 
 
@@ -42,6 +44,11 @@ def by_slopes(work: Work) -> Scored:
 def _rounds_of_pairs(work: Work) -> Iterator[Pairs]:
     """Examples and masks until the bound is reached or the examples are used up."""
     order = work.order()
+    if len(order) < 2 or work.bound < 2 * _FEWEST:
+        raise InvalidInput(
+            f"site {work.bench.site.name!r}: {work.bound} masks on {len(order)} examples are too few for slopes: wanted "
+            f"{2 * _FEWEST} masks or more, on 2 examples or more. estimator = 'losses' needs fewer masks."
+        )
     size = min(max(work.bound // (2 * ROUNDS), PILOT), len(order))
     first = work.bench.on(work.pool.take(order[:size].sort().values))
     each = _masks_each(work, first, len(order))
@@ -64,13 +71,14 @@ def _masks_each(work: Work, first: Measured, available: int) -> int:
 
     At least two, whose losses can be compared.
     """
-    least = min(max(math.ceil(work.bound / available), 2), work.bound // 2)
+    most = work.bound // _FEWEST  # so that some examples are seen, however few masks there may be
+    least = min(max(math.ceil(work.bound / available), 2), most)
     if work.scoring.examples is not None:
         return least
     pilot = _pairs(work, first, 0, 2).finite()
     if len(pilot.losses) < 2:
         return least
-    return max(least, masks_per_example(pilot.slopes, preparing=_preparing(work.bench)))
+    return min(max(least, masks_per_example(pilot.slopes, preparing=_preparing(work.bench))), most)
 
 
 def _preparing(bench: Bench) -> float:
