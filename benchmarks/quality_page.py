@@ -208,7 +208,8 @@ def rivals_text() -> str:
         f"Global pruning, {100 * report['test_before']:.2f} % on the test half before. The masked form is the whole network "
         "with the outputs of the removed filters set to zero, which a right cut computes too; the difference is the largest "
         "of 16 images, over the largest output, in float64.\n\n"
-        f"All layers, as the tool does it by itself. It does not follow the shortcuts that pad channels: what it makes runs, "
-        f"and computes something else.\n\n{table('all')}\n\n"
+        "All layers, as the tool does it by itself. It does not follow the shortcuts that pad channels: where it narrows the "
+        "trunk, what it makes runs and computes something else. Where its importance happens to leave the trunk alone, the cut "
+        f"is right.\n\n{table('all')}\n\n"
         f"Only the first convolution of every block, all layers of the trunk ignored: right, and a rival.\n\n{table('inner')}"
     )

@@ -63,11 +63,11 @@ def measure_course(workshop: Workshop, place: Place, ranking: Ranking, widths: S
     """The loss on held-out images along the ranking, and what the cuts save, which is in proportion to their filters."""
     recipe, site = workshop.recipe, place.site
     counts = counts_of(site.channels, recipe.largest_share, recipe.round_to, widths)
-    measured = workshop.bench(place, workshop.tools.loss_fn).on(workshop.held_out)
+    measured = workshop.bench(place, workshop.held_out.loss_fn).on(workshop.held_out.examples)
     losses = measured.means(cuts_along(ranking.order, counts)).tolist()
     if not math.isfinite(losses[0]):
         raise NonFinite(
-            f"site {site.name!r}: the loss of the uncut network on {len(workshop.held_out)} search examples is {losses[0]}. "
+            f"site {site.name!r}: the loss of the uncut network on {len(measured.examples)} search examples is {losses[0]}. "
             f"Check its outputs and the examples for NaN."
         )
     most = _saved(workshop, compact(workshop.original, {site.name: cuts_along(ranking.order, counts[-1:])[0]}))

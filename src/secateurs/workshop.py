@@ -19,7 +19,7 @@ from secateurs.data.seeding import derive
 from secateurs.data.splits import Data, subset
 from secateurs.divergence import divergence, with_answers
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import Device, Evaluation, Measure, evaluate, values
+from secateurs.evaluate import Device, Evaluation, Measure, cross_entropy, evaluate, values
 from secateurs.graph import Graph
 from secateurs.masking import copy_module
 from secateurs.measuring import Bench
@@ -52,6 +52,14 @@ class Place:
     graph: Graph
     site: Site
     reconstruction: Reconstruction | None
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Examples that the network was not trained on, and the loss that goes with them."""
+
+    examples: Examples
+    loss_fn: Measure
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +98,17 @@ class Workshop:
         return summon(self.search, self.recipe.contract(), self.tools.metric, seed=seed)
 
     @cached_property
-    def held_out(self) -> Examples:
-        """The steering images, or enough of them, on which orders are compared and curves are measured."""
+    def held_out(self) -> HeldOut:
+        """Steering images, or enough of them, on which orders are compared and curves are measured, and by which loss.
+
+        With the usual loss it is the divergence from the untouched network's answers: a network that is too sure of itself
+        has a smaller cross-entropy after many a cut that costs accuracy. A loss of the user's own is taken as it is.
+        """
         steering = self.jury.steering
-        return subset(steering, min(_HELD_OUT, len(steering)), seed=derive(self.recipe.seed, "held out"))
+        few = subset(steering, min(_HELD_OUT, len(steering)), seed=derive(self.recipe.seed, "held out"))
+        if self.tools.loss_fn is cross_entropy:
+            return HeldOut(self._answered(few), divergence)
+        return HeldOut(few, self.tools.loss_fn)
 
     @cached_property
     def ranker(self) -> Ranker:
@@ -106,8 +121,8 @@ class Workshop:
             pool,
             loss_fn,
             recipe.asked_of_ensembles(),
-            held_out=self.held_out,
-            held_out_loss=self.tools.loss_fn,
+            held_out=self.held_out.examples,
+            held_out_loss=self.held_out.loss_fn,
             portfolio=recipe.portfolio,
             repaired_masks=recipe.repaired_masks,
             seed=recipe.seed,
