@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,11 @@ from secateurs import Graph, compact, cost, find_sites
 from secateurs.allocation import Division, frontier
 from secateurs.dividing import Course, course_fields, course_from, measure_course, with_cuts
 from secateurs.files import write_text
+from secateurs.measuring import name_of
+from secateurs.ranking import Ranking
+from secateurs.recipe import recipe_fields
 from secateurs.sites import Site
+from secateurs.store import context_of
 from secateurs.training import TrainSettings, train_
 from secateurs.workshop import Place, Workshop
 
@@ -45,7 +50,7 @@ class Seeded:
         """Order and curve of every site; from a file, where they were measured before."""
         workshop, began = self.workshop(method), perf_counter()
         sites = [site for site in find_sites(workshop.original, "before") if site.channels > 1]
-        path = FOLDER / f"{self.subject.model}-{self.seed}-{method.name}.json"
+        path = FOLDER / f"{self.subject.model}-{self.seed}-{method.name}-{_kind(workshop)}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
         if set(known) != {site.name for site in sites}:
             for number, site in enumerate(sites, 1):
@@ -56,6 +61,13 @@ class Seeded:
                     write_text(path, json.dumps(known) + "\n")
             self.tell(f"{path.stem}: courses of {len(sites)} sites, {perf_counter() - began:.0f} s")
         return {site.name: course_from(site, known[site.name]) for site in sites}
+
+
+def _kind(workshop: Workshop) -> str:
+    """Names all that courses depend on besides the network: files of another recipe or another measure are left alone."""
+    told = json.dumps(recipe_fields(workshop.recipe), sort_keys=True)
+    fields = " ".join(field.name for field in dataclasses.fields(Ranking))
+    return context_of(told, name_of(workshop.held_out.loss_fn), workshop.held_out.examples.digest(), fields)[:12]
 
 
 def climb(

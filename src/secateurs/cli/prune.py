@@ -61,7 +61,7 @@ def prune(
     weights
         A state dict (.safetensors, .pt, .pth, .th), or "public" for the CIFAR-10 ResNets of depth 20, 32, 44, 56, 110.
     recipe
-        A TOML file, or the name of a shipped one (fast, paper, 2core, paper-resnet, demo). The flags below override its fields.
+        A TOML file, or the name of a shipped one (fast, best, paper, 2core, paper-resnet, demo). Flags override its fields.
     device
         Where to compute: cpu, cuda, cuda:1, mps. Without it, where the model is.
     out
