@@ -1,7 +1,7 @@
 """What each method leaves of the public CIFAR-10 ResNets, without training: `python -m benchmarks.quality` (hours).
 
-Every site's curve is measured once for each method, cuts are divided over the network by loss per MAC, and the networks of a
-ladder of MAC targets are measured on the whole search half and on the test half, which chooses nothing. Rows go to
+Every site's curve is measured once for each method, cuts are divided over the network by divergence per MAC, and networks
+for a ladder of MAC targets are measured on the whole search half and on the test half, which chooses nothing. Rows go to
 benchmarks/results/quality.jsonl one by one: with `--resume` a killed run goes on, and processes with other seeds may run beside
 it. `--rivals` measures what Torch-Pruning makes of the same network. `--render` only writes the tables of docs/quality.md.
 """
