@@ -208,7 +208,8 @@ def shown_default(value: object) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in get_type_hints(RecipeFlags) if n not in ("set", "sites", "scoring_examples", "adaptive")]
+    "name",
+    [n for n in get_type_hints(RecipeFlags) if n not in ("set", "sites", "scoring_examples", "adaptive", "latency_aware")],
 )
 def test_defaults_in_the_help_are_those_of_the_recipe(name: str) -> None:
     hint = get_type_hints(RecipeFlags, include_extras=True)[name]
@@ -533,8 +534,8 @@ def test_public_weights_are_searched_on_images_they_have_not_seen(
 
 
 def test_an_untrained_network_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    document(capsys, "prune", *NET, "--max-drop", "0", "--confidence", "0", "--masks", "4", "--scoring-examples", "16")
-    assert execute(["prune", *NET, "--max-drop", "0", "--confidence", "0", "--masks", "4", "--scoring-examples", "16"]) == 0
+    document(capsys, "prune", *NET, "--max-drop", "0", "--confidence", "0", "--masks", "16", "--scoring-examples", "16")
+    assert execute(["prune", *NET, "--max-drop", "0", "--confidence", "0", "--masks", "16", "--scoring-examples", "16"]) == 0
     assert "Warning: no --weights" in capsys.readouterr().err
 
 
