@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 LINTED := $(wildcard src tests tools benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test test-real test-browser bench bench-scoring bench-quality limits clean
+.PHONY: help venv demo check test coverage test-slow test-real test-browser bench bench-scoring bench-quality limits clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +34,14 @@ check: $(STAMP) ## Format, lint, types, import direction and architecture
 	@$(BIN)/python -m pytest -q tests/test_architecture.py
 
 # One torch thread: the small networks of the tests only lose by a second one. Two processes, one a core.
-test: check ## check, then all default tests with coverage of src (WORKERS=0 runs them in one process)
+test: check ## check, then all other default tests (WORKERS=0 runs them in one process)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --ignore=tests/test_architecture.py
+
+coverage: $(STAMP) ## All default tests, and the lines of src that none of them reaches
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --cov --cov-report=term
+
+test-slow: $(STAMP) ## Tests that take minutes: the demo with other seeds, all exports of all networks
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
 
 test-real: $(STAMP) ## Tests on the real CIFAR-10 and the public weights
 	@$(BIN)/python -m pytest -q -m realdata

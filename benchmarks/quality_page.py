@@ -119,10 +119,13 @@ def aim_text(rows: list[Row]) -> str:
             f"{100 * drop:g} points: {spread(list(ours.values()))} % of the MACs against {spread(list(theirs.values()))} % of "
             f"the best rival ({best}), {spread(ratios, 2, 1)} times as many: {verdict}."
         )
+    missing = [name for name, method in METHODS.items() if method.repair == "none" and name not in rivals]
+    caveat = f"\n\nNot judged yet, rows are missing: {', '.join(missing)}." if missing else ""
     return (
         f"#### The aim\n\n{OURS} is to remove at least {AIM:g} times the MACs of the best method without repair at the same "
         "test drop (where the ladder first crosses it, between rungs):\n\n"
         + "\n".join(f"- {sentence}" for sentence in sentences)
+        + caveat
     )
 
 

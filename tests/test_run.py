@@ -316,8 +316,15 @@ def test_provenance_records_what_made_the_run(tmp_path: Path) -> None:
 
 def test_a_lambda_for_the_loss_and_one_for_the_metric_are_not_mixed_up() -> None:
     """Both are called <lambda> in one scope, and both are measured under the same masks on the same images."""
+
+    def entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    def right(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.argmax(1) == targets
+
     recipe = replace(QUICK, criterion="portfolio", portfolio=("l1", "fpgm"), max_drop=0.05)
-    named = prune(network(), DATA, recipe).finish()
+    named = prune(network(), DATA, recipe, loss_fn=entropy, metric=right).finish()
     lambdas = prune(
         network(),
         DATA,

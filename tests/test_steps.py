@@ -29,7 +29,7 @@ def test_site_by_site_in_two_rounds(name: str, shortcut: str) -> None:
     start = trace(randomise_(with_few_blocks(name), 0), batch)
     left = {site.name: set(range(site.channels)) for site in find_sites(start, shortcut)}  # type: ignore[arg-type]
     names = list(left)
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(0)
     graph = start
     for step, site_name in enumerate([*names, *names]):
         sites = {site.name: site for site in find_sites(graph, shortcut)}  # type: ignore[arg-type]

@@ -49,7 +49,9 @@ def compact(graph: Graph, masks: Masks | Plan) -> Graph:
     state = Rewriting(module, flows, analyse(flows, keep), names, keep)
     rewrite_(state)
     remaining = dict(graph.ids)
-    for node, layout in state.layout.items():
+    replaced = [node for node in state.standing_for if node.meta.get("ends_site")]  # a site's gather, narrower or not
+    for node in dict.fromkeys([*state.layout, *replaced]):
+        layout = state.carried(node, widths[node])
         wide = node.meta.setdefault("original_channels", widths[node])
         remaining[node.name] = compose(graph.ids.get(node.name), ids(state.physical.get(node, layout)))
         stand_in = state.present(node)
