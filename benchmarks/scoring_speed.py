@@ -113,6 +113,7 @@ def weighted(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     masks = torch.tensor([PAPER_MASKS * row["filters for"] for row in rows], dtype=torch.float64)
     naive, engine = (torch.tensor([row[way] for row in rows], dtype=torch.float64) for way in ("naive", "engine"))
+    plain = speedup(masks @ naive, masks @ engine)
     busy = naive.median(1).values / naive.median()
     ahead = torch.tensor([row["ahead"] * row["filters for"] / row["channels"] for row in rows], dtype=torch.float64) / busy
     naive, engine = masks @ (naive / busy[:, None]), masks @ (engine / busy[:, None])
@@ -120,6 +121,7 @@ def weighted(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     shares = [row["gmacs"] / row["roof"] for row in rows]  # measured in turns, so that both met the same machine
     share = sum(share * time for share, time in zip(shares, times, strict=True)) / sum(times)
     return {
+        "as measured": asdict(plain),
         "masks alone": asdict(speedup(naive, engine)),
         "with what comes before": asdict(speedup(naive, engine + ahead.sum())),
         "of the roof": share,
