@@ -10,7 +10,7 @@ from secateurs.cli.inputs import load_data
 from secateurs.cli.recipes import chosen_recipe
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_half_of_the_parameters_go_at_a_loss_of_at_most_a_point(seed: int) -> None:
     origin = origin_for(seed)
     data = load_data(origin)
