@@ -83,8 +83,10 @@ def rank(
             return replace(rank("l1", bench, ranker, step=step), note="nothing that reads the site can be observed: l1 for obs")
         return Ranking(name, reconstruction.order().order)
     few = subset(ranker.pool, min(_RIVALS_SEE, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
-    options = {"loss_fn": ranker.loss_fn, "batch": bench.batch, "device": bench.device}
-    found = criterion(name)(bench.graph, bench.site, few, seed=ranker.seed + step, **options)  # type: ignore[arg-type]
+    rival = criterion(name)
+    found = rival(
+        bench.graph, bench.site, few, seed=ranker.seed + step, loss_fn=ranker.loss_fn, batch=bench.batch, device=bench.device
+    )
     return Ranking(name, order(found), found, examples=len(few))
 
 

@@ -184,8 +184,9 @@ class Workshop:
     def rank(self, place: Place, *, step: int, on_scored: OnScored) -> Ranking:
         """The order in which the site's filters would go, as the recipe's criterion has it."""
         bench = self.bench(place, self.tools.loss_fn)
-        options = {"reconstruction": place.reconstruction, "step": step, "on_scored": on_scored}
-        return rank(self.recipe.criterion, bench, self.ranker, **options)  # type: ignore[arg-type]
+        return rank(
+            self.recipe.criterion, bench, self.ranker, reconstruction=place.reconstruction, step=step, on_scored=on_scored
+        )
 
     def made(self, place: Place, keep: Tensor) -> Made:
         """The network without the filters, its readers repaired, proved to compute what the masked one does."""

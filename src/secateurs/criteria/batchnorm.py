@@ -38,4 +38,4 @@ def batchnorm(
 
 def _scales(norm: nn.Module) -> Tensor:
     weight: Any = norm.weight
-    return weight.detach().abs()  # type: ignore[no-any-return]
+    return weight.detach().abs()  # type: ignore[no-any-return]  # a module's attribute has no type

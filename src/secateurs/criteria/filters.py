@@ -55,10 +55,10 @@ def filter_weights(layer: nn.Module) -> Tensor:
     weight: Any = layer.weight
     weight = weight.detach().cpu().double()
     if not getattr(layer, "transposed", False):
-        return weight.flatten(1)  # type: ignore[no-any-return]
+        return weight.flatten(1)  # type: ignore[no-any-return]  # a module's attribute has no type
     groups: Any = layer.groups
     by_group = weight.unflatten(0, (groups, -1)).transpose(1, 2)  # (groups, filters, inputs, …): inputs come first in torch
-    return by_group.flatten(0, 1).flatten(1)  # type: ignore[no-any-return]
+    return by_group.flatten(0, 1).flatten(1)  # type: ignore[no-any-return]  # as above
 
 
 def _walk_back(graph: Graph, site: Site) -> tuple[Flows, dict[fx.Node, Tensor]]:

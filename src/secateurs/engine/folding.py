@@ -40,7 +40,7 @@ def fold_norms_(module: fx.GraphModule, unfolded: Collection[str] = ()) -> None:
 
 def has_onednn() -> bool:
     """Whether convolutions on the CPU are oneDNN's."""
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]  # torch has no types here
 
 
 def called(module: fx.GraphModule, node: fx.Node) -> Any:
@@ -58,7 +58,7 @@ def folded(layer: nn.Module, norm: nn.Module) -> nn.Module:
     """A layer that does what `layer` and then `norm` do in eval mode; worked out in float64."""
     weight, bias = _tensor(layer.weight), getattr(layer, "bias", None)
     mean, variance = _tensor(norm.running_mean).double(), _tensor(norm.running_var).double()
-    scale = torch.rsqrt(variance + float(norm.eps))  # type: ignore[arg-type]
+    scale = torch.rsqrt(variance + float(norm.eps))  # type: ignore[arg-type]  # modules hold untyped attributes
     scale = scale if norm.weight is None else scale * _tensor(norm.weight).double()
     shift = (0 if bias is None else bias.double()) - mean
     shift = shift * scale if norm.bias is None else shift * scale + _tensor(norm.bias).double()

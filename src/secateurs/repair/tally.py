@@ -40,7 +40,7 @@ class LayerTally:
         is_held = (images + first) % HELD == HELD - 1
         for held in (False, True):
             chosen = (is_held == held).nonzero().flatten()
-            for part in chosen.split(self.chunk):  # type: ignore[no-untyped-call]
+            for part in torch.split(chosen, self.chunk):
                 image, place = images[part].to(x.device), places[part].to(x.device)
                 features = patched.rows(image, place)
                 self._sum(held, features, None if y is None else target_rows(self.layer, y, image, place))

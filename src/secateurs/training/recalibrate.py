@@ -39,7 +39,7 @@ def recalibrate_(
     order = torch.randperm(len(examples), generator=generator_for(seed, "recalibrate"))
     chosen = order[: (full if batches is None else min(full, batches)) * batch]
     with on_device(module, device) as place, undone_on_error(module), _averaging(module, norms), torch.no_grad():
-        for rows in chosen.split(batch):  # type: ignore[no-untyped-call]
+        for rows in torch.split(chosen, batch):
             module(examples.batch(rows.to(examples.inputs.device), device=place).inputs)
 
 
