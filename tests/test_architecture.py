@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("record", "workshop", "report"),
     ("dividing",),
     ("run",),
-    ("models", "export"),
+    ("models", "export", "methods"),
     ("experiments", "integrations"),
     ("cli",),
 )
