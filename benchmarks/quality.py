@@ -79,7 +79,7 @@ def _follow(rows: Iterator[Row], known: dict[Key, Row], clock: Clock) -> None:
 
 def described(row: Row) -> str:
     trained = f", {row.finetune} epochs" if row.finetune else ""
-    method = row.method if row.repair == "none" else f"{row.method}+repair"
+    method = next(name for name, known in METHODS.items() if (known.criterion, known.repair) == (row.method, row.repair))
     return (
         f"{row.model} seed {row.seed} {method}{trained}: {row.macs_removed:.1%} of the MACs, "
         f"search {row.search_after:.2%} ({-100 * row.search_drop:+.2f}), test {row.test_after:.2%} "

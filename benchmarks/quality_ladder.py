@@ -24,7 +24,7 @@ from secateurs.store import context_of
 from secateurs.training import TrainSettings, train_
 from secateurs.workshop import Place, Workshop
 
-TOO_MUCH = 0.06  # a search drop above which a ladder ends
+TOO_MUCH = 0.035  # a search drop above which a ladder ends
 
 Tell = Callable[[str], None]
 
@@ -47,7 +47,11 @@ class Seeded:
         return self._places[key]
 
     def courses(self, method: Method) -> dict[str, Course]:
-        """Order and curve of every site; from a file, where they were measured before."""
+        """Order and curve of every site; from a file, where they were measured before.
+
+        Refitting comes after the cuts, so that its courses are those of the repair alone.
+        """
+        method = Method(method.criterion, "none" if method.repair == "none" else "least-squares")
         workshop, began = self.workshop(method), perf_counter()
         sites = [site for site in find_sites(workshop.original, "before") if site.channels > 1]
         path = FOLDER / f"{self.subject.model}-{self.seed}-{method.name}-{_kind(workshop)}.json"
@@ -65,9 +69,10 @@ class Seeded:
 
 def _kind(workshop: Workshop) -> str:
     """Names all that courses depend on besides the network: files of another recipe or another measure are left alone."""
-    told = json.dumps(recipe_fields(workshop.recipe), sort_keys=True)
-    fields = " ".join(field.name for field in dataclasses.fields(Ranking))
-    return context_of(told, name_of(workshop.held_out.loss_fn), workshop.held_out.examples.digest(), fields)[:12]
+    fields = {name: value for name, value in recipe_fields(workshop.recipe).items() if name != "batch"}
+    told = json.dumps(fields, sort_keys=True)
+    of_rankings = " ".join(field.name for field in dataclasses.fields(Ranking))
+    return context_of(told, name_of(workshop.held_out.loss_fn), workshop.held_out.examples.digest(), of_rankings)[:12]
 
 
 def climb(

@@ -23,6 +23,7 @@ JOURNAL = RESULTS / "quality.jsonl"
 FOLDER = home() / "bench" / "quality"
 STEERING = 1_000  # search images that curves are measured on; drops are measured on the whole half
 REPAIR_EXAMPLES = 512
+BATCH = 64  # images at once: a core's cache holds no more
 UNTOUCHED = "untouched"
 
 Key = tuple[str, int, str, str, float, int]
@@ -37,7 +38,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        return self.criterion if self.repair == "none" else f"{self.criterion}+repair"
+        return self.criterion + {"none": "", "least-squares": "+repair", "every-layer": "+refit"}[self.repair]
 
 
 BOTH = ("l1", "fpgm", "taylor", "ensemble")
@@ -46,6 +47,7 @@ METHODS = {
     for method in (
         *(Method(criterion, "none") for criterion in ("random", *BOTH)),
         *(Method(criterion, "least-squares") for criterion in (*BOTH, "obs", "portfolio")),
+        Method("portfolio", "every-layer"),
     )
 }
 
@@ -112,11 +114,11 @@ class Subject:
 
     def search(self, graph: Graph) -> Evaluation:
         """On the whole search half."""
-        return evaluate(graph.module, self.data.search)
+        return evaluate(graph.module, self.data.search, batch=BATCH)
 
     def test(self, graph: Graph) -> Evaluation:
         """On the test half, which chooses nothing."""
-        return evaluate(graph.module, self.data.test)
+        return evaluate(graph.module, self.data.test, batch=BATCH)
 
     def workshop(self, method: Method, seed: int, store: Store) -> Workshop:
         """What a divided run of this method works with; few of the search images steer."""
@@ -128,6 +130,7 @@ class Subject:
             allocation="global",
             confidence=0,
             shortcut="before",
+            batch=BATCH,
             seed=seed,
         )
         tools = Tools(cross_entropy, correct, None, store, None)

@@ -162,10 +162,11 @@ def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Divis
     """The untouched network with all cuts of a division made in network order, each repaired after those before it."""
     graph = workshop.original
     for name, course in courses.items():
-        m, site = division.removed.get(name, 0), workshop.site(graph, name)
-        if m and site is not None:
-            graph = workshop.made(workshop.place(graph, site), course.keep(m, site)).graph
-    return graph
+        m = division.removed.get(name, 0)
+        site = workshop.site(graph, name) if m else None
+        if site is not None:
+            graph = workshop.made(workshop.place(graph, site), course.keep(m, site), proved=False).graph
+    return workshop.refitted(graph) if any(division.removed.values()) else graph
 
 
 def _wanted(workshop: Workshop, courses: Mapping[str, Course], divisions: Sequence[Division]) -> Sequence[Division]:

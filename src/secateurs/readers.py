@@ -67,15 +67,18 @@ class Readers:
 def find_readers(graph: Graph, site: Site) -> Readers:
     """The layers and sums that read the site's channels first, in network order."""
     module = spread_sums(graph.module)
-    flows = find_flows(module)
+    return _readers_of(module, find_flows(module), site.node, site.channels)
+
+
+def _readers_of(module: fx.GraphModule, flows: Flows, start: str, channels: int) -> Readers:
     source: dict[fx.Node, Tensor] = {}
     layers: list[LayerReader] = []
     sums: list[SumReader] = []
     others: dict[str, str] = {}
     for node, flow in flows.of.items():
         ins = [source.get(i) for i in flows.inputs[node]]
-        if node.name == site.node:
-            source[node] = torch.arange(site.channels)
+        if node.name == start:
+            source[node] = torch.arange(channels)
         elif all(i is None or bool((i == ELSEWHERE).all()) for i in ins):
             continue
         elif isinstance(flow, Layer) and not node.meta.get("filters_a_channel", flow.depthwise):
@@ -92,6 +95,62 @@ def find_readers(graph: Graph, site: Site) -> Readers:
                     f"{node.meta.get('name', node.target)!s} mixes channels in a way that no weights make up for"
                 )
     return Readers(tuple(layers), tuple(sums), others)
+
+
+@dataclass(frozen=True)
+class LastTerm:
+    """Where a layer's output meets others in a sum, with nothing but its BatchNorm in between.
+
+    `node` is the sum, `end` gives it with its offset; the layer's channel j is the channel `place[j]` of `end`.
+    """
+
+    node: str
+    end: str
+    place: Tensor
+
+
+def find_layers(graph: Graph) -> tuple[tuple[LayerReader, LastTerm | None], ...]:
+    """Every layer in network order, as the reader of whatever comes in, with the sum that it is a term of, if there is one."""
+    module = spread_sums(graph.module)
+    flows = find_flows(module)
+    found = []
+    for node, flow in flows.of.items():
+        if isinstance(flow, Layer):
+            norm = _norm_behind(module, flows, node)
+            reader = LayerReader(node.name, str(node.target), _elsewhere(flow.inputs), norm)
+            found.append((reader, _last_term(module, flows, node if norm is None else flows.users[node][0], flow.filters)))
+    return tuple(found)
+
+
+def _last_term(module: fx.GraphModule, flows: Flows, start: fx.Node, channels: int) -> LastTerm | None:
+    """The sum behind `start`, if its channels go nowhere else, and none is lost or changed on the way."""
+    total, source = start, torch.arange(channels)
+    while not _is_sum(total):
+        users = flows.users.get(total, ())
+        if len(users) != 1 or not (_is_sum(users[0]) or isinstance(flows.of.get(users[0]), Moved)):
+            return None
+        inputs, flow, total = flows.inputs.get(users[0], ()), flows.of.get(users[0]), users[0]
+        if isinstance(flow, Moved):
+            source = torch.cat([source, torch.tensor([ELSEWHERE])])[flow.index]
+        elif not isinstance(flow, Join) or len(source) != flow.width or len(set(inputs)) < len(inputs):
+            return None
+    end = total
+    while len(users := flows.users.get(end, ())) == 1 and _only_shifts(module, flows, users[0]):
+        end, flow = users[0], flows.of[users[0]]
+        if isinstance(flow, Moved):
+            source = torch.cat([source, torch.tensor([ELSEWHERE])])[flow.index]
+    matches = source == torch.arange(channels)[:, None]
+    return LastTerm(total.name, end.name, matches.long().argmax(1)) if bool((matches.sum(1) == 1).all()) else None
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target in (operator.add, torch.add, "add")
+
+
+def _only_shifts(module: fx.GraphModule, flows: Flows, node: fx.Node) -> bool:
+    if node.op != "call_module" or node not in flows.of:
+        return False
+    return isinstance(flows.of[node], Moved) or isinstance(module.get_submodule(str(node.target)), Offset)
 
 
 def _sum_reader(module: fx.GraphModule, flows: Flows, node: fx.Node, flow: Join, ins: list[Tensor | None]) -> SumReader:

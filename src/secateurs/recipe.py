@@ -26,7 +26,7 @@ Direction = Literal["forward", "backward"]
 Budget = Literal["site", "run"]
 Pool = Literal["train", "search"]
 Signal = Literal["loss", "divergence"]
-Repair = Literal["none", "least-squares"]
+Repair = Literal["none", "least-squares", "every-layer"]
 Allocation = Literal["sequential", "global"]
 Asked = TypeVar("Asked")
 
@@ -63,7 +63,7 @@ class Recipe:
     signal: Signal = "loss"  # what masks are scored by: the loss, or the divergence from the unpruned network's answers
     scoring: Pool = "train"  # the set that masks are scored on
     scoring_examples: int | Literal["all"] | None = None  # so many of them, every class in its share; None: by the noise
-    repair: Repair = "none"  # of the layers that read what was cut, in closed form
+    repair: Repair = "none"  # in closed form: of the layers that read what was cut, or in the end of every layer as well
     repair_examples: int = 1024  # training examples that a repair is solved on
     repaired_masks: bool = False  # masks are scored after repair too: one solution for each
     search: Method = "bisect"
@@ -111,8 +111,12 @@ class Recipe:
             raise RecipeError("criterion = 'obs': it goes by what repairs can make up for: set repair = 'least-squares'")
         if self.allocation == "global" and (self.rounds > 1 or self.direction == "backward"):
             raise RecipeError("allocation = 'global': all cuts are weighed at once, so rounds = 1 and direction = 'forward'")
+        if self.repair == "every-layer" and self.allocation == "sequential":
+            raise RecipeError(
+                "repair = 'every-layer': comes after all cuts: set allocation = 'global', or repair = 'least-squares'"
+            )
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
-            raise RecipeError("repaired_masks = true: wants repair = 'least-squares' and estimator = 'losses'")
+            raise RecipeError("repaired_masks = true: wants a repair and estimator = 'losses'")
         if 0 < self.confidence <= 0.5:
             raise RecipeError(f"confidence = {self.confidence!r}: wanted more than 0.5 and less than 1, or 0: none")
         try:

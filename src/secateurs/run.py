@@ -195,6 +195,8 @@ class Run:
             self._make(place, course.keep(division.removed[name], site))
             cut = course.cut(division.removed[name], site, before, self._accuracy)
             if name == chosen[-1]:  # only now is this the network that was judged
+                self._refit()
+                cut = replace(cut, accuracy=self._accuracy, drop=before - self._accuracy)
                 cut = replace(cut, bound=self.record.units("division")[0]["bound"])
                 self._refresh()
                 self._finetune()
@@ -391,6 +393,13 @@ class Run:
 
     def _note(self, found: Evaluation) -> None:
         self._accuracy, self._loss = found.accuracy, found.loss
+
+    def _refit(self) -> None:
+        """Solve every layer anew, if that is asked for: the last part of a division that was judged with it."""
+        refitted = self.workshop.refitted(self.graph)
+        if refitted is not self.graph:
+            self.graph = refitted
+            self._note(self.workshop.evaluate(self.graph, self.workshop.search))
 
     def _refresh(self) -> None:
         """Measure BatchNorm's statistics anew, if that is asked for."""

@@ -25,7 +25,7 @@ from secateurs.masking import copy_module
 from secateurs.measuring import Bench
 from secateurs.ranking import Ranker, Ranking, rank
 from secateurs.recipe import Recipe
-from secateurs.repair import Reconstruction, Repair, apply_, observe, prepare
+from secateurs.repair import Reconstruction, Repair, apply_, observe, prepare, refit_
 from secateurs.scoring import OnScored
 from secateurs.sites import Site, find_site, find_sites
 from secateurs.store import Store
@@ -188,8 +188,8 @@ class Workshop:
             self.recipe.criterion, bench, self.ranker, reconstruction=place.reconstruction, step=step, on_scored=on_scored
         )
 
-    def made(self, place: Place, keep: Tensor) -> Made:
-        """The network without the filters, its readers repaired, proved to compute what the masked one does."""
+    def made(self, place: Place, keep: Tensor, *, proved: bool = True) -> Made:
+        """The network without the filters, its readers repaired; if wanted, proved to compute what the masked one does."""
         graph, repair = place.graph, None
         if place.reconstruction is not None:
             repair = place.reconstruction.solve(keep)
@@ -197,8 +197,18 @@ class Workshop:
             apply_(graph, repair)
         masks: dict[str | Site, Tensor] = {place.site.name: keep}
         smaller = compact(graph, masks)
-        verify(graph, masks, smaller)
+        if proved:
+            verify(graph, masks, smaller)
         return Made(smaller, repair)
+
+    def refitted(self, graph: Graph) -> Graph:
+        """The network with every layer solved anew against the untouched one, if the recipe wants that; else as it is."""
+        if self.recipe.repair != "every-layer":
+            return graph
+        copied = graph.with_module(copy_module(graph))
+        seed, device = derive(self.recipe.seed, "refit"), self.tools.device
+        refit_(copied, self.original, self.repair_examples, batch=self.recipe.batch, device=device, seed=seed)
+        return copied
 
     # ---- whole networks ----------------------------------------------------------------------------------------------
 

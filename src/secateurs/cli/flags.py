@@ -64,7 +64,7 @@ class RecipeFlags:
     """Kept filters come in multiples of this."""
     latency_aware: Annotated[bool | None, Parameter(show_default="no-latency-aware", group=_RECIPE)] = None
     """Keep only numbers of filters that are measurably faster on this device than any larger one."""
-    repair: Annotated[Literal["none", "least-squares"] | None, _flag("none", _RECIPE)] = None
+    repair: Annotated[Literal["none", "least-squares", "every-layer"] | None, _flag("none", _RECIPE)] = None
     """Give the layers that read what was cut new weights, in closed form."""
     repair_examples: Annotated[int | None, _flag("1024", _RECIPE)] = None
     """Training examples that a repair is solved on."""

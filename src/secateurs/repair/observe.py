@@ -59,9 +59,9 @@ def observe(
     first = 0
     with ExitStack() as stack:
         taps = seen.taps()
-        where = stack.enter_context(_running(taps, device))
+        where = stack.enter_context(running(taps, device))
         if targets is not None:
-            stack.enter_context(_running(targets.taps, where))
+            stack.enter_context(running(targets.taps, where))
         for inputs, _ in examples.batches(batch, device=where):
             values = iter(taps(inputs))
             wanted = {} if targets is None else targets.run(inputs)
@@ -73,7 +73,7 @@ def observe(
                 there = sum_of(node, terms)
                 sums[total.node].add(there, sum_of(node, terms, total), wanted.get(total.node, there), total.axis)
             first += len(inputs)
-    layers = tuple(_layer_fit(graph, r, tallies[r.node]) for r in seen.layers)
+    layers = tuple(layer_fit(graph, r, tallies[r.node]) for r in seen.layers)
     return Reconstruction(place, layers, tuple(_sum_fit(graph, r, sums[r.node]) for r in seen.sums), seen.skipped)
 
 
@@ -86,7 +86,8 @@ def _is_current(graph: Graph, site: Site) -> bool:
 
 
 @contextmanager
-def _running(module: fx.GraphModule, device: Device) -> Iterator[torch.device]:
+def running(module: fx.GraphModule, device: Device) -> Iterator[torch.device]:
+    """The module on the device and in eval mode inside the block."""
     with on_device(module, device) as place, evaluating(module):
         yield place
 
@@ -144,7 +145,7 @@ class _Targets:
         module = spread_sums(original.module)
         readers: list[LayerReader | SumReader] = [*seen.layers, *seen.sums]
         nodes = [node_called(module, r.node, whose="original") for r in readers]
-        converts = {r.node: _convert(graph, original, r) for r in readers}
+        converts = {r.node: converted(graph, original, r) for r in readers}
         return _Targets(tapped(module, nodes), converts)
 
     def run(self, inputs: Tensor) -> dict[str, Tensor]:
@@ -153,31 +154,36 @@ class _Targets:
         return {name: convert(value) for (name, convert), value in zip(self.converts.items(), values, strict=True)}
 
 
-def _convert(graph: Graph, original: Graph, reader: LayerReader | SumReader) -> Convert:
+def converted(graph: Graph, original: Graph, reader: LayerReader | SumReader) -> Convert:
     """Takes the channels that are left, and in front of a BatchNorm the values of which it makes what the original's makes."""
-    picked = _picked(graph, original, reader.node)
+    chosen = picked(graph, original, reader.node)
     if isinstance(reader, SumReader):
-        return lambda value: _pick(value, picked, reader.axis)
+        return lambda value: _pick(value, chosen, reader.axis)
     layer: Any = graph.module.get_submodule(reader.module)
-    axis = -1 if not hasattr(layer, "kernel_size") else -1 - len(layer.kernel_size)
+    axis = channel_axis(layer)
     if reader.norm is None:
-        return lambda value: _pick(value, picked, axis)
+        return lambda value: _pick(value, chosen, axis)
     ours: Any = graph.module.get_submodule(reader.norm)
     theirs: Any = original.module.get_submodule(reader.norm)
-    gain, shift = _affine(ours)
-    their_gain, their_shift = (t if picked is None else t[picked.to(t.device)] for t in _affine(theirs))
+    gain, shift = affine(ours)
+    their_gain, their_shift = (t if chosen is None else t[chosen.to(t.device)] for t in affine(theirs))
     steady = gain.abs() > 1e-12 * gain.abs().max()  # a norm that gives a constant takes anything
     scale = torch.where(steady, their_gain / torch.where(steady, gain, 1.0), 1.0)
     moved = torch.where(steady, (their_shift - shift) / torch.where(steady, gain, 1.0), 0.0)
 
     def convert(value: Tensor) -> Tensor:
         shape = [-1] + [1] * (-1 - axis)
-        return _pick(value, picked, axis) * scale.to(value).view(shape) + moved.to(value).view(shape)
+        return _pick(value, chosen, axis) * scale.to(value).view(shape) + moved.to(value).view(shape)
 
     return convert
 
 
-def _affine(norm: Any) -> tuple[Tensor, Tensor]:
+def channel_axis(layer: Any) -> int:
+    """The axis of a layer's output along which its filters lie, from the right."""
+    return -1 - len(getattr(layer, "kernel_size", ()))
+
+
+def affine(norm: Any) -> tuple[Tensor, Tensor]:
     """A BatchNorm in eval mode as gain · x + shift, (C,) each, float64."""
     gain = (norm.running_var.detach().double() + norm.eps).rsqrt()
     if norm.weight is not None:
@@ -186,7 +192,7 @@ def _affine(norm: Any) -> tuple[Tensor, Tensor]:
     return gain, shift if norm.bias is None else shift + norm.bias.detach().double()
 
 
-def _picked(graph: Graph, original: Graph, node: str) -> Tensor | None:
+def picked(graph: Graph, original: Graph, node: str) -> Tensor | None:
     """Positions in the original of the channels that a node still has; None for all of them."""
     ours, theirs = graph.ids.get(node), original.ids.get(node)
     if ours is None or theirs is None:
@@ -203,7 +209,8 @@ def _pick(value: Tensor, picked: Tensor | None, axis: int) -> Tensor:
     return value if picked is None else value.index_select(axis, picked.to(value.device))
 
 
-def _layer_fit(graph: Graph, reader: LayerReader, tally: LayerTally) -> LayerFit:
+def layer_fit(graph: Graph, reader: LayerReader, tally: LayerTally) -> LayerFit:
+    """What was tallied for a reader, with its weights as they are."""
     layer: Any = graph.module.get_submodule(reader.module)
     start = matrix_of(layer).cpu()
     total, held = tally.moments(start)
