@@ -520,19 +520,6 @@ def test_eval_agrees_with_the_run_before_and_after(capsys: pytest.CaptureFixture
 # ---- inputs ------------------------------------------------------------------------------------------------------------
 
 
-def test_public_weights_are_searched_on_images_they_have_not_seen(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("secateurs.data.load", lambda name, **options: asked.append(options))
-    inputs.load_data(Origin("resnet20", "cifar10", weights="public").settled())
-    assert capsys.readouterr().err == ""
-    inputs.load_data(Origin("resnet20", "cifar10", data_options={"split": "paper"}, weights="public").settled())
-    assert "Warning: the public weights were trained on all 50,000" in capsys.readouterr().err
-    inputs.load_data(Origin("resnet20", "cifar10").settled())
-    assert asked == [{"split": "public"}, {"split": "paper"}, {}]
-
-
 def test_an_untrained_network_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     document(capsys, "prune", *NET, "--max-drop", "0", "--confidence", "0", "--masks", "16", "--scoring-examples", "16")
     assert execute(["prune", *NET, "--max-drop", "0", "--confidence", "0", "--masks", "16", "--scoring-examples", "16"]) == 0

@@ -158,14 +158,14 @@ def find_division(
     )
 
 
-def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Division) -> Graph:
+def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Division, *, proved: bool = False) -> Graph:
     """The untouched network with all cuts of a division made in network order, each repaired after those before it."""
     graph = workshop.original
     for name, course in courses.items():
         m = division.removed.get(name, 0)
         site = workshop.site(graph, name) if m else None
         if site is not None:
-            graph = workshop.made(workshop.place(graph, site), course.keep(m, site), proved=False).graph
+            graph = workshop.made(workshop.place(graph, site), course.keep(m, site), proved=proved).graph
     return workshop.refitted(graph) if any(division.removed.values()) else graph
 
 

@@ -56,7 +56,7 @@ def evaluate(
     data_option
         name=value for the data set; may be given several times.
     weights
-        A state dict, the pruned.safetensors of a run, or "public".
+        A state dict, the pruned.safetensors of a run, "public" or "builtin".
     split
         The set to measure on.
     batch

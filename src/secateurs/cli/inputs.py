@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
     from secateurs.data import Data
     from secateurs.graph import Graph
+    from secateurs.models import TrainingSet
 
 RUNS = Path("runs")
-PUBLIC = "public"
+PUBLIC, BUILTIN = "public", "builtin"  # weights that are named, not given as a file
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,12 @@ class Origin:
     folder: str = ""  # where the command was given: own modules are looked for there too
 
     def settled(self) -> Origin:
-        """The same with everything decided: absolute paths, and the split that goes with public weights."""
+        """The same with everything decided: absolute paths, and the split that goes with weights that are named."""
         options = dict(self.data_options)
-        if self.weights == PUBLIC and self.data == "cifar10":
-            options.setdefault("split", PUBLIC)
-        weights = self.weights if self.weights in (None, PUBLIC) else str(Path(str(self.weights)).absolute())
+        if self.weights in (PUBLIC, BUILTIN):
+            trained = training_sets(self)[-1]
+            options = {**trained.options, **options} if self.data == trained.data else options
+        weights = self.weights if self.weights in (None, PUBLIC, BUILTIN) else str(Path(str(self.weights)).absolute())
         data = self.data
         if data.startswith("folder:"):
             data = f"folder:{Path(data.removeprefix('folder:')).absolute()}"
@@ -85,36 +87,58 @@ def fresh_model(origin: Origin) -> nn.Module:
 
 def build_network(origin: Origin) -> nn.Module | Graph:
     """The network of a file of weights, or of a file that a run has left (a pruned network with its plan)."""
-    if origin.weights is None or origin.weights == PUBLIC or not is_pruned_file(Path(origin.weights)):
+    if origin.weights in (None, PUBLIC, BUILTIN) or not is_pruned_file(Path(str(origin.weights))):
         return build_model(origin)
     from secateurs.artefact import load
 
-    return load(fresh_model(origin), origin.weights)
+    return load(fresh_model(origin), str(origin.weights))
 
 
 def is_pruned_file(path: Path) -> bool:
     """Whether a run has left this file: weights with a plan in their header."""
-    if path.suffix != ".safetensors" or not path.is_file():
-        return False
-    from safetensors import SafetensorError, safe_open
+    from secateurs.models.pedigree import read_header
 
-    try:
-        with safe_open(path, "pt") as file:
-            return "secateurs_format" in (file.metadata() or {})
-    except SafetensorError:
-        return False  # whoever reads it next says what is wrong with it
+    return "secateurs_format" in read_header(path)
+
+
+def training_sets(origin: Origin) -> tuple[TrainingSet, ...]:
+    """All examples that the origin's weights are known to have been trained on."""
+    from secateurs.models.pedigree import read_pedigree
+    from secateurs.models.weights import PUBLIC_TRAINED_ON
+
+    if origin.weights == PUBLIC:
+        return (PUBLIC_TRAINED_ON,)
+    pedigree = None if origin.weights is None else read_pedigree(_weights_file(origin))
+    return () if pedigree is None else pedigree.trained_on
 
 
 def load_data(origin: Origin) -> Data:
-    """The data set; warns where its search set has been trained on, and says what a reader of results has to know."""
+    """The data set; warns where its search set has been trained on."""
     from secateurs.data import load
 
-    if origin.weights == PUBLIC and origin.data == "cifar10" and origin.data_options.get("split") != PUBLIC:
-        warn(
-            f"the public weights were trained on all 50,000 training images, and split {origin.data_options.get('split')!r} "
-            f"searches on 5,000 of those: accuracies on them promise too much. Leave the split out, or take split=public."
-        )
-    return load(origin.data, **origin.data_options)
+    data = load(origin.data, **origin.data_options)
+    _warn_of_overlap(origin, data)
+    return data
+
+
+def _warn_of_overlap(origin: Origin, data: Data) -> None:
+    from secateurs.models.pedigree import overlaps
+
+    whose = f"the {origin.weights} weights" if origin.weights in (PUBLIC, BUILTIN) else "the weights"
+    for overlap in overlaps(origin.data, data, training_sets(origin)):
+        trained = overlap.trained
+        flags = " ".join(f"--data-option {name}={value}" for name, value in trained.options.items())
+        if overlap.shared is None:
+            warn(
+                f"{whose} were trained on {trained}. Whether examples that decide here were among them cannot be found out: "
+                f"{overlap.why}."
+            )
+        else:
+            warn(
+                f"{whose} were trained on {trained}, and {overlap.shared:,} of the {len(data.search):,} examples that decide "
+                f"here are among them: accuracies on those promise too much. Take the split that they were trained with: "
+                f"{flags or 'no --data-option'}."
+            )
 
 
 def check_device(device: str | None) -> None:
@@ -144,8 +168,8 @@ def run_folder(out: Path | None, name: str | None, *parts: str) -> Path:
 
 
 def _weights_file(origin: Origin) -> Path:
-    if origin.weights != PUBLIC:
-        return Path(str(origin.weights))
-    from secateurs.models import public_weights
+    from secateurs.models import builtin_weights, public_weights
 
-    return public_weights(origin.model)
+    if origin.weights in (PUBLIC, BUILTIN):
+        return (public_weights if origin.weights == PUBLIC else builtin_weights)(origin.model)
+    return Path(str(origin.weights))

@@ -59,7 +59,8 @@ def prune(
     data_option
         name=value for the data set, such as split=public or seed=1; may be given several times.
     weights
-        A state dict (.safetensors, .pt, .pth, .th), or "public" for the CIFAR-10 ResNets of depth 20, 32, 44, 56, 110.
+        A state dict (.safetensors, .pt, .pth, .th), or "public" for the CIFAR-10 ResNets of depth 20, 32, 44, 56, 110,
+        or "builtin" for the ResNet-20 that comes with the package.
     recipe
         A TOML file, or the name of a shipped one (fast, best, paper, 2core, paper-resnet, demo). Flags override its fields.
     device

@@ -15,12 +15,14 @@ from cyclopts import App, Parameter
 from rich.console import Console
 from rich.table import Table
 
+from secateurs.cli.table2 import table2
 from secateurs.experiments.xor import Row, SweptPoint, pooled, sweep, table
 from secateurs.experiments.xor_nets import Optimiser, Setting
 from secateurs.experiments.xor_tables import Sheet, markdown, methods_sheet, paper_sheet, plain, sweep_sheet
 from secateurs.files import write_text
 
 app = App(name="reproduce", help="Run the paper's experiments again and print its tables beside ours.")
+app.command(table2)
 
 
 @app.command

@@ -40,7 +40,8 @@ def train(
     """Train a network with SGD, and write its weights as safetensors.
 
     A checkpoint is written after every epoch: after Ctrl-C or a crash, `secateurs resume FOLDER` goes on, and ends with the
-    same weights. The search set is measured after every epoch and changes nothing; the test set is not read.
+    same weights. The search set is measured after every epoch and changes nothing; the test set is not read. The file of
+    weights says in its header how they were made and on which examples, so that nobody prunes by those unwarned.
 
     Examples:
 
@@ -59,9 +60,10 @@ def train(
     data_option
         name=value for the data set; may be given several times.
     weights
-        Start from these weights: a file, or "public".
+        Start from these weights: a file, "builtin" or "public".
     recipe
-        A TOML file of settings, or the name of a shipped one (train-demo, train-paper-resnet). The flags below override it.
+        A TOML file of settings, or the name of a shipped one (train-demo, train-2core, train-paper-resnet). The flags below
+        override it.
     device
         Where to compute: cpu, cuda, mps. Without it, where the model is.
     out

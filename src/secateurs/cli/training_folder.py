@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from secateurs.errors import RunError
-from secateurs.files import write_text
+from secateurs.files import write_bytes, write_text
 
 if TYPE_CHECKING:
     from torch import nn
 
     from secateurs.cli.inputs import Origin
     from secateurs.data import Data
+    from secateurs.models import Pedigree
     from secateurs.record import RunFolder
     from secateurs.training import EpochRecord, TrainSettings, TrainState
 
@@ -31,13 +32,20 @@ def is_training(path: Path) -> bool:
 
 def create(path: Path, origin: Origin, settings: TrainSettings, data: Data) -> None:
     """Start a training in `path`, which must not hold one, nor a run."""
+    from secateurs.cli.inputs import training_sets
     from secateurs.record import PROVENANCE, disk_errors, environment
 
     if is_training(path) or (path / PROVENANCE).exists():
         raise RunError(
             f"{path}: holds a training or a run already. Go on with it (secateurs resume {path}), or choose another."
         )
-    known = {"origin": origin.record(), "settings": asdict(settings), "data": data.record(), **environment()}
+    known = {
+        "origin": origin.record(),
+        "settings": asdict(settings),
+        "data": data.record(),
+        "trained_on": [asdict(trained) for trained in training_sets(origin)],  # by the weights that it begins with
+        **environment(),
+    }
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         write_text(path / TRAINING, json.dumps(known, indent=1) + "\n")
@@ -64,7 +72,8 @@ def train_in(
     on_epoch: Callable[[EpochRecord], None],
 ) -> list[EpochRecord]:
     """Train `model` to the end, from the last checkpoint if there is one; leaves the weights, and gives all epochs."""
-    from secateurs.record import RunFolder
+    from secateurs.record import RunFolder, disk_errors
+    from secateurs.tensorfile import dump
     from secateurs.training import train_
 
     if data.digest() != read(path)["data"]["sha256"]:
@@ -89,13 +98,42 @@ def train_in(
             on_step=on_step,
             on_epoch=on_epoch,
         )
-        folder.save_tensors(WEIGHTS, model.state_dict())
+        with disk_errors(path):
+            write_bytes(weights_file(path), dump(model.state_dict(), pedigree(path, data).header()))
         return list(history.epochs)
 
 
 def weights_file(path: Path) -> Path:
     """Where the trained weights are."""
     return path / f"{WEIGHTS}.safetensors"
+
+
+def pedigree(path: Path, data: Data) -> Pedigree:
+    """What the header of the trained weights says, from what the folder says and the data it was trained on."""
+    from secateurs.data import SETS
+    from secateurs.models import Pedigree, TrainingSet
+    from secateurs.models.pedigree import scaling_fields
+    from secateurs.record import read_journal
+
+    known = read(path)
+    origin, found = known["origin"], known["data"]
+    epochs = [entry for entry in read_journal(path) if entry["unit"] == "epoch"]
+    # our own sets say what makes their split again, defaults and all; of others only what was given is known
+    options = found["origin"] if origin["data"] in SETS else origin["data_options"]
+    trained = TrainingSet(origin["data"], options, found["sets"]["train"]["count"], found["sets"]["train"]["sha256"])
+    return Pedigree(
+        model=origin["model"],
+        model_options=origin["model_options"],
+        recipe=known["settings"],
+        seed=known["settings"]["seed"],
+        epochs=len(epochs),
+        trained_on=(*(TrainingSet(**entry) for entry in known.get("trained_on", ())), trained),
+        sets={name: entry["count"] for name, entry in found["sets"].items()},
+        data_sha256=found["sha256"],
+        scaling=scaling_fields(data.train),
+        versions=known["versions"],
+        search_accuracy=epochs[-1]["search_accuracy"] if epochs else None,
+    )
 
 
 def _state(folder: RunFolder) -> TrainState | None:

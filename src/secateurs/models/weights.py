@@ -1,4 +1,4 @@
-"""Weights from files: state dicts of any network, and the public CIFAR-10 ResNets of Y. Idelbayev."""
+"""Weights from files: state dicts of any network, those in the package, and the public CIFAR-10 ResNets of Y. Idelbayev."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from torch import Tensor, nn
 from secateurs.errors import ArtefactError, InvalidInput, suggest
 from secateurs.fetch import Progress, fetch
 from secateurs.home import home
+from secateurs.models.pedigree import MARK, TrainingSet, read_header, read_pedigree
+from secateurs.models.registry import build
 from secateurs.models.resnet import ResNet, resnet
+from secateurs.tensorfile import parse
 
 PUBLIC_MEAN = (0.485, 0.456, 0.406)
 """Means of red, green, blue (of pixels in [0, 1]) that the public weights were trained with."""
 PUBLIC_STD = (0.229, 0.224, 0.225)
 """Standard deviations of red, green, blue that the public weights were trained with."""
+PUBLIC_TRAINED_ON = TrainingSet("cifar10", {"split": "public"}, 50_000)
+"""What the public weights were trained on: all training images."""
+BUILTIN = Path(__file__).parent / "builtin"
+"""Where the weights lie that come with the package, a file for each network."""
 
 _ADDRESS = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models/{file}"
 
@@ -54,10 +61,35 @@ def load_public(depth: int, *, progress: Progress | None = None) -> ResNet:
     return model.eval()
 
 
+def builtin_weights(name: str) -> Path:
+    """Path of the weights of `name` ("resnet20") that come with the package; `read_pedigree` says how they were made."""
+    known = sorted(path.stem for path in BUILTIN.glob("*.safetensors"))
+    if name not in known:
+        there = f"Those of {', '.join(known)} come with it" if known else "None come with this copy of it"
+        raise InvalidInput(f"no weights for {name!r} in the package.{suggest(name, known)} {there}; or give a file.")
+    return BUILTIN / f"{name}.safetensors"
+
+
+def load_builtin(name: str) -> nn.Module:
+    """The network `name` with the weights that come with the package, in eval mode.
+
+    Data as it was trained on: `secateurs.data.load(trained.data, **trained.options)` with the last `trained_on` of its
+    pedigree, so that nothing is searched or tested on that it was trained on.
+    """
+    path = builtin_weights(name)
+    pedigree = read_pedigree(path)
+    if pedigree is None:
+        raise ArtefactError(f"{path}: its header does not say how the weights were trained. Install the package again.")
+    model = build(name, **pedigree.model_options)
+    load_weights_(model, path)
+    return model.eval()
+
+
 def load_weights_(model: nn.Module, path: Path) -> None:
     """Load a state dict from a .safetensors, .th, .pt or .pth file into `model`, all of it or, on error, none of it.
 
-    A file that holds {"state_dict": …} is unwrapped, and the "module." that DataParallel puts before names goes.
+    A file that holds {"state_dict": …} is unwrapped, and the "module." that DataParallel puts before names goes. One that
+    `secateurs train` has left is checked against the digest in its header.
     Every weight must be there and fit; only BatchNorm's `num_batches_tracked`, which old files lack, may be absent.
     """
     found = _without_prefix(_read(path))
@@ -78,7 +110,8 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
 def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
     try:
-        return dict(safetensors.torch.load_file(path))
+        # only our own files: what others call a digest is theirs
+        return parse(path.read_bytes())[0] if MARK in read_header(path) else dict(safetensors.torch.load_file(path))
     except Exception as error:  # the Rust reader raises its own class, or OSError, by the kind of damage
         raise ArtefactError(f"{path} is not a whole safetensors file: {error}. Copy or download it again.") from error
 
