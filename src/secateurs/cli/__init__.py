@@ -34,7 +34,7 @@ With `--json` stdout holds one JSON document and nothing else.
 
 
 def _app() -> App:
-    from secateurs.cli import data, demo, export, prune, report, resume, show, sites, train
+    from secateurs.cli import compare, data, demo, export, prune, report, resume, show, sites, train
     from secateurs.cli import eval as measuring
 
     found = App(
@@ -52,6 +52,7 @@ def _app() -> App:
     found.command(measuring.evaluate, name="eval", sort_key=6)
     found.command(export.export, sort_key=7)
     found.command(report.report, sort_key=7)
+    found.command(compare.compare, sort_key=7)
     found.command(data.app)
     # by name, and with its help told here, because its file imports torch
     text = "Run the paper's experiments again and print its tables beside ours."

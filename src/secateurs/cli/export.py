@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from secateurs.cli.flags import Json, Options, options
 from secateurs.cli.inputs import Origin, build_model, fresh_model, is_pruned_file, load_data, origin_of
-from secateurs.cli.terminal import print_json, print_table, say
+from secateurs.cli.terminal import print_json, print_table, say, warn
 from secateurs.errors import ArtefactError, InvalidInput, RunError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def export(
     """Write a pruned network for others: files that run without secateurs.
 
     Every file is run as others will run it, and compared with the network, before it is put in place. The unpruned network is
-    exported too, and thrown away: sizes and speeds are of both, in turns, for batches of 1 and 64.
+    exported too, and thrown away: sizes and speeds are of both, in turns, for batches of 1 and 64. The run's report tells them.
 
     Examples:
 
@@ -95,10 +95,14 @@ def export(
         for kind, (write, name) in targets.items()
         if chosen[kind]
     ]
+    told = [asdict(one) for one in found]
+    if run.is_dir():
+        _note(run, told)
     if as_json:
-        print_json({"network": str(file), "exports": [asdict(one) for one in found]})
+        print_json({"network": str(file), "exports": told})
     else:
         _print(found)
+        _advise(run, told)
 
 
 def _origin(
@@ -121,10 +125,13 @@ def _origin(
 
     if data is not None or model_options or data_options:
         raise InvalidInput(f"{run} names its model and data itself: leave out --data, --model-option and --data-option.")
-    try:
-        return file, origin_of(read_provenance(run)["origin"], run)
-    except KeyError as error:
-        raise RunError(f"{run}: its provenance does not say where the network came from. Give --model.") from error
+    origin = read_provenance(run).get("origin") or {}
+    if "model" not in origin:
+        raise RunError(
+            f"{run}: was started from Python, so it does not say how to build its network. Give the class or function that "
+            f"does: --model package.module:name (and --model-option; --data for real inputs to compare outputs on)."
+        )
+    return file, origin_of(origin, run)
 
 
 def _networks(file: Path, origin: Origin) -> tuple[Graph, Any]:
@@ -148,18 +155,38 @@ def _print(found: list[Exported]) -> None:
     for one in found:
         say(f"{one.path}: {one.agreement.summary()}.")
     print_table(
-        ("export", "bytes", "unpruned", "smaller", "batch", "runs in", "unpruned", "pruned", "speed"),
+        ("export", "unpruned", "pruned", "smaller", "batch", "runs in", "unpruned", "pruned", "speed"),
         [row for one in found for row in _rows(one)],
         left=(0, 5, 8),
     )
     say(f"In PyTorch, {found[0].alignment.summary()}.")
-    if any(one.alignment_outweighs for one in found):
-        say("That is more than pruning saves there: another --shortcut position may gain more.")
+
+
+def _note(run: Path, told: list[dict[str, Any]]) -> None:
+    """Let the run's report tell what was measured; a folder that nobody may write to stays as it is."""
+    from secateurs.report import write_report
+    from secateurs.report.exports import note_exports
+
+    try:
+        note_exports(run, told)
+        write_report(run)
+    except (OSError, RunError) as error:
+        warn(f"the report of {run} does not tell of these exports: {error}")
+
+
+def _advise(run: Path, told: list[dict[str, Any]]) -> None:
+    """Say in words where pruning does not pay, as the report does, and where to read it."""
+    from secateurs.report.exports import export_warnings, record_of
+
+    for sentence in export_warnings([record_of(one) for one in told]):
+        say(sentence)
+    if (run / "report.html").is_file():
+        say(f"The report: {run / 'report.html'}")
 
 
 def _rows(one: Exported) -> list[tuple[str, ...]]:
     assert one.original_bytes is not None
-    size = (f"{one.bytes:,}", f"{one.original_bytes:,}", f"{one.original_bytes / one.bytes:.2f}x")
+    size = (f"{one.original_bytes:,} B", f"{one.bytes:,} B", f"{one.original_bytes / one.bytes:.2f}x")
     return [
         (
             *((one.kind, *size) if first else ("",) * 4),

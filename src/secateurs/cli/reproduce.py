@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from secateurs.cli.table2 import table2
+from secateurs.cli.table3 import table3
 from secateurs.experiments.xor import Row, SweptPoint, pooled, sweep, table
 from secateurs.experiments.xor_nets import Optimiser, Setting
 from secateurs.experiments.xor_tables import Sheet, markdown, methods_sheet, paper_sheet, plain, sweep_sheet
@@ -23,6 +24,7 @@ from secateurs.files import write_text
 
 app = App(name="reproduce", help="Run the paper's experiments again and print its tables beside ours.")
 app.command(table2)
+app.command(table3)
 
 
 @app.command
