@@ -57,7 +57,7 @@ bench-scoring: $(STAMP) ## Time and judge the scoring of filters on the real CIF
 	@$(BIN)/python -m benchmarks.scoring $(if $(FULL),--full)
 
 bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accuracy, on the real CIFAR-10 (hours; resumable)
-	@$(BIN)/python -m benchmarks.quality --resume
+	@$(BIN)/python -m benchmarks.quality --resume --jobs 2 --seeds 0 1 2
 
 limits: $(STAMP) ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits

@@ -1,7 +1,8 @@
-"""What pruning brings once a network has left for elsewhere: `python -m benchmarks.exports` (four networks, minutes).
+"""What pruning brings once a network has left for elsewhere: `python -m benchmarks.exports` (four networks, about 10 minutes).
 
-Each network loses a random half of the channels of every site and is exported, checked and timed beside its unpruned self,
-in turns. Writes benchmarks/results/exports.json and the table in docs/exports.md; `--render` only writes the table.
+Each network loses a random half of the channels of every site, is saved and exported, checked, and timed beside its unpruned
+self, in turns, with one thread. Writes benchmarks/results/exports.json and its part of docs/performance.md; `--render` only
+writes the page. `--quick` measures narrow networks a few times and writes nothing: it shows that all of it works.
 """
 
 from __future__ import annotations
@@ -11,22 +12,27 @@ import json
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from benchmarks.conditions import Conditions, conditions
-from secateurs import Graph, compact, cost, find_sites, trace
-from secateurs.export import Exported, prepared, to_onnx, to_source
+from benchmarks.layout import HALF, measure_order, measure_widths, randomly, render_order, render_widths
+from benchmarks.render import PAGE, with_part
+from secateurs import Graph, cost, load, save, trace
+from secateurs.export import Exported, prepared, to_onnx, to_pt2, to_source
+from secateurs.export.deliver import TIMED_BATCHES, WARMUP
+from secateurs.export.prepare import resized
 from secateurs.files import write_text
 from secateurs.models import build, example_input
-from secateurs.timing import SpeedUp
+from secateurs.timing import SpeedUp, in_turns, median, speedup, undisturbed
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "exports.json"
-PAGE = ROOT / "docs" / "exports.md"
-BEGIN, END = "<!-- begin: made by `python -m benchmarks.exports` -->", "<!-- end: made by `python -m benchmarks.exports` -->"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "exports.json"
+COMMAND = "python -m benchmarks.exports"
+EXAMPLES = 64
 
 
 @dataclass(frozen=True)
@@ -37,86 +43,135 @@ class Subject:
     name: str
     options: dict[str, Any]
 
+    def fresh(self) -> nn.Module:
+        """The network as it is built."""
+        torch.manual_seed(0)
+        return build(self.name, **self.options).eval()
+
 
 SUBJECTS = (
     Subject("ResNet-20", "resnet20", {}),
-    Subject("VGG-16, a quarter as wide", "vgg16", {"width": 16}),
+    Subject("VGG-16", "vgg16", {}),
     Subject("MobileNet-like, width 16", "mobilenet-small", {"width": 16}),
+    Subject("MLP, 64-512-256-10", "mlp", {"hidden": [512, 256]}),
+)
+NARROW = (
+    Subject("ResNet-20, narrow", "resnet20", {"widths": (4, 8, 8)}),
+    Subject("VGG-16, narrow", "vgg16", {"width": 4}),
+    Subject("MobileNet-like, narrow", "mobilenet-small", {"width": 4}),
     Subject("MLP, 64-512-256-10", "mlp", {"hidden": [512, 256]}),
 )
 
 
-def halved(subject: Subject) -> tuple[Graph, Graph]:
-    """The network as it is built, and without a random half of the channels of every site."""
-    torch.manual_seed(0)
-    graph = trace(build(subject.name, **subject.options).eval(), example_input(subject.name))
-    generator, keep = torch.Generator().manual_seed(0), {}
-    for site in find_sites(graph, shortcut="before"):
-        keep[site.name] = torch.zeros(site.channels, dtype=torch.bool)
-        keep[site.name][torch.randperm(site.channels, generator=generator)[: site.channels // 2]] = True
-    return graph, compact(graph, keep)
-
-
 def measure(subject: Subject, repeats: int) -> dict[str, Any]:
-    """Both exports of one network, in both runtimes."""
-    whole, small = halved(subject)
-    x = example_input(subject.name, 64)
+    """One network in every form: bytes, difference, and seconds beside the unpruned network's same form."""
+    whole = trace(subject.fresh(), example_input(subject.name))
+    small, x = randomly(whole, HALF), example_input(subject.name, EXAMPLES)
     ready, original = prepared(small, x), prepared(whole, x)
     with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
         exports: list[Exported] = [
-            to_onnx(ready, Path(folder) / "model.onnx", original=original, repeats=repeats),
-            to_source(ready, Path(folder), original=original, repeats=repeats),
+            write(ready, path, original=original, repeats=repeats)
+            for write, path in ((to_onnx, home / "model.onnx"), (to_pt2, home / "model.pt2"), (to_source, home / "source"))
         ]
+        saved = measure_saved(subject, whole, small, home, repeats)
+    rows = [saved, *(row_of(one) for one in exports)]
     macs = cost(whole).macs / cost(small).macs
-    found = [asdict(one) | {"path": one.path.name} for one in exports]
-    return {"title": subject.title, "macs": macs, "exports": found}
+    return {"title": subject.title, "macs": macs, "forms": rows, "alignment": asdict(ready.alignment)}
+
+
+def measure_saved(subject: Subject, whole: Graph, small: Graph, folder: Path, repeats: int) -> dict[str, Any]:
+    """Saved and loaded again, the way that needs secateurs."""
+    files = [save(graph, folder / f"{name}.safetensors") for graph, name in ((whole, "whole"), (small, "small"))]
+    loaded = load(subject.fresh(), files[1]).module.eval()
+    x = (example_input(subject.name, EXAMPLES),)
+    with torch.inference_mode():
+        difference = float((loaded(*x) - small.module.eval()(*x)).abs().max())
+        speeds = [timed(whole.module.eval(), loaded, resized(x, batch), batch, repeats) for batch in TIMED_BATCHES]
+    sizes = [file.stat().st_size for file in files]
+    return {"form": "saved and loaded", "bytes": sizes, "difference": difference, "speeds": speeds}
+
+
+def timed(whole: nn.Module, small: nn.Module, x: tuple[torch.Tensor, ...], batch: int, repeats: int) -> dict[str, Any]:
+    with undisturbed():
+        seconds = in_turns([partial(whole, *x), partial(small, *x)], WARMUP, repeats)
+    return {"batch": batch, "seconds": median(seconds).tolist(), "speedup": asdict(speedup(*seconds))}
+
+
+def row_of(one: Exported) -> dict[str, Any]:
+    speeds = [{"batch": s.batch, "seconds": [s.original, s.pruned], "speedup": asdict(s.speedup)} for s in one.speeds]
+    words = {"onnx": "ONNX, in ONNX Runtime", "pt2": ".pt2", "source": "source"}[one.kind]
+    return {
+        "form": words,
+        "bytes": [one.original_bytes, one.bytes],
+        "difference": one.agreement.difference,
+        "speeds": speeds,
+    }
 
 
 def render(report: dict[str, Any]) -> str:
     """The generated part of the page."""
     lines = [
-        f"Measured on: {Conditions(**report['conditions']).sentence()}. Ratios of medians of {report['repeats']} runs in "
-        "turns, with 95 % intervals; speeds of source are those of PyTorch. The last column is the share of the pruned "
-        "network's time in PyTorch, at batch 64, that goes into aligning channels.",
-        "",
-        "| network | MACs | export | file | difference | batch 1 | batch 64 | aligning |",
-        "| --- | ---: | --- | ---: | ---: | --- | --- | --- |",
+        f"Measured on: {Conditions(**report['conditions']).sentence()}. Milliseconds of the unpruned network and of the pruned "
+        f"one, medians of {report['repeats']} runs in turns; ratios with 95 % intervals. All forms but ONNX run in PyTorch. "
+        "*Difference*: the largest between any output and the pruned network's before it was written. *Aligning*: the share "
+        "of the pruned network's time in PyTorch, at batch 64, that goes into aligning channels.\n",
+        "| network | form | file | difference | batch 1 | batch 64 | aligning |",
+        "| --- | --- | ---: | ---: | --- | --- | --- |",
     ]
     for network in report["networks"]:
-        for one in network["exports"]:
-            one_at_a_time, many = (SpeedUp(**speed["speedup"]).summary() for speed in one["speeds"])
-            align = one["alignment"]
-            share = (
-                f"{100 * align['share']:.1f} % ({align['gathers']} gathers, {align['slices']} slices)"
-                if align["share"]
-                else "none"
-            )
-            lines.append(
-                f"| {network['title']} | {network['macs']:.2f}x fewer | {one['kind']} | "
-                f"{one['original_bytes'] / one['bytes']:.2f}x smaller | {one['agreement']['difference']:.0e} | "
-                f"{one_at_a_time} | {many} | {share} |"
-            )
-    return "\n".join(lines)
+        title, aligning = f"{network['title']}, {network['macs']:.2f}x fewer MACs", aligning_words(network["alignment"])
+        for place, one in enumerate(network["forms"]):
+            before, after = one["bytes"]
+            speeds = " | ".join(speed_words(speed) for speed in one["speeds"])
+            cells = [title if not place else "", one["form"], f"{before / after:.2f}x smaller", f"{one['difference']:.0e}"]
+            lines.append(f"| {' | '.join([*cells, speeds, aligning if not place else ''])} |")
+    return "\n\n".join(["\n".join(lines), render_order(report["order"]), render_widths(report["widths"])])
+
+
+def speed_words(speed: dict[str, Any]) -> str:
+    before, after = (f"{1e3 * seconds:.3g}" for seconds in speed["seconds"])
+    return f"{before} → {after} ms: {SpeedUp(**speed['speedup']).summary()}"
+
+
+def aligning_words(align: dict[str, Any]) -> str:
+    if not align["share"]:
+        return "none"
+    return f"{100 * align['share']:.1f} % ({align['gathers']} gathers, {align['slices']} slices)"
 
 
 def update_page() -> str:
     """Rewrite the generated part of the page, and return it."""
     text = render(json.loads(RESULTS.read_text()))
-    head, rest = PAGE.read_text().split(BEGIN)
-    write_text(PAGE, f"{head}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+    write_text(PAGE, with_part(PAGE.read_text(), COMMAND, text))
     return text
 
 
+def measured(subjects: tuple[Subject, ...], repeats: int) -> dict[str, Any]:
+    """All that the page tells, with the conditions at the start."""
+    torch.set_num_threads(1)
+    under = asdict(conditions())
+    networks = [measure(subject, repeats) for subject in subjects]
+    return {
+        "conditions": under,
+        "repeats": repeats,
+        "networks": networks,
+        "order": measure_order(repeats),
+        "widths": measure_widths(repeats),
+    }
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--render", action="store_true", help="only write the table anew")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--render", action="store_true", help="only write the page anew")
+    parser.add_argument("--quick", action="store_true", help="narrow networks, 5 runs each; prints, and writes nothing")
     chosen = parser.parse_args()
+    if chosen.quick:
+        sys.stdout.write(render(measured(NARROW, repeats=5)) + "\n")
+        return
     if not chosen.render:
-        torch.set_num_threads(1)
-        networks = [measure(subject, chosen.repeats) for subject in SUBJECTS]
-        report = {"conditions": asdict(conditions()), "repeats": chosen.repeats, "networks": networks}
-        write_text(RESULTS, json.dumps(report, indent=1) + "\n")
+        write_text(RESULTS, json.dumps(measured(SUBJECTS, chosen.repeats), indent=1) + "\n")
     sys.stdout.write(update_page() + "\n")
 
 

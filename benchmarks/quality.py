@@ -9,12 +9,13 @@ it. `--rivals` measures what Torch-Pruning makes of the same network. `--render`
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import mean
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 
@@ -92,6 +93,18 @@ def _by_network(units: Sequence[Unit]) -> Iterator[tuple[tuple[str, int], list[M
         yield key, [method for model, seed, method in units if (model, seed) == key]
 
 
+def _side_by_side(seeds: Sequence[int], jobs: int) -> None:
+    """The same command line, once for every seed, so many at a time; rows go to the same file."""
+    waiting, running = list(seeds), list[subprocess.Popen[bytes]]()
+    while waiting or running:
+        running = [process for process in running if process.poll() is None]
+        while waiting and len(running) < jobs:
+            seed = str(waiting.pop(0))
+            command = [sys.executable, "-m", "benchmarks.quality", *sys.argv[1:], "--jobs", "1", "--seeds", seed]
+            running.append(subprocess.Popen(command))
+        sleep(1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=MODELS[:1], choices=MODELS)
@@ -100,6 +113,7 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="shares of the MACs that are to go")
     parser.add_argument("--finetune", type=int, default=0, metavar="EPOCHS", help="also train every network for so long")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="seeds that are measured side by side")
     parser.add_argument("--resume", action="store_true", help="measure only what has no row yet")
     parser.add_argument("--rivals", action="store_true", help="measure only what Torch-Pruning makes of ResNet-20")
     parser.add_argument("--render", action="store_true", help="only write the tables and the figure")
@@ -107,6 +121,8 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     if options.rivals:
         measure_rivals()
+    elif options.jobs > 1 and len(options.seeds) > 1:
+        _side_by_side(options.seeds, options.jobs)
     elif not options.render:
         units = [(m, s, METHODS[name]) for m, s, name in product(options.models, options.seeds, options.methods)]
         measure(units, options.targets, options.finetune, resume=options.resume)

@@ -17,6 +17,7 @@ from secateurs.cli.inputs import Origin
 from secateurs.data import load as load_data
 from secateurs.export import source
 from secateurs.models import build
+from secateurs.report import read_run
 
 HIDDEN = {"hidden": [8, 6]}
 
@@ -52,6 +53,16 @@ def test_source_of_a_run_is_checked_on_its_test_examples(folder: Path, capsys: p
     assert told["original_bytes"] > told["bytes"]
     network = runpy.run_path(str(folder / "model.py"))["load"]()
     assert network(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+    (noted,) = json.loads((folder / "exports.json").read_text())["exports"]
+    assert noted == told
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_report_of_the_run_tells_of_the_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "journal.jsonl").write_text('{"unit": "start", "accuracy": 0.5, "loss": 1.0}\n')
+    assert execute(["export", str(folder), "--source", "--repeats", "5"]) == 0
+    assert f"The report: {folder / 'report.html'}" in capsys.readouterr().out
+    assert read_run(folder).exports[0].kind == "source"
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -83,6 +94,11 @@ def test_a_run_that_is_not_finished_says_how_to_go_on(folder: Path, capsys: pyte
     (folder / "pruned.safetensors").unlink()
     assert execute(["export", str(folder), "--source"]) == 1
     assert f"secateurs resume {folder}" in capsys.readouterr().err
+    (folder / "pruned.safetensors").write_bytes(b"")
+    (folder / "provenance.json").write_text("{}")
+    assert execute(["export", str(folder), "--source"]) == 1
+    assert "was started from Python" in capsys.readouterr().err
+    (folder / "pruned.safetensors").unlink()
     (folder / "provenance.json").unlink()
     assert execute(["export", str(folder), "--source"]) == 1
     assert "not the folder of a run" in capsys.readouterr().err

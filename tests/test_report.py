@@ -7,6 +7,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nets import random_keep
 from secateurs.cli import execute
+from secateurs.compaction import compact
 from secateurs.data import Data, load
 from secateurs.data.splits import subset
 from secateurs.errors import InvalidInput, RunError, UnknownSite
@@ -26,10 +29,12 @@ from secateurs.importance import Importance
 from secateurs.models import build
 from secateurs.recipe import Recipe
 from secateurs.report import describe, plots, read_run, write_report
+from secateurs.report.alignment import aligning_share
 from secateurs.report.charts.accuracy import accuracy
 from secateurs.report.charts.agreement import agreement
 from secateurs.report.charts.frontier import Point, best
 from secateurs.report.charts.importances import importances
+from secateurs.report.exports import note_exports
 from secateurs.report.figure import Figure, ticks
 from secateurs.report.judging import run_warnings, step_warnings, verdict
 from secateurs.report.markup import el
@@ -37,6 +42,7 @@ from secateurs.report.records import Ranking, StepRecord
 from secateurs.report.structure import nodes_from
 from secateurs.report.words import SPACE, Metric, clock, interval, large
 from secateurs.run import prune
+from secateurs.sites import find_sites
 from secateurs.tensorfile import dump, parse
 from secateurs.training import TrainSettings
 
@@ -222,6 +228,7 @@ def test_names_of_users_are_shown_and_never_run(folder: Path) -> None:
     assert text.count("<script>") == 1
     assert f"{NASTY} on {NASTY}" in page.words
     assert f"Test dice{NASTY}" in page.words
+    assert f"are gone. dice{NASTY} on the test set" in page.words  # not even a capital is added
     assert f"focal{NASTY}" in page.words
     assert "points" not in page.words  # a metric of the user's own is no share of examples
     comparison = Page(write_report([folder, folder], folder / "both.html").read_text())
@@ -236,7 +243,7 @@ def test_a_run_that_stopped_says_so(folder: Path) -> None:
     with (folder / "journal.jsonl").open("a") as file:
         file.write('{"unit": "ep')  # cut short by a crash
     page = page_of(folder)
-    assert "The run is not finished (fine-tuning after the cut of step 2, 1 epochs done)" in page.words
+    assert "The run is not finished (fine-tuning after the cut of step 2, 1 epoch done)" in page.words
     assert f"secateurs resume {folder}" in page.words
     assert "So far" in page.words
 
@@ -285,6 +292,9 @@ def test_bad_fits_are_told_in_words(finished: Path) -> None:
         assert word in " ".join(step_warnings(step(r2=r2), run))
     assert "more masks would settle" in " ".join(step_warnings(step(split_half=0.3), run))
     assert step_warnings(step(), run) == ()
+    slopes = replace(run, recipe={**run.recipe, "estimator": "gradient"})  # r² of single examples' losses: always low
+    assert step_warnings(step(r2=0.1), slopes) == ()
+    assert "worse than their mean" in " ".join(step_warnings(step(r2=-0.1), slopes))
     assert "smaller than the uncertainty" in " ".join(run_warnings(run)) or run.end is None or run.end.test.change == 0
 
 
@@ -298,6 +308,106 @@ def test_several_runs_are_compared(finished: Path, folder: Path) -> None:
     assert "different data or splits" in page.words
     assert "max_drop0.050.01" in page.words
     assert "finetune.epochs" not in page.words  # the same in both
+
+
+def test_runs_of_different_metrics_share_no_axis_and_a_training_that_some_lack_is_one_line(
+    finished: Path, folder: Path
+) -> None:
+    provenance = json.loads((folder / "provenance.json").read_text())
+    provenance["measures"] = {"metric": "iou", "loss": "focal"}
+    (folder / "provenance.json").write_text(json.dumps(provenance))
+    recipe = (folder / "recipe.toml").read_text()
+    (folder / "recipe.toml").write_text(recipe[: recipe.index("[finetune]")])
+    page = Page(write_report([finished, folder, finished], folder / "both.html").read_text())
+    titles = [given["aria-label"] or "" for tag, given in page.tags if tag == "svg" and "aria-label" in given]
+    assert [title.split(".")[0] for title in titles] == ["Accuracy against MACs", "iou against MACs"]
+    assert "leads in both" not in page.words
+    assert "finetuneepochs 1, batch 48, lr 0.02–epochs 1" in page.words
+
+
+def test_the_loss_that_a_cut_adds_is_told_as_predicted_and_as_measured(folder: Path) -> None:
+    by_slopes = Ranking((4, 5, 6, 7), (0.5, 0.25, -1.0, 2.0), (), of_loss=True)
+    cut = step(ranking=by_slopes, removed=(4, 6), loss_before=0.3, loss_cut=0.7)
+    assert cut.loss_rise == pytest.approx((0.5 - 1.0, 0.4))
+    assert step(ranking=replace(by_slopes, of_loss=False), removed=(4,)).loss_rise == (None, None)
+    assert replace(cut, removed=()).loss_rise == (None, None)
+    rewrite(
+        folder,
+        lambda entries: [{**e, "loss_cut": e["loss"] + 1, "removed": [0]} if e["unit"] == "step" else e for e in entries],
+    )
+    found, entries = read_run(folder).steps, entries_of(folder)
+    first, second = [entry for entry in entries if entry["unit"] == "step"][:2]
+    start = next(entry for entry in entries if entry["unit"] == "start")
+    assert found[0].loss_rise == (None, pytest.approx(first["loss"] + 1 - start["loss"]))
+    assert found[1].loss_rise[1] == pytest.approx(second["loss"] + 1 - first["loss"])
+    assert "loss rise realised" in page_of(folder).words
+
+
+@pytest.mark.parametrize(("aligning", "said"), [(0.3, True), (0.2, False)])
+def test_where_aligning_takes_more_than_pruning_saves_the_page_says_so(folder: Path, aligning: float, said: bool) -> None:
+    """1.25 times faster saves a quarter of the pruned network's time."""
+    speed = {"speedup": 1.25, "low": 1.2, "high": 1.3, "batch": 64, "aligning": aligning}
+    rewrite(folder, lambda entries: [{**e, "latency": speed} if e["unit"] == "end" else e for e in entries])
+    words = page_of(folder).words
+    assert f"{100 * aligning:.1f} % of the time aligns channels" in words
+    assert ("more than pruning saves" in words) == said
+
+
+def export_fields(kind: str, pruned: float, *, share: float = 0.0) -> dict[str, Any]:
+    """An export that takes `pruned` seconds where the unpruned one takes 1, as the command keeps it."""
+    ratio = {"ratio": 1 / pruned, "low": 0.9 / pruned, "high": 1.1 / pruned}
+    speed = {"original": 1.0, "pruned": pruned, "speedup": ratio, "runtime": "PyTorch" if kind == "source" else "ONNX Runtime"}
+    return {
+        "kind": kind,
+        "path": Path("somewhere"),
+        "bytes": 1000,
+        "original_bytes": 2500,
+        "agreement": {"difference": 3e-6, "scale": 12.0, "examples": 64, "given": True},
+        "alignment": {"gathers": 1, "slices": 2, "share": share, "batch": 64},
+        "speeds": [{"batch": batch, "threads": 1, **speed} for batch in (1, 64)],
+    }
+
+
+def test_the_page_tells_of_exports_and_where_they_do_not_pay(folder: Path) -> None:
+    assert "What has been exported" not in page_of(folder).words
+    note_exports(folder, [export_fields("onnx", 2.0)])
+    note_exports(folder, [export_fields("source", 0.5, share=0.9)])
+    words = page_of(folder).words
+    assert "ONNX2.5 kB1 kB3e-06 of 1264ONNX Runtime1e+03 ms2e+03 ms2.00x slower (1.82 to 2.22)" in words
+    assert "In ONNX Runtime the exported network is slower than the unpruned one: 2.00x slower" in words
+    assert "--round-to 8." in words
+    assert "more than pruning saves" not in words  # 0.9 of 0.5 s, where 0.5 s are saved
+    note_exports(folder, [export_fields("source", 0.5, share=1.0), export_fields("onnx", 0.5)])
+    assert "more than pruning saves" not in page_of(folder).words
+    note_exports(folder, [export_fields("source", 0.6, share=0.7)])  # 0.42 s, where 0.4 s are saved
+    words = page_of(folder).words
+    assert "Aligning channels takes 70.0 % of the pruned network's time in PyTorch, more than pruning saves" in words
+    assert "the exported network is slower" not in words
+    (folder / "exports.json").write_text('{"exports": [{"kind": "onnx"}]}')
+    assert "exports.json: damaged" in page_of(folder).words
+
+
+def test_the_share_of_aligning_is_measured() -> None:
+    graph = trace(build("resnet8-b").eval(), torch.zeros(2, 3, 32, 32))
+    assert aligning_share(graph, torch.zeros(2, 3, 32, 32)) == 0.0
+    cut = compact(graph, random_keep(find_sites(graph), seed=0))
+    for examples in (2, 64):  # few and many values a channel: a narrow term is widened, or added in place
+        assert 0 < aligning_share(cut, torch.zeros(examples, 3, 32, 32)) < 1
+
+
+def test_a_run_started_from_python_says_how_the_command_line_finds_its_class(folder: Path) -> None:
+    provenance = json.loads((folder / "provenance.json").read_text())
+    del provenance["origin"]
+    (folder / "provenance.json").write_text(json.dumps(provenance))
+    assert "--model secateurs.models.resnet:ResNet --onnx --pt2 --source" in page_of(folder).words
+
+
+def test_ticks_of_a_narrow_axis_can_be_told_apart(folder: Path) -> None:
+    rewrite(folder, lambda entries: [{**e, "macs_removed": e["number"] / 1000} if e["unit"] == "step" else e for e in entries])
+    rewrite(folder, lambda entries: [e for e in entries if e["unit"] != "end"])
+    drawn = ElementTree.fromstring(plots(folder).frontier().svg)
+    ticks = [node.text for node in drawn.iter() if "tick middle" in node.get("class", "")]
+    assert len(set(ticks)) == len(ticks) > 2
 
 
 def test_resnet20_is_described_as_the_paper_counts_it() -> None:
@@ -333,7 +443,7 @@ def step(*, r2: float | None = 0.9, split_half: float | None = 0.9, **fields: An
     known: dict[str, Any] = {
         **{"number": 1, "round": 0, "site": "conv1", "channels": 4, "removed": (2,), "baseline": 0.9},
         **{"accuracy_before": 0.9, "accuracy_cut": 0.89, "accuracy": 0.9, "parameters_removed": 0.1, "macs_removed": 0.1},
-        **{"evaluated": ((1, 0.89),), "masks": 40, "seconds": 1.0, "criterion": "", "note": "", "predicted_drop": None},
+        **{"evaluated": ((1, 0.89),), "masks": 40, "seconds": 1.0, "criterion": "", "note": ""},
     }
     return StepRecord(**{**known, **fields}, r2=r2, split_half=split_half)
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from secateurs.report import write_report
-from test_report import digits_run
+from secateurs.report.exports import note_exports
+from test_report import digits_run, export_fields
 
 pytestmark = pytest.mark.browser
 
@@ -34,7 +35,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report(digits_run(tmp_path_factory.mktemp("browser") / "run"))
+    folder = digits_run(tmp_path_factory.mktemp("browser") / "run")
+    note_exports(folder, [export_fields("onnx", 2.0), export_fields("source", 0.5)])
+    return write_report(folder)
 
 
 @dataclass
@@ -143,4 +146,24 @@ def test_what_is_folded_away_is_printed(browser: Any, report: Path) -> None:
     found.page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert found.page.locator("details:not([open])").count() == 0
     assert len(found.page.pdf()) > 10_000
+    found.page.close()
+
+
+def test_buttons_cover_no_words_on_a_phone(browser: Any, report: Path) -> None:
+    found = opened(browser, report, 390, 844)
+    for place in range(found.page.locator(".copyable:has(> pre)").count()):
+        box = found.page.locator(".copyable:has(> pre)").nth(place)
+        if box.is_visible():
+            button, text = box.locator("button").bounding_box(), box.locator("pre").bounding_box()
+            padding = float(box.locator("pre").evaluate("e => getComputedStyle(e).paddingTop").removesuffix("px"))
+            assert button["y"] + button["height"] <= text["y"] + padding
+    found.page.close()
+
+
+def test_nothing_is_cut_off_on_paper(browser: Any, report: Path) -> None:
+    """A4 less its margins is about 690 pixels wide."""
+    found = opened(browser, report, 690, 1000)
+    found.page.emulate_media(media="print")
+    found.page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert found.page.evaluate("document.documentElement.scrollWidth") <= 690
     found.page.close()

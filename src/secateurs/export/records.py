@@ -68,12 +68,3 @@ class Exported:
     alignment: Alignment
     original_bytes: int | None = None
     speeds: tuple[Speed, ...] = ()
-
-    @property
-    def alignment_outweighs(self) -> bool:
-        """Whether, in PyTorch, aligning channels takes longer than all that pruning saves; measured on the same batch size."""
-        return any(
-            self.alignment.share * speed.pruned > max(speed.original - speed.pruned, 0.0)
-            for speed in self.speeds
-            if self.alignment.share and speed.runtime == "PyTorch" and speed.batch == self.alignment.batch
-        )

@@ -9,7 +9,7 @@ from secateurs.report.judging import verdict
 from secateurs.report.markup import Child, Html, el, join
 from secateurs.report.parts import copyable, figure, panel, section, table, warnings
 from secateurs.report.records import RunRecord
-from secateurs.report.words import NOTHING, clock, count, percent
+from secateurs.report.words import NOTHING, Metric, clock, count, percent
 
 
 def title(runs: Sequence[RunRecord]) -> str:
@@ -44,6 +44,8 @@ def _headline(runs: Sequence[RunRecord]) -> list[Html | str]:
     best = max(done, key=lambda run: run.end.test.after if run.end else 0.0)
     assert most.end is not None
     assert best.end is not None
+    if len({run.metric for run in runs}) > 1:
+        return [el("b", most.name), f" removes the most MACs ({percent(most.end.macs.removed)})."]
     if most is best:
         shares = f"{percent(most.end.macs.removed)} of the MACs removed"
         return [
@@ -56,6 +58,11 @@ def _headline(runs: Sequence[RunRecord]) -> list[Html | str]:
         el("b", best.name),
         f" keeps the highest test {best.metric.name} ({best.metric.value(best.end.test.after)}).",
     ]
+
+
+def _metric(runs: Sequence[RunRecord]) -> Metric:
+    """The metric that all runs were measured by; where there are several, a word for any of them."""
+    return runs[0].metric if len({run.metric for run in runs}) == 1 else Metric("metric")
 
 
 def _unlike(runs: Sequence[RunRecord]) -> list[str]:
@@ -72,7 +79,7 @@ def _unlike(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def _outcomes(runs: Sequence[RunRecord]) -> Html:
-    name = runs[0].metric.name
+    name = _metric(runs).name
     columns = (
         "Run",
         "Network",
@@ -109,12 +116,16 @@ def _name(place: int, run: RunRecord) -> Html:
 
 
 def _frontier(runs: Sequence[RunRecord]) -> Html | None:
-    drawn = figure(frontier(runs))
-    if drawn is None:
+    drawn = []
+    for metric in dict.fromkeys(run.metric for run in runs):  # different metrics have no axis in common
+        places = [place for place, run in enumerate(runs) if run.metric == metric]
+        drawn.append(figure(frontier([runs[place] for place in places], places)))
+    drawn = [one for one in drawn if one is not None]
+    if not drawn:
         return None
     key = el("ul", *(el("li", _name(place, run)) for place, run in enumerate(runs)), class_="scale")
     lead = "Every step of every run; filled points are beaten by no other of their run."
-    return section("frontier", f"{runs[0].metric.name.capitalize()} against MACs", lead, panel(drawn, key))
+    return section("frontier", f"{_metric(runs).title} against MACs", lead, panel(*drawn, key))
 
 
 def _widths(runs: Sequence[RunRecord]) -> Html | None:
@@ -130,7 +141,9 @@ def _widths(runs: Sequence[RunRecord]) -> Html | None:
 
 def _recipes(runs: Sequence[RunRecord]) -> Html:
     """The fields that differ, training settings included."""
-    flat = [_flat(run.recipe) for run in runs]
+    tables = {name for run in runs for name, value in run.recipe.items() if isinstance(value, dict)}
+    lacking = {name for name in tables if any(name not in run.recipe for run in runs)}
+    flat = [_flat({n: _in_short(v) if n in lacking else v for n, v in run.recipe.items()}) for run in runs]
     names = [
         name for name in dict.fromkeys(key for one in flat for key in one) if len({str(one.get(name)) for one in flat}) > 1
     ]
@@ -139,6 +152,11 @@ def _recipes(runs: Sequence[RunRecord]) -> Html:
     columns = ("Field", *(run.name for run in runs))
     rows = [[name, *(str(one.get(name, NOTHING)) for one in flat)] for name in names]
     return section("recipes", "Where the recipes differ", "", copyable(table(columns, rows)))
+
+
+def _in_short(settings: dict[str, object]) -> str:
+    """A training that not all runs have: all of its settings would drown what else differs."""
+    return ", ".join(f"{name} {settings[name]}" for name in ("epochs", "batch", "lr") if name in settings) or "as by default"
 
 
 def _flat(fields: object, prefix: str = "") -> dict[str, object]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from secateurs.report.records import End, Event, Pair, Ranking, StepRecord
+from secateurs.report.words import plural
 
 Entry = Mapping[str, Any]
 
@@ -39,7 +40,8 @@ def step_of(entry: Entry, entries: Sequence[Entry], ranking: Ranking | None) -> 
         seconds=float(entry.get("seconds", 0.0)),
         criterion=str(entry.get("criterion") or ""),
         note=str(entry.get("note") or ""),
-        predicted_drop=_figure(entry.get("predicted_drop", cut.get("predicted_drop"))),
+        loss_before=_loss_before(number, entries),
+        loss_cut=_figure(entry.get("loss_cut", entry.get("loss") if _untouched(entry, entries) else None)),
         examples=int(entry.get("examples") or 0),
         bound=_figure(entry.get("bound")),
         images=int(entry.get("images") or 0),
@@ -97,13 +99,24 @@ def where_it_stands(entries: Sequence[Entry]) -> str:
     epochs = units(after, "epoch")
     if epochs:
         what = "retraining" if epochs[-1].get("phase") == "retrain" else f"fine-tuning after the cut of step {steps + 1}"
-        return f"{what}, {len(epochs)} epochs done"
+        return f"{what}, {plural(len(epochs), 'epoch')} done"
     if units(after, "cut"):
         return f"step {steps + 1}, the cut is found"
     masks = sum(len(entry.get("losses", ())) for entry in units(after, "masks"))
     if masks:
-        return f"step {steps + 1}, {masks} masks scored"
-    return f"after {steps} steps" if entries else "before its first measurement"
+        return f"step {steps + 1}, {plural(masks, 'mask')} scored"
+    return f"after {plural(steps, 'step')}" if entries else "before its first measurement"
+
+
+def _untouched(entry: Entry, entries: Sequence[Entry]) -> bool:
+    """Whether the network is still as the cut left it: then what was measured at the step's end holds for the cut."""
+    return not units(entries, "epoch", step=entry["number"]) and entry["accuracy"] == entry["accuracy_cut"]
+
+
+def _loss_before(number: int, entries: Sequence[Entry]) -> float | None:
+    """On the search set, as the step before left it."""
+    earlier = [e for e in units(entries, "step") if e.get("number") == number - 1] or units(entries, "start")
+    return _figure(earlier[-1].get("loss")) if earlier else None
 
 
 def _pair(fields: Mapping[str, Any]) -> Pair:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from secateurs.report.exports import aligning_warning, export_warnings
 from secateurs.report.records import RunRecord, StepRecord
 from secateurs.report.words import interval, percent, plain, plural
 
@@ -42,7 +43,8 @@ def verdict(run: RunRecord) -> Verdict:
             f" With {percent(confidence, 0)} confidence that cut costs at most {run.metric.amount(worst.bound)} on other images"
         )
         words += f" of the kind ({worst.images:,} images that chose nothing certify it)."
-    return Verdict(kept, "Allowed drop kept" if kept else "Allowed drop exceeded", words + _at_the_end(run))
+    headline = f"Allowed drop {'kept' if kept else 'exceeded'}{'' if run.end else ' so far'}"
+    return Verdict(kept, headline, words + _at_the_end(run))
 
 
 def _at_the_end(run: RunRecord) -> str:
@@ -60,24 +62,19 @@ def _loss(run: RunRecord, drop: float) -> str:
     return f"{run.metric.amount(drop)} lower"
 
 
+def fits_badly(step: StepRecord, run: RunRecord) -> bool:
+    """Whether the linear model predicts the scores of unseen masks too badly to be trusted."""
+    return step.r2 is not None and step.r2 < _good_fit(run)
+
+
+def _good_fit(run: RunRecord) -> float:
+    # From slopes, r² is about the losses of single examples: they vary so much that even a good model explains little.
+    return 0.0 if run.recipe.get("estimator") == "gradient" else GOOD_FIT
+
+
 def step_warnings(step: StepRecord, run: RunRecord) -> tuple[str, ...]:
     """Where this step's figures ask for care, in sentences."""
-    found = []
-    if step.r2 is not None and step.r2 < 0:
-        found.append(
-            f"The linear model predicts unseen masks worse than their mean does (held-out r² {plain(step.r2)}): this order of "
-            f"filters is close to arbitrary. Score more masks or more examples."
-        )
-    elif step.r2 is not None and step.r2 < LITTLE_FIT:
-        found.append(
-            f"The linear model explains only {percent(step.r2, 0)} of how the scores of unseen masks vary: trust the measured "
-            f"accuracy, not the order of filters."
-        )
-    elif step.r2 is not None and step.r2 < GOOD_FIT:
-        found.append(
-            f"The linear model fits badly: it explains {percent(step.r2, 0)} of how the scores of unseen masks vary. Filters "
-            f"work together here more than a sum can say."
-        )
+    found = [_bad_fit(step.r2, run)] if step.r2 is not None and fits_badly(step, run) else []
     if step.split_half is not None and step.split_half < STEADY:
         found.append(
             f"Two halves of the masks order the filters differently (rank correlation {plain(step.split_half)}): more masks "
@@ -89,17 +86,34 @@ def step_warnings(step: StepRecord, run: RunRecord) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _bad_fit(r2: float, run: RunRecord) -> str:
+    if r2 < 0:
+        return (
+            f"The linear model predicts unseen masks worse than their mean does (held-out r² {plain(r2)}): this order of "
+            f"filters is close to arbitrary. Score more masks or more examples."
+        )
+    if r2 < LITTLE_FIT:
+        return (
+            f"The linear model explains only {percent(r2, 0)} of how the scores of unseen masks vary: trust the measured "
+            f"{run.metric.name}, not the order of filters."
+        )
+    return (
+        f"The linear model fits badly: it explains {percent(r2, 0)} of how the scores of unseen masks vary. Filters "
+        f"work together here more than a sum can say."
+    )
+
+
 def run_warnings(run: RunRecord) -> tuple[str, ...]:
     """What the reader of the whole run should know, in sentences."""
     found = list(run.notes)
     if run.state != "finished":
         go_on = f" Go on with: secateurs resume {run.folder}" if run.state == "stopped" else " This page is a snapshot."
         found.insert(0, f"The run is {'still running' if run.state == 'running' else 'not finished'} ({run.at}).{go_on}")
-    poor = [step for step in run.steps if step.r2 is not None and step.r2 < GOOD_FIT]
+    poor = [step for step in run.steps if fits_badly(step, run)]
     if poor:
         found.append(
             f"The linear model fits badly at {len(poor)} of {plural(len(run.steps), 'step')} "
-            f"(held-out r² below {GOOD_FIT}): {_names(poor)}."
+            f"(held-out r² below {_good_fit(run)}): {_names(poor)}."
         )
     if run.end is not None and run.metric.share and run.end.test_count:
         low, high = interval(run.end.test.after, run.end.test_count)
@@ -109,6 +123,10 @@ def run_warnings(run: RunRecord) -> tuple[str, ...]:
                 f"The test set has {run.end.test_count:,} examples: the change of {change} is smaller than the uncertainty of "
                 f"the {run.metric.name} itself (95 % interval {percent(low)} to {percent(high)})."
             )
+    if run.end is not None and run.end.alignment_outweighs:
+        found.append(aligning_warning(run.end.aligning))
+    else:
+        found += export_warnings(run.exports)
     return tuple(found)
 
 

@@ -6,18 +6,27 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from secateurs.report.exports import exports_table
 from secateurs.report.markup import Child, Html, el
 from secateurs.report.parts import code, facts, section
 from secateurs.report.records import RunRecord
+
+_MEASURED = (
+    "What has been exported, each beside the unpruned network's export, run in turns; intervals are 95\N{NO-BREAK SPACE}%."
+)
 
 
 def how_to_use(run: RunRecord) -> Html | None:
     """Lines that load the smaller network in Python and export it; None while there is none."""
     if run.folder is None or run.end is None:
         return None
-    export = f"secateurs export {shlex.quote(str(run.folder))} --onnx --pt2 --source"
+    named = isinstance(_fields(run.provenance.get("origin")).get("model"), str)
+    how = "" if named else f" --model {_importable(run)}"
+    export = f"secateurs export {shlex.quote(str(run.folder))}{how} --onnx --pt2 --source"
     lead = "The smaller network is one file with weights and plan. Exports need no secateurs to run."
-    return section("use", "Load and export", lead, code("\n".join(_loading(run))), code(export))
+    shown = exports_table(run.exports)
+    measured = None if shown is None else el("p", _MEASURED, class_="after")
+    return section("use", "Load and export", lead, code("\n".join(_loading(run))), code(export), measured, shown)
 
 
 def origin(run: RunRecord) -> Html:
@@ -63,6 +72,12 @@ def _loading(run: RunRecord) -> list[str]:
     else:
         lines += ["", f"model = {run.model}(...)  # built as it was before pruning; its weights do not matter"]
     return [*lines, f"small = secateurs.load(model, {str(run.folder) + '/pruned.safetensors'!r}).module"]
+
+
+def _importable(run: RunRecord) -> str:
+    """Where the command line would find the class of a run that was started from Python."""
+    module, _, name = str(_fields(run.provenance.get("model")).get("class", "package.module.build")).rpartition(".")
+    return shlex.quote(f"{'package.module' if module in ('', '__main__') else module}:{name}")
 
 
 def _fields(value: Any) -> Mapping[str, Any]:

@@ -82,7 +82,7 @@ def _headline(run: RunRecord) -> list[Html | str]:
         el("b", f"{percent(end.parameters.removed)} of the parameters"),
         " and ",
         el("b", f"{percent(end.macs.removed)} of the MACs"),
-        f" are gone. {run.metric.name.capitalize()} on the test set went from ",
+        f" are gone. {run.metric.title} on the test set went from ",
         el("b", run.metric.value(end.test.before)),
         " to ",
         el("b", run.metric.value(end.test.after)),
@@ -136,15 +136,15 @@ def _cost_tile(name: str, before: float, after: float, written: object) -> Html:
 def _latency_tile(end: End) -> Html | None:
     """The measured speed, in whatever detail the journal has it."""
     known = end.latency or {}
-    ratio = known.get("speedup", known.get("ratio"))
-    if not isinstance(ratio, int | float):
+    if end.speedup is None:
         return None
     low, high = known.get("low"), known.get("high")
-    spread = (
-        f"{plain(low)} to {plain(high)}× in this run" if isinstance(low, int | float) and isinstance(high, int | float) else ""
-    )
+    spread = ""
+    if isinstance(low, int | float) and isinstance(high, int | float):
+        spread = f"{plain(low)} to {plain(high)}× in this run{', not measurable' if low <= 1 <= high else ''}"
     batch = f"batch {known['batch']}" if "batch" in known else ""
-    return tile("Speed beside the original", f"{plain(float(ratio))}×", spread, batch)
+    aligning = f"{percent(end.aligning)} of the time aligns channels" if end.aligning else ""
+    return tile("Speed beside the original", f"{plain(end.speedup)}×", spread, batch, aligning)
 
 
 def _metric_tile(run: RunRecord, which: str, before: float, after: float, examples: int) -> Html:
@@ -187,7 +187,7 @@ def _network(run: RunRecord) -> Html | None:
     drawn = network(run)
     if drawn is None:
         return None
-    lead = "Each bar is a layer; dashed is its width before, filled what is left, with the number of filters on top. "
+    lead = "Each bar is a layer; dashed is its width before, filled what is left. Point at one for its numbers. "
     lead += (
         "Arcs are shortcuts, and rings the places where ways join."
         if run.nodes
@@ -212,7 +212,7 @@ def _way(run: RunRecord) -> Html | None:
     if not drawn:
         return None
     stopped = f" It stopped because {run.end.stopped}." if run.end and run.end.stopped else ""
-    lead = "A cut costs accuracy, training wins some of it back; every step leaves a smaller network." + stopped
+    lead = f"A cut costs {run.metric.name}, training wins some of it back; every step leaves a smaller network.{stopped}"
     return section("way", "The run over time", lead, el("div", *drawn, class_="pair"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +35,10 @@ def ranking_from(file: Path, recipe: Mapping[str, Any]) -> Ranking:
     if len(ids) != len(coef):
         raise ValueError(f"{len(coef)} importances for {len(ids)} filters")
     agreement = () if fitted is None else _agreement(tensors, fitted, recipe)
-    return _ranking(tuple(map(int, ids)), coef, stderr, agreement)
+    found = _ranking(tuple(map(int, ids)), coef, stderr, agreement)
+    # Masks that all keep the same number of filters cannot tell what a number of filters costs, only which: slopes can.
+    slopes = meta.get("criterion") == "ensemble" and recipe.get("estimator", "losses") == "gradient"
+    return replace(found, of_loss=slopes)
 
 
 def ranking_of(importance: InMemory) -> Ranking:

@@ -11,6 +11,7 @@ from typing import Any
 
 from secateurs.errors import RunError
 from secateurs.report.entries import end_of, events_of, step_of, units, where_it_stands
+from secateurs.report.exports import read_exports
 from secateurs.report.ranking import InMemory, ranking_from, ranking_of
 from secateurs.report.records import Ranking, RunRecord, State
 from secateurs.report.structure import nodes_from
@@ -85,6 +86,7 @@ def assemble(
         nodes=nodes,
         layers=() if path is None else layers_of(path, nodes, [step.number for step in steps if step.removed], notes),
         at=where_it_stands(entries),
+        exports=() if path is None else read_exports(path, notes),
         notes=tuple(notes),
     )
 

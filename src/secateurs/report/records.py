@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from secateurs.report.exports import ExportRecord
 from secateurs.report.structure import Node
 from secateurs.report.words import Metric, folder_name, removed
 
@@ -21,6 +23,13 @@ class Ranking:
     coef: tuple[float, ...]
     stderr: tuple[float, ...]  # empty where none is known; inf where the masks cannot tell
     agreement: tuple[tuple[float, float], ...] = ()  # (predicted, realised) score of a mask; a sample where there are many
+    of_loss: bool = False  # coefficients are losses, and their sums mean something
+
+    def rise(self, removed: Collection[int]) -> float | None:
+        """The loss that the linear model expects the removal of these filters to add; None where it does not tell."""
+        if not self.of_loss:
+            return None
+        return sum(c for i, c in zip(self.ids, self.coef, strict=True) if i in set(removed))
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,8 @@ class StepRecord:
     seconds: float
     criterion: str
     note: str
-    predicted_drop: float | None
+    loss_before: float | None = None  # on the search set, before the cut
+    loss_cut: float | None = None  # and right after it, before any training
     examples: int = 0  # that the ranking rests on; 0 if that is not known
     bound: float | None = None  # upper bound on the drop right after the cut, at the recipe's confidence
     images: int = 0  # that the bound comes from
@@ -63,6 +73,15 @@ class StepRecord:
     def drop(self) -> float:
         """What the cut cost, counted as the allowed drop is, before any training."""
         return self.baseline - self.accuracy_cut
+
+    @property
+    def loss_rise(self) -> tuple[float | None, float | None]:
+        """What the cut adds to the loss: as the linear model predicts it, and as it was measured; None where not known."""
+        if not self.removed:
+            return None, None
+        predicted = None if self.ranking is None else self.ranking.rise(self.removed)
+        measured = None if self.loss_before is None or self.loss_cut is None else self.loss_cut - self.loss_before
+        return predicted, measured
 
     @property
     def decisive_drop(self) -> float:
@@ -136,6 +155,23 @@ class End:
     classes: tuple[Pair, ...] = ()  # test accuracy by class; NaN for a class without examples
     latency: Mapping[str, Any] | None = None
 
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the original the network was measured to be."""
+        known = self.latency or {}
+        return _number(known.get("speedup", known.get("ratio")))
+
+    @property
+    def aligning(self) -> float:
+        """The share of the network's time that goes into aligning channels; 0 where that was not measured."""
+        return _number((self.latency or {}).get("aligning")) or 0.0
+
+    @property
+    def alignment_outweighs(self) -> bool:
+        """Whether aligning channels takes longer than all that pruning saves."""
+        # in units of the pruned network's time: it saves speedup - 1
+        return self.speedup is not None and self.aligning > max(self.speedup - 1, 0.0)
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -155,6 +191,7 @@ class RunRecord:
     nodes: tuple[Node, ...] = ()
     layers: tuple[Layer, ...] = ()
     at: str = ""  # what an unfinished run is, or was, working on
+    exports: tuple[ExportRecord, ...] = ()
     notes: tuple[str, ...] = field(default=())  # what is missing or damaged
 
     @property
@@ -190,3 +227,7 @@ class RunRecord:
     def class_names(self) -> tuple[str, ...]:
         """As the data names them."""
         return tuple(map(str, (self.provenance.get("data") or {}).get("classes") or ()))
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -5,11 +5,11 @@ from __future__ import annotations
 from secateurs.report.charts.accuracy import accuracy
 from secateurs.report.charts.agreement import agreement
 from secateurs.report.charts.importances import importances
-from secateurs.report.judging import step_warnings
+from secateurs.report.judging import fits_badly, step_warnings
 from secateurs.report.markup import Child, Html, el, join
 from secateurs.report.parts import copyable, facts, figure, section, table, warnings
 from secateurs.report.records import RunRecord, StepRecord
-from secateurs.report.words import NOTHING, clock, count, large, percent, plain
+from secateurs.report.words import NOTHING, change, clock, count, large, percent, plain
 
 _ALL_OPEN = 12  # with more steps, only those that need care are unfolded
 
@@ -30,7 +30,7 @@ def _card(step: StepRecord, run: RunRecord) -> Html:
     summary = el(
         "summary",
         el("span", step.site, el("small", f"  step {step.number}{several}"), class_="what"),
-        el("span", "fits badly" if step.r2 is not None and step.r2 < 0.5 else "with care", class_="flag") if cautions else None,
+        el("span", "fits badly" if fits_badly(step, run) else "with care", class_="flag") if cautions else None,
         el("span", el("b", f"{step.channels} → {step.kept}"), " filters", class_="fact"),
         el("span", f"{run.metric.name} ", el("b", run.metric.value(step.accuracy)), class_="fact"),
     )
@@ -38,8 +38,7 @@ def _card(step: StepRecord, run: RunRecord) -> Html:
 
 
 def _figures(step: StepRecord, run: RunRecord) -> Html:
-    metric = run.metric
-    predicted = None if step.predicted_drop is None else f"{metric.amount(step.predicted_drop)} predicted, "
+    metric, (predicted, realised) = run.metric, step.loss_rise
     known: list[tuple[str, Child]] = [
         ("held-out r²", plain(step.r2)),
         ("split-half correlation", plain(step.split_half)),
@@ -50,7 +49,9 @@ def _figures(step: StepRecord, run: RunRecord) -> Html:
         (f"{metric.name} before", metric.value(step.accuracy_before)),
         ("right after the cut", metric.value(step.accuracy_cut)),
         ("after training", metric.value(step.accuracy)),
-        ("drop at the cut", f"{predicted or ''}{metric.amount(step.drop)}{' realised' if predicted else ''}"),
+        ("drop at the cut", metric.amount(step.drop)),
+        ("loss rise predicted", change(predicted)),
+        ("loss rise realised", change(realised)),
         ("drop at most", None if step.bound is None else f"{metric.amount(step.bound)} ({step.images:,} images)"),
         ("by point estimate", None if step.by_estimate is None else f"{step.by_estimate} of {step.channels} filters"),
         ("error repaired", None if step.repaired is None else f"{percent(step.repaired[0])} → {percent(step.repaired[1])}"),

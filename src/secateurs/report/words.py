@@ -19,6 +19,11 @@ class Metric:
     name: str = "accuracy"
     share: bool = True
 
+    @property
+    def title(self) -> str:
+        """The name at the beginning of a sentence; a user's own stays as it is."""
+        return self.name.capitalize() if self.share else self.name
+
     def value(self, value: float | None, digits: int = 2) -> str:
         """A value of the metric."""
         if value is None or not math.isfinite(value):
@@ -57,6 +62,11 @@ def plain(value: float | None, digits: int = 2) -> str:
 def short(value: float) -> str:
     """A number with three figures that count, as for an importance."""
     return signed(f"{value:.3g}") if math.isfinite(value) else "unknown"
+
+
+def change(value: float | None) -> str | None:
+    """A difference with its sign and two figures that count; None where there is none."""
+    return None if value is None else signed(f"{value:+.2g}")
 
 
 def count(value: float | None) -> str:

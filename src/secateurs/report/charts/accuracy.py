@@ -36,7 +36,7 @@ def accuracy(step: StepRecord, metric: Metric, max_drop: float | None) -> Figure
         _chosen_label(frame, m, step.channels),
     )
     words = f"{plural(m, 'filter')} of {step.channels} removed, {metric.name} then {metric.value(step.accuracy_cut)}"
-    return Figure(f"{metric.name.capitalize()} against filters removed", words, _WIDTH, _HEIGHT, body)
+    return Figure(f"{metric.title} against filters removed", words, _WIDTH, _HEIGHT, body)
 
 
 def _allowed(frame: Frame, allowed: float, metric: Metric) -> str:

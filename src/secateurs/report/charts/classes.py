@@ -74,7 +74,7 @@ def classes(run: RunRecord) -> Figure | None:
     )
     worst = shown[0]
     words = f"{worst.name} changes by {run.metric.change(worst.pair.change)}"
-    return Figure(f"{run.metric.name.capitalize()} by class", words, _WIDTH, height, body, "medium")
+    return Figure(f"{run.metric.title} by class", words, _WIDTH, height, body, "medium")
 
 
 def _row(frame: Frame, place: int, change: ClassChange, metric: Metric) -> Html:
@@ -88,11 +88,14 @@ def _row(frame: Frame, place: int, change: ClassChange, metric: Metric) -> Html:
         el("circle", cx=before, cy=y, r=4, class_="point hollow"),
         el("circle", cx=after, cy=y, r=4.5, class_="point worse" if worse else "point"),
         text(frame.left - 10, y, _short(change.name), "tick end"),
-        text(
-            _WIDTH - 4, y, metric.change(change.pair.change, 1).split(SPACE)[0], "tick end strong" if place == 0 else "tick end"
-        ),
+        text(_WIDTH - 4, y, _written(change.pair, metric), "tick end strong" if place == 0 else "tick end"),
     )
     return mark(shape, f"{change.name}: {metric.value(change.pair.before)} → {metric.value(change.pair.after)}")
+
+
+def _written(pair: Pair, metric: Metric) -> str:
+    """The change without its unit; no sign where there is none."""
+    return metric.change(pair.change, 1).split(SPACE)[0] if pair.change else "0"
 
 
 def _short(name: str) -> str:

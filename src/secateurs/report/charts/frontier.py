@@ -47,8 +47,8 @@ def best(points: Sequence[Point]) -> set[Point]:
     return {p for p in points if not beaten(p)}
 
 
-def frontier(runs: Sequence[RunRecord]) -> Figure | None:
-    """The figure; None while no filter is gone."""
+def frontier(runs: Sequence[RunRecord], colours: Sequence[int] | None = None) -> Figure | None:
+    """The figure; None while no filter is gone. Several runs, of one metric, are told apart by colours, numbered from 0."""
     ways = [(run, points_of(run)) for run in runs]
     everything = [p for _, way in ways for p in way]
     if len(everything) < 2:
@@ -64,14 +64,14 @@ def frontier(runs: Sequence[RunRecord]) -> Figure | None:
             y_title=f"{metric.name} on the search set",
             x_ticks=ticks(frame.x.low, 1.0, 6),
             y_ticks=ticks(low, high, 5),
-            x_text=lambda v: percent(v, 0),
+            x_text=lambda v: percent(v, digits(1 - frame.x.low)),
             y_text=lambda v: metric.value(v, digits(high - low)),
         ),
-        *(_way(frame, run, way, colour if len(runs) > 1 else None) for colour, (run, way) in enumerate(ways)),
-        _legend(frame) if len(runs) == 1 else None,
+        *(_way(frame, run, way, None if colours is None else colours[place]) for place, (run, way) in enumerate(ways)),
+        _legend(frame) if colours is None else None,
     )
     words = f"{len(everything)} networks, the smallest with {percent(min(p.macs_left for p in everything))} of the MACs"
-    return Figure(f"{metric.name.capitalize()} against MACs", words, _WIDTH, _HEIGHT, body, "medium")
+    return Figure(f"{metric.title} against MACs", words, _WIDTH, _HEIGHT, body, "medium")
 
 
 def _way(frame: Frame, run: RunRecord, way: Sequence[Point], colour: int | None) -> Html:

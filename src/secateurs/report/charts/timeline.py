@@ -78,9 +78,14 @@ def _marks(frame: Frame, events: Sequence[Event], step: float) -> Html:
         else:
             epochs.append(f"M{number(x)} {number(y)}h0")
     return join(
-        el("path", d="".join(epochs), class_="dots solid", stroke_width=number(size * 1.3)),
+        el("path", d="".join(epochs), class_="dots solid", style=_thick(size * 1.3)),
         el("path", d="".join(cuts), class_="cut"),
     )
+
+
+def _thick(pixels: float) -> str:
+    """As a style: the page's own would win over an attribute."""
+    return f"stroke-width:{number(pixels)}"
 
 
 def _triangle(x: float) -> Html:
@@ -88,7 +93,7 @@ def _triangle(x: float) -> Html:
 
 
 def _spot(x: float) -> Html:
-    return el("path", d=f"M{number(x)} 7.5h0", class_="dots solid", stroke_width="6")
+    return el("path", d=f"M{number(x)} 7.5h0", class_="dots solid", style=_thick(6))
 
 
 def _dash(x: float) -> Html:
