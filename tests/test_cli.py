@@ -21,10 +21,10 @@ from rich.live import Live
 
 from secateurs import load
 from secateurs.cli import demo as demo_command
-from secateurs.cli import execute, inputs, progress, recipes
+from secateurs.cli import execute, progress, recipes
 from secateurs.cli import train as train_command
 from secateurs.cli.flags import RecipeFlags, TrainFlags, options
-from secateurs.cli.inputs import Origin, is_pruned_file, run_folder
+from secateurs.cli.inputs import is_pruned_file, run_folder
 from secateurs.data import load as load_data
 from secateurs.errors import InvalidInput
 from secateurs.evaluate import evaluate

@@ -61,6 +61,7 @@ class Step:
     by_estimate: int | None = None  # filters that a point estimate would have let go, of the numbers looked at
     refused: tuple[int, ...] = ()  # numbers of filters that certifying images refused
     answers: tuple[bool, ...] = ()  # all that they were asked in this step
+    loss_cut: float | None = None  # on the search set right after the cut, before any training; None: no cut
     repaired: tuple[float, float] | None = None  # error of the readers' outputs before and after repair, as a share
     importance: Importance | PairImportance | None = None  # None for a step read back from the journal
 
@@ -87,6 +88,7 @@ class Outcome:
     classes: tuple[tuple[str, float, float], ...] = ()  # name, test accuracy before and after; empty: no classes
     speed: SpeedUp | None = None  # of the smaller network; None: not measured
     batch: int = 0  # examples at once when the speed was measured
+    aligning: float = 0.0  # share of the smaller network's time that goes into aligning channels
 
     def summary(self) -> str:
         """One sentence with the figures that matter."""
@@ -102,7 +104,7 @@ class Outcome:
 STEP_FIELDS = (
     *("number", "round", "site", "channels", "removed", "accuracy_before", "accuracy_cut", "accuracy", "loss"),
     *("parameters_removed", "macs_removed", "evaluated", "masks", "r2_held_out", "split_half", "seconds", "criterion"),
-    *("note", "examples", "compared", "bound", "images", "by_estimate", "refused", "answers", "repaired"),
+    *("note", "examples", "compared", "bound", "images", "by_estimate", "refused", "answers", "repaired", "loss_cut"),
 )
 
 
@@ -159,6 +161,12 @@ def outcome_fields(outcome: Outcome) -> dict[str, Any]:
         },
         "latency": None
         if speed is None
-        else {"speedup": speed.ratio, "low": speed.low, "high": speed.high, "batch": outcome.batch},
+        else {
+            "speedup": speed.ratio,
+            "low": speed.low,
+            "high": speed.high,
+            "batch": outcome.batch,
+            "aligning": outcome.aligning,
+        },
         "seconds": outcome.seconds,
     }

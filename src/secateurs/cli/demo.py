@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 MODEL, OPTIONS = "resnet8", {"in_channels": 1, "widths": [20, 40, 80]}
 DATA, SETS = "digits", {"search": 400, "test": 500}
-_BATCH, _REPEATS = 128, 60  # images at once, and runs of each, when both networks are timed
 
 
 def demo(
@@ -61,12 +60,11 @@ def demo(
         run = prune(model, data, recipe, folder=folder, watch=told.watch, origin=origin.record())
         with holding(run, folder):
             outcome = follow(run, told)
-        speed = speed_up(model, outcome, data)
     if as_json:
-        print_run_json(folder, run, outcome, speed=speed)
+        print_run_json(folder, run, outcome)
         return
     print_steps([step_fields(step) for step in outcome.steps])
-    _print_closing(folder, outcome, speed)
+    _print_closing(folder, outcome)
 
 
 def origin_for(seed: int) -> Origin:
@@ -89,18 +87,11 @@ def trained(
     return model
 
 
-def speed_up(model: nn.Module, outcome: Outcome, data: Data) -> str:
-    """How much faster the pruned network is, measured side by side."""
-    from secateurs.timing import latency
-
-    inputs = data.test.batch(slice(0, _BATCH)).inputs
-    return latency(model, outcome.graph, example_input=inputs, repeats=_REPEATS).summary()
-
-
-def _print_closing(folder: Path, outcome: Outcome, speed: str) -> None:
+def _print_closing(folder: Path, outcome: Outcome) -> None:
     from secateurs.steps import outcome_fields
 
-    say(f"{closing_line(outcome_fields(outcome))}, {speed}.")
+    speed = "" if outcome.speed is None else f", {outcome.speed.summary()} on batches of {outcome.batch}"
+    say(f"{closing_line(outcome_fields(outcome))}{speed}.")
     say("")
     say(f"The run folder: {folder} ({clock(outcome.seconds)}). The smaller network in Python:")
     say("")
