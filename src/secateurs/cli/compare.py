@@ -65,7 +65,7 @@ def compare(
 
     Examples:
 
-    `secateurs compare --model resnet20 --weights public --data cifar10 --methods fpgm ensemble portfolio+repair --seeds 0 1 2
+    `secateurs compare --model resnet20 --weights public --data cifar10 --methods fpgm ensemble portfolio+refit --seeds 0 1 2
     --out results/resnet20`
 
     `secateurs compare --model mynets:build --weights net.pt --data mydata:loaders --methods portfolio+repair sfp --targets 0.3
@@ -80,8 +80,8 @@ def compare(
     data
         digits, cifar10, xor, folder:PATH, or package.module:function that returns DataLoaders.
     methods
-        Criteria (l1, fpgm, taylor, ensemble, portfolio, …), each also with +repair or :uniform, and whole procedures: li, sfp,
-        fpgm-sfp, paper, paper+repair.
+        Criteria (l1, fpgm, taylor, ensemble, portfolio, …), each also with :uniform, +repair or +refit, and whole procedures:
+        li, sfp, fpgm-sfp, paper, paper+repair.
     targets
         Shares of the MACs that have to go.
     budgets

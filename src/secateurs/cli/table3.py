@@ -54,7 +54,7 @@ def table3(
         Parameter(
             consume_multiple=True,
             negative="",
-            show_default="paper portfolio+repair li sfp fpgm:uniform fpgm-sfp random:uniform",
+            show_default="paper portfolio+refit li sfp fpgm:uniform fpgm-sfp random:uniform",
         ),
     ] = (),
     only: Annotated[bool, Parameter(negative="")] = False,

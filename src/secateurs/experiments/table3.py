@@ -12,7 +12,7 @@ from secateurs.experiments.comparison_tables import MISSED, NOTHING, conditions,
 from secateurs.experiments.xor_tables import Sheet, markdown
 
 DEPTHS = (20, 32, 56, 110)
-METHODS = ("paper", "portfolio+repair", "li", "sfp", "fpgm:uniform", "fpgm-sfp", "random:uniform")
+METHODS = ("paper", "portfolio+refit", "li", "sfp", "fpgm:uniform", "fpgm-sfp", "random:uniform")
 BESIDE = ("random:uniform", "li")  # what no comparison goes without: by chance, and by L1 norms
 TARGETS = (0.30, 0.45)
 COLUMNS = ("ResNet", "method", "seeds", "acc. before, %", "acc. after, %", "change", "FLOPs ↓, %", "params ↓, %")
@@ -104,7 +104,7 @@ def _standing(depth: int, target: float, rows: Sequence[Row]) -> str:
     ranked = sorted(after, key=lambda method: -after[method])
     order = ", ".join(f"{method} {100 * after[method]:.2f}" for method in ranked)
     told = f"ResNet-{depth}, {100 * target:g} % of the FLOPs: {order}."
-    rivals = [method for method in ranked if method not in ("paper", "paper+repair", "portfolio+repair")]
+    rivals = [method for method in ranked if method not in ("paper", "paper+repair", "portfolio+repair", "portfolio+refit")]
     if "paper" in after and rivals:
         lead = 100 * (after["paper"] - after[rivals[0]])
         where = "ahead of" if lead >= 0 else "behind"

@@ -1,1 +1,80 @@
 """Whole procedures that make a network smaller: our own and its rivals, each under one budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol
+
+from secateurs.errors import InvalidInput, suggest
+from secateurs.methods.divided import divided
+from secateurs.methods.li import li
+from secateurs.methods.paper import paper
+from secateurs.methods.soft import soft
+from secateurs.methods.task import NO_TRAINING, Budget, Pruned, Task, Trained
+from secateurs.methods.uniform import uniform
+from secateurs.methods.work import ENDINGS, Watch
+from secateurs.ranking import CRITERIA
+from secateurs.recipe import Repair
+
+__all__ = ["METHODS", "NO_TRAINING", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
+
+
+class Method(Protocol):
+    """Makes the task's network smaller until its target is reached, and spends its budget, no more and no less."""
+
+    def __call__(self, task: Task, *, watch: Watch | None = ...) -> Pruned:
+        """The smaller network; the task's own is left as it is. A killed method, called again, goes on in the task's folder."""
+        ...
+
+
+_UNIFORM = ":uniform"
+_WORDS: Mapping[Repair, str] = {"none": "", "least-squares": ", readers repaired", "every-layer": ", then every layer refitted"}
+_WHOLE: Mapping[str, tuple[Method, str]] = {
+    "li": (li, "L1 norms; each site as far as its own drop of accuracy stays within one threshold (Li et al., 2017)"),
+    "sfp": (
+        partial(soft, name="sfp", criterion="l2"),
+        "soft filter pruning: smallest L2 norms zeroed after every epoch, removed at the end (He et al., 2018)",
+    ),
+    "fpgm-sfp": (
+        partial(soft, name="fpgm-sfp", criterion="fpgm"),
+        "the same schedule, filters nearest to the geometric median zeroed (He et al., 2019)",
+    ),
+    "paper": (paper, "Algorithm 1: linear filter ensembles, site by site, trained after every cut"),
+    "paper+repair": (
+        partial(paper, repair=True),
+        "Algorithm 1 with the best of several orders, readers repaired after every cut",
+    ),
+}
+
+
+def _by_criterion() -> dict[str, tuple[Method, str]]:
+    """Every criterion with its cuts divided by loss per MAC or uniform, with and without repair."""
+    found: dict[str, tuple[Method, str]] = {}
+    for criterion in CRITERIA:
+        for repair, ending in ENDINGS.items():
+            if criterion == "obs" and repair == "none":  # it goes by what repairs can make up for
+                continue
+            words = _WORDS[repair]
+            name = f"{criterion}{ending}"
+            method = partial(divided, criterion=criterion, repair=repair)
+            found[name] = method, f"ranked once by {criterion}, cuts divided by loss per MAC{words}"
+            name = f"{criterion}{_UNIFORM}{ending}"
+            method = partial(uniform, criterion=criterion, repair=repair)
+            found[name] = method, f"ranked once by {criterion}, the same share of filters at every site{words}"
+    return found
+
+
+_ALL = {**_by_criterion(), **_WHOLE}
+METHODS: Mapping[str, str] = {name: words for name, (_, words) in _ALL.items()}
+"""What every method does, by name."""
+
+
+def method(name: str) -> Method:
+    """The method of that name, one of `METHODS`."""
+    if name in _ALL:
+        return _ALL[name][0]
+    raise InvalidInput(
+        f"no method {name!r}.{suggest(name, METHODS)} A method is {', '.join(_WHOLE)}, or a criterion ({', '.join(CRITERIA)}) "
+        f"with '{_UNIFORM}' behind it, then '+repair' or '+refit', or none of these; obs wants one of the last two."
+    )
