@@ -83,13 +83,13 @@ def climb(
     With `finetune` epochs each network gives a second row, after training.
     """
     before = _start(seeded.subject, known)
-    ladder: _Ladder | None = None
+    ladder: Ladder | None = None
     for target in sorted(targets):
         key = (seeded.subject.model, seeded.seed, method.criterion, method.repair, target)
         row = known.get((*key, 0))
         missing = row is None or (finetune and (*key, finetune) not in known)
         if missing:
-            ladder = ladder or _Ladder(seeded.workshop(method), seeded.courses(method))
+            ladder = ladder or Ladder(seeded.workshop(method), seeded.courses(method))
             began = perf_counter()
             graph = ladder.network(target)
             if row is None:
@@ -114,7 +114,7 @@ def untouched(seeded: Seeded, known: Mapping[Key, Row], finetune: int) -> Iterat
 
 
 @dataclass(frozen=True, eq=False)
-class _Ladder:
+class Ladder:
     """The divisions of one method's courses."""
 
     workshop: Workshop
