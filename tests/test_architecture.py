@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recipe", "steps"),
     ("record", "workshop", "report"),
     ("dividing",),
+    ("journey",),
     ("run",),
     ("models", "export", "methods"),
     ("experiments", "integrations"),

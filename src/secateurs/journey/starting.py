@@ -1,0 +1,92 @@
+"""How a run begins: an example to trace the network with, what is noted of where all comes from, and the first measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from secateurs.artefact import load
+from secateurs.data.splits import Data
+from secateurs.errors import RunError
+from secateurs.evaluate import Measure
+from secateurs.graph import Graph
+from secateurs.journey.keeping import START
+from secateurs.journey.outfit import Outfit
+from secateurs.journey.standing import Standing, measured
+from secateurs.recipe import Recipe
+from secateurs.record import Record, environment
+from secateurs.store import Store
+from secateurs.tensorfile import digest
+
+MEASURED = "measured.sqlite"
+
+
+def example_for(model: nn.Module, data: Data) -> Tensor:
+    """Two training inputs where the model is, and of the kind of numbers that it computes with."""
+    inputs = data.train.batch(slice(0, 2)).inputs
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if first is None:
+        return inputs
+    return inputs.to(first.device, first.dtype if inputs.is_floating_point() else inputs.dtype)
+
+
+def provenance(
+    graph: Graph,
+    data: Data,
+    recipe: Recipe,
+    *,
+    measures: Mapping[str, Measure],
+    store: str | Path | None,
+    origin: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What a run folder keeps of where network, data and figures come from, as plain values."""
+    weights = {name: tensor.detach().cpu() for name, tensor in graph.module.state_dict().items()}
+    return {
+        "model": {"class": graph.plan.model, "weights_sha256": digest(weights), "leaves": list(graph.leaves)},
+        "data": data.record(),
+        "seed": recipe.seed,
+        "measures": {what: getattr(measure, "__name__", type(measure).__name__) for what, measure in measures.items()},
+        "store": None if store is None else str(Path(store).absolute()),
+        "origin": dict(origin or {}),
+        **environment(),
+    }
+
+
+def check_data(path: Path, data: Data, known: Mapping[str, Any]) -> None:
+    """Refuse data that the run in `path` was not started with; `known` is its provenance."""
+    if data.digest() != known["data"]["sha256"]:
+        raise RunError(
+            f"{path}: was started on other data ({known['data']['name']}): contents or split have changed. Give the "
+            f"data it was started with, or start a new run."
+        )
+
+
+def load_start(path: Path, model: nn.Module, data: Data) -> Graph:
+    """The network that the run in `path` was started with, whatever the weights of `model`."""
+    example, file = example_for(model, data), path / f"{START}.safetensors"
+    if not file.exists():
+        raise RunError(f"{path}: was stopped before its first checkpoint. Delete the folder and start the run again.")
+    return load(model, file, example_input=example)
+
+
+def open_store(record: Record, path: str | Path | None) -> Store:
+    """The store at `path`, or in the run folder, or in memory for a run that has none."""
+    if path is not None:
+        return Store(Path(path))
+    return Store(None if record.path is None else record.path / MEASURED)
+
+
+def measure_start(outfit: Outfit, standing: Standing) -> Standing:
+    """The standing with its accuracy and loss known: those of the untouched network are measured once."""
+    record = outfit.record
+    if not record.units("start"):
+        found = measured(outfit.workshop, standing)
+        record.append("start", accuracy=found.accuracy, loss=found.loss)
+    if record.units("step"):
+        return standing
+    known = record.units("start")[0]
+    return replace(standing, accuracy=known["accuracy"], loss=known["loss"])

@@ -1,0 +1,90 @@
+"""All sites weighed against each other: every curve is measured once, then a division of the cuts is chosen and made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from secateurs.allocation import Division
+from secateurs.dividing import Course, Divided, course_fields, course_from, find_division, measure_course
+from secateurs.journey.itinerary import sites_of_round
+from secateurs.journey.outfit import Outfit
+from secateurs.journey.visiting import allowed_widths, rank
+from secateurs.record import Record
+from secateurs.sites import Site, find_sites
+
+
+def find_courses(outfit: Outfit) -> dict[str, Course]:
+    """The order and the curve of every site of the untouched network, by name, in network order."""
+    workshop, here = outfit.workshop, outfit.whereabouts
+    places = [site.name for site in find_sites(workshop.original, workshop.recipe.shortcut)]
+    names = sorted(sites_of_round(outfit, workshop.original, 0), key=places.index)
+    found = {}
+    for number, name in enumerate(names, 1):
+        here.number, here.sites = number, len(names)
+        site = workshop.site(workshop.original, name)
+        if site is not None:
+            found[name] = _course(outfit, site)
+    return found
+
+
+def _course(outfit: Outfit, site: Site) -> Course:
+    """The course of the site at hand, measured once."""
+    workshop, record, number = outfit.workshop, outfit.record, outfit.whereabouts.number
+    if not record.units("curve", site=site.name):
+        place = workshop.place(workshop.original, site)
+        ranking = rank(outfit, place, number=number, name=_curve(number))
+        course = measure_course(workshop, place, ranking, allowed_widths(outfit, workshop.original, site))
+        record.append("curve", site=site.name, **course_fields(course))
+    return course_from(site, record.units("curve", site=site.name)[0])
+
+
+def _curve(number: int) -> str:
+    """What the ranking is called that belongs to the curve of the site with this number."""
+    return f"curve-{number:04d}"
+
+
+def divide(outfit: Outfit, courses: Mapping[str, Course]) -> Division:
+    """How many filters go at each site: the most that is within the contract, or enough for the target."""
+    record = outfit.record
+    if not record.units("division"):
+        counted = outfit.judge.untouched
+        found = find_division(
+            outfit.workshop,
+            courses,
+            counted.start,
+            baseline=counted.accuracy,
+            on_trial=lambda done, of: outfit.whereabouts.tell("divide", done, of),
+        )
+        _note(outfit, found)
+    entry = record.units("division")[0]
+    return Division(entry["removed"], entry["saved"], entry["loss"])
+
+
+def _note(outfit: Outfit, found: Divided) -> None:
+    """Write the division down."""
+    certifying = outfit.judge.jury.certifying
+    outfit.record.append(
+        "division",
+        removed=dict(found.division.removed),
+        saved=found.division.saved,
+        loss=found.division.predicted_loss,
+        tried=[list(trial) for trial in found.tried],
+        answers=list(found.answers),
+        bound=found.bound,
+        images=0 if certifying is None else len(certifying),
+        by_estimate=found.by_estimate,
+        frontier=[list(point) for point in found.frontier],
+    )
+
+
+def bound_of_division(record: Record) -> float | None:
+    """The upper bound on the drop of the whole division; None: not certified."""
+    bound: float | None = record.units("division")[0]["bound"]
+    return bound
+
+
+def file_ranking(outfit: Outfit) -> None:
+    """Keep the ranking of the site at hand under the number of its step, too."""
+    found = outfit.record.load_tensors(f"ensembles/{_curve(outfit.whereabouts.number)}")
+    if found is not None:
+        outfit.record.save_tensors(f"ensembles/{outfit.step:04d}", *found)
