@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from secateurs.artefact import load, save
 from secateurs.costs import cost
@@ -29,6 +29,7 @@ from secateurs.experiments.comparison_rows import Answers, Count, Key, Row, chec
 from secateurs.experiments.rows import append_row
 from secateurs.files import write_text
 from secateurs.graph import Graph, trace
+from secateurs.journey.starting import example_for
 from secateurs.methods import Budget, Method, Pruned, Task, Watch
 from secateurs.record import environment
 from secateurs.report.structure import describe, nodes_from
@@ -79,7 +80,7 @@ class Comparison:
     @cached_property
     def graph(self) -> Graph:
         """The untouched network, traced."""
-        return trace(self.model, _example(self.model, self.data))
+        return trace(self.model, example_for(self.model, self.data))
 
     @cached_property
     def base(self) -> dict[str, str]:
@@ -268,12 +269,3 @@ def _claimed(folder: Path) -> Iterator[bool]:
             yield False
         else:
             yield True
-
-
-def _example(model: nn.Module, data: Data) -> Tensor:
-    """Two training inputs where the model is, in its kind of numbers."""
-    inputs = data.train.batch(slice(0, 2)).inputs
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if first is None:
-        return inputs
-    return inputs.to(first.device, first.dtype if inputs.is_floating_point() else inputs.dtype)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from secateurs.experiments.budgets import budget_words
 from secateurs.experiments.comparison_rows import Row, methods_of
 from secateurs.experiments.comparison_tables import Summary, summaries
-from secateurs.files import write_bytes
+from secateurs.experiments.figures import new_figure, save_figure
 from secateurs.report.contest_page import closer_look
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; the yellow is too pale for a line on white
@@ -36,8 +33,7 @@ def budget_figure(rows: Sequence[Row], budget: str) -> Figure:
     found, start = summaries(rows, budget), here[0].test.before
     floor = closer_look(start, [[one.test for one in found if one.method == method] for method in methods_of(here)])
     panels = 1 if floor is None else 2
-    figure = Figure(figsize=(5.6 * panels + 2.4, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(5.6 * panels + 2.4, 4.6)
     axes = [figure.add_subplot(1, panels, place + 1) for place in range(panels)]
     styles = _styles(methods_of(rows))
     for panel in axes:
@@ -55,19 +51,6 @@ def budget_figure(rows: Sequence[Row], budget: str) -> Figure:
     # all methods have a line in the first panel, so its legend is that of the figure
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", fontsize=9, frameon=False)
     return figure
-
-
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as PNG and SVG, the same bytes for the same figure; gives both paths."""
-    files = []
-    # without a fixed salt and date the same figure would be another file each time
-    with matplotlib.rc_context({"svg.hashsalt": "secateurs", "svg.fonttype": "path"}):
-        for kind, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, **options)
-            files.append(stem.with_name(f"{stem.name}.{kind}"))
-            write_bytes(files[-1], buffer.getvalue())
-    return files
 
 
 def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:

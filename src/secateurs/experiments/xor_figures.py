@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from secateurs.experiments.figures import new_figure, save_figure
 from secateurs.experiments.xor import PAPER, SweptPoint, explicit_solution
 from secateurs.experiments.xor_nets import Points, Setting, Task, make_task
-from secateurs.files import write_bytes
 
 _COLOURS = ("#c44e52", "#4c72b0")  # label -1, label +1
 _LINES = ("#8c8c8c", "#dd8452", "#4c72b0", "#55a868", "#8172b3")
@@ -25,16 +22,16 @@ _SHOWN = 600  # points in a figure: more hide each other
 def draw_all(folder: Path, setting: Setting, swept: Sequence[SweptPoint] = ()) -> list[Path]:
     """Write every figure there is data for into `folder`; returns the files written."""
     task = make_task(Setting(seed=setting.seed, experiments=1, points=_SHOWN))
-    files = _save(data_figure(task), folder / "xor-data")
-    files += _save(hidden_figure(task), folder / "xor-hidden")
+    files = save_figure(data_figure(task), folder / "xor-data")
+    files += save_figure(hidden_figure(task), folder / "xor-hidden")
     if swept:
-        files += _save(sweep_figure(swept), folder / "xor-sensitivity")
+        files += save_figure(sweep_figure(swept), folder / "xor-sensitivity")
     return files
 
 
 def data_figure(task: Task) -> Figure:
     """The first experiment's points by label, with the directions a and b that decide it."""
-    figure = _figure(5.2, 4.8)
+    figure = new_figure(5.2, 4.8)
     axes = figure.add_subplot()
     _scatter(axes, task.train, task.train.x[0])
     for name, direction in (("a", task.a[0]), ("b", task.b[0])):
@@ -52,7 +49,7 @@ def data_figure(task: Task) -> Figure:
 
 def hidden_figure(task: Task) -> Figure:
     """The explicit solution's three activations before and after ReLU: there the output's plane divides the labels."""
-    figure = _figure(10.5, 5)
+    figure = new_figure(10.5, 5)
     nets = explicit_solution(task)
     before = (task.train.x @ nets.w1.mT)[0]
     panels = (("before ReLU: all points on one plane", before), ("after ReLU: label −1 falls below the plane", before.relu()))
@@ -72,7 +69,7 @@ def hidden_figure(task: Task) -> Figure:
 
 def sweep_figure(points: Sequence[SweptPoint]) -> Figure:
     """Success of one-shot ensembles against the share of neurons off, a line for each number of masks."""
-    figure = _figure(6.4, 4.4)
+    figure = new_figure(6.4, 4.4)
     axes = figure.add_subplot()
     for colour, count in zip(_LINES[1:] * len(points), dict.fromkeys(point.masks for point in points), strict=False):
         line = sorted((point for point in points if point.masks == count), key=lambda point: point.off)
@@ -106,21 +103,3 @@ def _plane(axes: Any, normal: Tensor) -> None:
     x, y = np.meshgrid([-2.0, 2.0], [-2.0, 2.0])
     axes.plot_surface(x, y, -(n1 * x + n2 * y) / n3, color="0.5", alpha=0.2, linewidth=0)
     axes.quiver(0, 0, 0, n1, n2, n3, color="black", linewidth=1.8, length=1.4)
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Figure, stem: Path) -> list[Path]:
-    files = []
-    # Without a fixed salt and date the same figure would be another file each time.
-    with matplotlib.rc_context({"svg.hashsalt": "secateurs", "svg.fonttype": "path"}):
-        for kind, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=kind, **options)
-            files.append(stem.with_suffix(f".{kind}"))
-            write_bytes(files[-1], buffer.getvalue())
-    return files
