@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from secateurs import Graph, trace
-from secateurs.data import Data, load, subset
+from secateurs.data import Data, Examples, load, subset
 from secateurs.data.seeding import derive
 from secateurs.evaluate import Evaluation, correct, cross_entropy, evaluate
 from secateurs.home import home
@@ -25,6 +25,18 @@ STEERING = 1_000  # search images that curves are measured on; drops are measure
 REPAIR_EXAMPLES = 512
 BATCH = 64  # images at once: a core's cache holds no more
 UNTOUCHED = "untouched"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured; a deep network gets less of everything."""
+
+    steering: int = STEERING
+    search: int | None = None  # images that drops are measured on; None: the whole half
+    masks: int | None = None  # of an ensemble at every site; None: as `fast` has it
+
+
+SIZES = {"resnet20": Size(), "resnet56": Size(steering=500, search=2_000, masks=2_048)}
 
 Key = tuple[str, int, str, str, float, int]
 
@@ -113,8 +125,13 @@ class Subject:
         return load("cifar10", split="public", download=False)
 
     def search(self, graph: Graph) -> Evaluation:
-        """On the whole search half."""
-        return evaluate(graph.module, self.data.search, batch=BATCH)
+        """On the search half, or as many of its images as the network's size allows."""
+        return evaluate(graph.module, self._searched, batch=BATCH)
+
+    @cached_property
+    def _searched(self) -> Examples:
+        few = SIZES[self.model].search
+        return self.data.search if few is None else subset(self.data.search, few, seed=0)
 
     def test(self, graph: Graph) -> Evaluation:
         """On the test half, which chooses nothing."""
@@ -122,7 +139,8 @@ class Subject:
 
     def workshop(self, method: Method, seed: int, store: Store) -> Workshop:
         """What a divided run of this method works with; few of the search images steer."""
-        steering = subset(self.data.search, STEERING, seed=derive(seed, "steering"))
+        size = SIZES[self.model]
+        steering = subset(self._searched, size.steering, seed=derive(seed, "steering"))
         recipe = Recipe(
             criterion=method.criterion,
             repair=method.repair,
@@ -131,6 +149,7 @@ class Subject:
             confidence=0,
             shortcut="before",
             batch=BATCH,
+            masks=size.masks,
             seed=seed,
         )
         tools = Tools(cross_entropy, correct, None, store, None)

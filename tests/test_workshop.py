@@ -152,8 +152,10 @@ def right(module: nn.Module, examples: Examples) -> Tensor:
     return found.double()
 
 
-@pytest.mark.parametrize("allocation", ["sequential", "global"])
-def test_the_promise_holds_for_the_network_that_a_run_gives(data: Data, trained: Plain, allocation: Any) -> None:
+@pytest.mark.parametrize(
+    ("allocation", "repair"), [("sequential", "least-squares"), ("global", "least-squares"), ("global", "every-layer")]
+)
+def test_the_promise_holds_for_the_network_that_a_run_gives(data: Data, trained: Plain, allocation: Any, repair: Any) -> None:
     max_drop, confidence = 0.1, 0.9
     recipe = Recipe(
         max_drop=max_drop,
@@ -161,7 +163,7 @@ def test_the_promise_holds_for_the_network_that_a_run_gives(data: Data, trained:
         budget="run",
         allocation=allocation,
         criterion="l1",
-        repair="least-squares",
+        repair=repair,
         repair_examples=256,
     )
     run = prune(trained, data, recipe)
