@@ -22,6 +22,8 @@ from secateurs.errors import EmptyLayer, Untraceable
 from secateurs.flow import Flow, Op, channelwise
 from secateurs.flow.table import RULES
 from secateurs.graph import RULED
+from secateurs.models import build
+from secateurs.sites import find_site
 
 Parts = Callable[[], Mapping[str, Any]]
 
@@ -1108,3 +1110,15 @@ def test_grouped_layers_cut_unevenly_stay_grouped() -> None:
     whole = compact(graph, {"g": torch.arange(12) >= 6})
     assert (whole.module.g.groups, whole.module.g.in_channels, whole.module.g.out_channels) == (2, 4, 6)
     assert whole.module.a.out_channels == 4  # nobody reads the first four any more
+
+
+def test_names_do_not_grow_with_the_number_of_cuts() -> None:
+    graph = trace(build("resnet8", widths=(6, 8, 10)).eval(), torch.randn(2, 3, 8, 8))
+    for _ in range(3):
+        for name, gone in (("conv1", 0), ("layer1.0.conv2", -1)):
+            keep = torch.ones(find_site(graph, name).channels, dtype=torch.bool)
+            keep[gone] = False
+            graph = compact(graph, {name: keep})
+    aligned = [node.name for node in graph.module.graph.nodes if "align" in node.name]
+    assert aligned
+    assert max(name.count("align") for name in aligned) == 1

@@ -17,6 +17,14 @@ def call_word(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "op")
 
 
+def name_of_alignment(source: fx.Node, reader: fx.Node | None = None) -> str:
+    """What an alignment of `source` (for `reader`) is called; one that takes the place of another does not add to its name."""
+    name = source.name
+    while name.startswith("align_"):
+        name = name.removeprefix("align_").partition("_to_")[0]
+    return f"align_{name}" if reader is None else f"align_{name}_to_{reader.name}"
+
+
 def free_name(module: nn.Module, wanted: str) -> str:
     """`wanted`, or `wanted` with a number behind it where something of that path exists already."""
     name, count = wanted, 0

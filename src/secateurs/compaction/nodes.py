@@ -13,6 +13,7 @@ from secateurs.compaction.narrow import narrow_channelwise_, narrow_layer_
 from secateurs.compaction.state import Rewriting, hand_site_on
 from secateurs.flow import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
 from secateurs.layers import Align
+from secateurs.naming import name_of_alignment
 
 
 @singledispatch
@@ -136,7 +137,7 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
     current = state.present(source)
     if not straight:
         with state.module.graph.inserting_before(node):
-            current = state.insert(f"align_{node.name}", Align(take, flow.in_axis), (current,))
+            current = state.insert(name_of_alignment(node), Align(take, flow.in_axis), (current,))
     if flow.how == "gather":
         state.standing_for[node] = current
         if not straight and node.meta.get("ends_site"):

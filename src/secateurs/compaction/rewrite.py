@@ -12,6 +12,7 @@ from secateurs.compaction.sizes import fix_sizes
 from secateurs.compaction.state import Rewriting, hand_site_on
 from secateurs.flow import Flow, Opaque
 from secateurs.layers import Align, mask_channels
+from secateurs.naming import name_of_alignment
 
 
 def rewrite_(state: Rewriting) -> None:
@@ -59,7 +60,7 @@ def _drop_masked(state: Rewriting, node: fx.Node) -> None:
     current = state.present(node)
     with state.module.graph.inserting_after(current):
         take = positions(carried, wanted)
-        gather = state.insert(f"align_{node.name}", Align(take, state.axis_of(node)), (current,))
+        gather = state.insert(name_of_alignment(node), Align(take, state.axis_of(node)), (current,))
     hand_site_on(node, gather)  # the site is what the gather lets through
     state.standing_for[node] = gather
     state.layout[node] = wanted

@@ -13,7 +13,7 @@ from secateurs.channels import Kept, all_of, none_of, positions
 from secateurs.errors import EmptyLayer
 from secateurs.flow import Flows, Liveness
 from secateurs.layers import Align
-from secateurs.naming import free_name
+from secateurs.naming import free_name, name_of_alignment
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Rewriting:
             take = torch.where(take < 0, -1, torch.tensor(earlier.take)[take])
             (current,) = current.all_input_nodes
         with self.module.graph.inserting_before(reader):
-            aligned = self.insert(f"align_{source.name}_to_{reader.name}", Align(take, axis), (current,))
+            aligned = self.insert(name_of_alignment(source, reader), Align(take, axis), (current,))
         reader.replace_input_with(source, aligned)
 
     def _alignment_at(self, node: fx.Node, axis: int) -> Align | None:
