@@ -398,7 +398,8 @@ def test_ctrl_c_ends_a_process_cleanly(capsys: pytest.CaptureFixture[str], weigh
         "--out",
         "long",
     ]
-    code = "from secateurs.cli import main; main()"
+    # whoever runs the tests in the background may have told their processes to ignore Ctrl-C
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from secateurs.cli import main; main()"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, "-c", code, *tokens], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -508,6 +508,7 @@ def test_table3_is_made_of_the_rows_of_all_depths(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Path] = []
+    monkeypatch.setenv("COLUMNS", "200")  # so that no cell of the printed table is broken
     monkeypatch.setattr("secateurs.cli.table3.rendered", lambda out: drawn.append(out) or [])
     written(tmp_path / "resnet20", [row("paper", 0.3, 0.89), row("li", 0.3, 0.88)])
     written(tmp_path / "resnet56", [row("paper", 0.3, 0.91, model="resnet56")])
