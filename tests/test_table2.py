@@ -245,6 +245,7 @@ def test_the_command_writes_rows_and_tables(run: Run, tmp_path: Path, capsys: py
     said = capsys.readouterr()
     assert "BF (1 of 2), pruning in" in said.err
     assert "Filters removed" in said.out
+    assert "2 runs compared" in (tmp_path / "out/comparison.html").read_text()
     made = (tmp_path / "out/tables.md").read_text()
     (tmp_path / "out/tables.md").unlink()
     run("--render")

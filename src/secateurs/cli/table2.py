@@ -21,6 +21,8 @@ from secateurs.experiments.table2 import Asked, Job, row_of, take_up
 from secateurs.experiments.table2_findings import findings
 from secateurs.experiments.table2_tables import Table, page, sheets, tables, told
 from secateurs.files import write_text
+from secateurs.record import PROVENANCE
+from secateurs.report import write_report
 
 SUBJECT = Origin("resnet20", "cifar10")
 BUDGETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -28,7 +30,7 @@ BUDGETS: dict[str, tuple[str, dict[str, Any]]] = {
     # "layers can be pruned multiple times if stopping condition is not reached"
     "paper": ("paper-resnet", {"rounds": 10}),
 }
-ROWS, TABLES = "rows.jsonl", "tables.md"
+ROWS, TABLES, PAGE = "rows.jsonl", "tables.md", "comparison.html"
 
 _AGAIN = "Interrupted. All that was done is kept. Give the same command again to go on."
 
@@ -129,6 +131,9 @@ def _run(asked: Asked, variants: tuple[str, ...], origin: Origin, out: Path, run
             append_row(out / ROWS, row)
             to_come = (len(left) - place - 1) * (time.monotonic() - began)
             shown.line(f"{job.variant}: {_line(row)}" + (f"; about {clock(to_come)} left" if to_come else ""))
+    finished = [job.folder(runs) for job in jobs if (job.folder(runs) / PROVENANCE).exists()]
+    if len(finished) > 1:  # rows may have come without their runs
+        write_report(finished, out / PAGE)
 
 
 def _run_one(job: Job, shown: Display, origin: Origin, runs: Path) -> dict[str, Any]:
