@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from secateurs.compaction.additions import with_additions
 from secateurs.data.examples import Examples
@@ -48,8 +49,14 @@ def apply_(graph: Graph, repair: Repair) -> None:
                 f"repair of site {repair.site!r}: {name!r} of shape {tuple(tensor.shape)} meets {there} in this network. "
                 f"Apply it to the graph that was observed."
             )
+    write_(graph, repair.weights)
+
+
+def write_(graph: Graph, weights: Mapping[str, Tensor]) -> None:
+    """Write weights, by their names in the state dict and of the shapes there, into the graph's network."""
+    state: dict[str, Any] = graph.module.state_dict(keep_vars=True)
     with torch.no_grad():
-        for name, tensor in repair.weights.items():
+        for name, tensor in weights.items():
             state[name].copy_(tensor)
 
 

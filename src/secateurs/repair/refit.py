@@ -18,6 +18,7 @@ from secateurs.errors import InvalidInput
 from secateurs.evaluate import Device
 from secateurs.graph import Graph
 from secateurs.readers import LastTerm, LayerReader, find_layers
+from secateurs.repair.apply import write_
 from secateurs.repair.matrix import gram_features, groups_of
 from secateurs.repair.observe import GRAM_BYTES, ROWS, affine, channel_axis, converted, layer_fit, picked, running
 from secateurs.repair.reconstruction import Errors
@@ -54,7 +55,7 @@ def refit_(
         lesson.give(tally, examples, batch, device)
         fit = layer_fit(graph, reader, tally)
         weights, errors[reader.module], _ = fit.mend(torch.ones(0, dtype=torch.bool), None)
-        _write_(graph, weights)
+        write_(graph, weights)
     return errors
 
 
@@ -107,10 +108,3 @@ def _gain(graph: Graph, reader: LayerReader) -> Tensor:
         return torch.ones(layer.weight.shape[0], dtype=torch.float64)
     gain, _ = affine(graph.module.get_submodule(reader.norm))
     return torch.where(gain.abs() > 1e-12 * gain.abs().max(), gain, torch.inf)
-
-
-def _write_(graph: Graph, weights: Mapping[str, Tensor]) -> None:
-    state: dict[str, Any] = graph.module.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name, tensor in weights.items():
-            state[name].copy_(tensor)
