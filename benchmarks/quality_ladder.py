@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from secateurs import Graph, compact, cost, find_sites
 from secateurs.allocation import Division, frontier
 from secateurs.dividing import Course, course_fields, course_from, measure_course, with_cuts
 from secateurs.files import write_text
+from secateurs.masking import copy_module
 from secateurs.measuring import name_of
 from secateurs.ranking import Ranking
 from secateurs.recipe import recipe_fields
@@ -24,7 +26,8 @@ from secateurs.store import context_of
 from secateurs.training import TrainSettings, train_
 from secateurs.workshop import Place, Workshop
 
-TOO_MUCH = 0.035  # a search drop above which a ladder ends
+TOO_MUCH = 0.025  # a search drop above which a ladder ends
+FIRST_REPAIRED = 0.1  # the first rung with repair: smaller cuts lose next to nothing
 
 Tell = Callable[[str], None]
 
@@ -36,6 +39,7 @@ class Seeded:
         self.subject, self.seed, self.tell = subject, seed, tell
         self._store = store_of(subject.model, seed)
         self._places: dict[tuple[str, str], Place] = {}
+        self._ladders: dict[Method, Ladder] = {}
 
     def workshop(self, method: Method) -> Workshop:
         return self.subject.workshop(method, self.seed, self._store)
@@ -46,12 +50,15 @@ class Seeded:
             self._places[key] = workshop.place(workshop.original, site)
         return self._places[key]
 
-    def courses(self, method: Method) -> dict[str, Course]:
-        """Order and curve of every site; from a file, where they were measured before.
+    def network(self, method: Method, target: float) -> Graph:
+        """What a method makes for a target. Refitting comes after the cuts, so that cuts and courses are the repair's."""
+        cuts = Method(method.criterion, "none" if method.repair == "none" else "least-squares")
+        if cuts not in self._ladders:
+            self._ladders[cuts] = Ladder(self.workshop(cuts), self.courses(cuts))
+        return self.workshop(method).refitted(self._ladders[cuts].network(target))
 
-        Refitting comes after the cuts, so that its courses are those of the repair alone.
-        """
-        method = Method(method.criterion, "none" if method.repair == "none" else "least-squares")
+    def courses(self, method: Method) -> dict[str, Course]:
+        """Order and curve of every site; from a file, where they were measured before."""
         workshop, began = self.workshop(method), perf_counter()
         sites = [site for site in find_sites(workshop.original, "before") if site.channels > 1]
         path = FOLDER / f"{self.subject.model}-{self.seed}-{method.name}-{_kind(workshop)}.json"
@@ -83,19 +90,20 @@ def climb(
     With `finetune` epochs each network gives a second row, after training.
     """
     before = _start(seeded.subject, known)
-    ladder: Ladder | None = None
     for target in sorted(targets):
+        if target < FIRST_REPAIRED and method.repair != "none":
+            continue
         key = (seeded.subject.model, seeded.seed, method.criterion, method.repair, target)
         row = known.get((*key, 0))
         missing = row is None or (finetune and (*key, finetune) not in known)
         if missing:
-            ladder = ladder or Ladder(seeded.workshop(method), seeded.courses(method))
             began = perf_counter()
-            graph = ladder.network(target)
+            graph = seeded.network(method, target)
             if row is None:
                 row = _measured(seeded, method, target, graph, before, began, 0)
                 yield row
             if finetune:
+                graph = graph.with_module(copy_module(graph))
                 train_(graph.module, seeded.subject.data.train, _training(finetune, seeded.seed))
                 yield _measured(seeded, method, target, graph, before, began, finetune)
         assert row is not None
@@ -115,25 +123,39 @@ def untouched(seeded: Seeded, known: Mapping[Key, Row], finetune: int) -> Iterat
 
 @dataclass(frozen=True, eq=False)
 class Ladder:
-    """The divisions of one method's courses."""
+    """The divisions of one method's courses, and the networks that were made of them."""
 
     workshop: Workshop
     courses: Mapping[str, Course]
+    made: dict[float, Graph] = field(default_factory=dict)
+    removed: dict[int, float] = field(default_factory=dict)
 
     def network(self, target: float) -> Graph:
         """All cuts made and repaired of the first division that really removes so many of the MACs; the last, if none does."""
-        return with_cuts(self.workshop, self.courses, self._reaching(target))
+        if target not in self.made:
+            self.made[target] = with_cuts(self.workshop, self.courses, self._reaching(target))
+        return self.made[target]
+
+    @cached_property
+    def _divisions(self) -> Sequence[Division]:
+        return frontier([course.curve for course in self.courses.values()])
 
     def _reaching(self, target: float) -> Division:
-        divisions = frontier([course.curve for course in self.courses.values()])
+        divisions = self._divisions
         # predicted savings count what two neighbours save together twice: real ones are looked up, by halving
         low, high = 0, len(divisions) - 1
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._removed(divisions[middle]) >= target else (middle + 1, high)
+            low, high = (low, middle) if self._removed(middle) >= target else (middle + 1, high)
         return divisions[low]
 
-    def _removed(self, division: Division) -> float:
+    def _removed(self, place: int) -> float:
+        """The share of the MACs that the masks of a division remove."""
+        if place not in self.removed:
+            self.removed[place] = self._counted(self._divisions[place])
+        return self.removed[place]
+
+    def _counted(self, division: Division) -> float:
         whole = self.workshop.original
         sites = {site.name: site for site in find_sites(whole, "before")}
         masks: dict[str | Site, Tensor] = {
