@@ -17,7 +17,7 @@ from secateurs import Graph, compact, cost, find_sites
 from secateurs.allocation import Division, frontier
 from secateurs.dividing import Course, course_fields, course_from, measure_course, with_cuts
 from secateurs.files import write_text
-from secateurs.masking import copy_module
+from secateurs.masking import copied
 from secateurs.measuring import name_of
 from secateurs.ranking import Ranking
 from secateurs.recipe import recipe_fields
@@ -103,7 +103,7 @@ def climb(
                 row = _measured(seeded, method, target, graph, before, began, 0)
                 yield row
             if finetune:
-                graph = graph.with_module(copy_module(graph))
+                graph = copied(graph)
                 train_(graph.module, seeded.subject.data.train, _training(finetune, seeded.seed))
                 yield _measured(seeded, method, target, graph, before, began, finetune)
         assert row is not None

@@ -138,15 +138,16 @@ def table(report: dict[str, Any]) -> str:
         ]
         for signal in SIGNALS:
             own = [row for row in here if row.signal == signal]
-            cells = [_percent(next(row for row in own if row.site == site).accuracies) for site in sites]
+            cells = [percent(next(row for row in own if row.site == site).accuracies) for site in sites]
             means = [mean(row.accuracies[i] for row in own) for i in range(len(SHARES))]
             losses = " / ".join(f"{mean(row.losses[i] for row in own):.3f}" for i in range(len(SHARES)))
-            lines.append(f"| {signal} | {' | '.join(cells)} | {_percent(means)} | {losses} |")
+            lines.append(f"| {signal} | {' | '.join(cells)} | {percent(means)} | {losses} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _percent(values: Sequence[float]) -> str:
+def percent(values: Sequence[float]) -> str:
+    """Fractions as per cent, side by side."""
     return " / ".join(f"{100 * value:.1f}" for value in values)
 
 

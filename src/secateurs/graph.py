@@ -50,7 +50,8 @@ class Graph:
     `module` is the runnable network. `example` is an input that it takes. `plan` holds the cuts made so far,
     `leaves` the submodules that were left whole. `ids` gives,
     for each node that lost channels, which of its original channels are left. `kept` gives, for each parameter and
-    buffer that the last cut narrowed, the entries that survived it.
+    buffer that the last cut narrowed, the entries that survived it. `findings` keeps what was found out about the structure,
+    which nobody changes once the graph is there.
     """
 
     module: fx.GraphModule
@@ -59,6 +60,7 @@ class Graph:
     leaves: tuple[str, ...] = ()
     ids: Mapping[str, Tensor] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
+    findings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(e.shape)) for e in self.example)
@@ -70,7 +72,7 @@ class Graph:
 
     def with_module(self, module: fx.GraphModule) -> Graph:
         """The same graph with other weights: `module` must have the same structure."""
-        return replace(self, module=module)
+        return replace(self, module=module)  # which also forgets the findings, in case it has not
 
 
 @dataclass(frozen=True)

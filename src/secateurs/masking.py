@@ -23,10 +23,17 @@ Masks = Mapping[str | Site, Tensor]
 
 def copy_module(graph: Graph) -> fx.GraphModule:
     """A copy of the graph's network that shares nothing with it; node metadata comes along."""
-    copied = copy.deepcopy(graph.module)
-    for old, new in zip(graph.module.graph.nodes, copied.graph.nodes, strict=True):
+    module = copy.deepcopy(graph.module)
+    for old, new in zip(graph.module.graph.nodes, module.graph.nodes, strict=True):
         new.meta = dict(old.meta)
-    return copied
+    return module
+
+
+def copied(graph: Graph) -> Graph:
+    """The graph with a network of its own, whose weights may be changed; what was found out about its structure still holds."""
+    fresh = graph.with_module(copy_module(graph))
+    fresh.findings.update(graph.findings)
+    return fresh
 
 
 def masked(graph: Graph, masks: Masks) -> fx.GraphModule:

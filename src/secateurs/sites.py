@@ -76,6 +76,14 @@ def find_sites(graph: Graph, shortcut: Shortcut = "before") -> Sites:
     """All sites of `graph`; `shortcut` says where a residual block's last filters are masked: before or after the add."""
     if shortcut not in ("before", "after"):
         raise InvalidInput(f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add).")
+    key = f"sites {shortcut}"
+    if key not in graph.findings:
+        graph.findings[key] = _all_sites(graph, shortcut)
+    found: Sites = graph.findings[key]
+    return found
+
+
+def _all_sites(graph: Graph, shortcut: Shortcut) -> Sites:
     graph = replace(graph, module=spread_sums(graph.module))
     flows = find_flows(graph.module)
     search = _Search(graph, flows, shortcut, analyse(flows, {}).need)

@@ -21,7 +21,7 @@ from secateurs.divergence import divergence, with_answers
 from secateurs.errors import InvalidInput
 from secateurs.evaluate import Device, Evaluation, Measure, cross_entropy, evaluate, values
 from secateurs.graph import Graph
-from secateurs.masking import copy_module
+from secateurs.masking import copied
 from secateurs.measuring import Bench
 from secateurs.ranking import Ranker, Ranking, rank
 from secateurs.recipe import Recipe
@@ -193,7 +193,7 @@ class Workshop:
         graph, repair = place.graph, None
         if place.reconstruction is not None:
             repair = place.reconstruction.solve(keep)
-            graph = graph.with_module(copy_module(graph))
+            graph = copied(graph)
             apply_(graph, repair)
         masks: dict[str | Site, Tensor] = {place.site.name: keep}
         smaller = compact(graph, masks)
@@ -205,10 +205,10 @@ class Workshop:
         """The network with every layer solved anew against the untouched one, if the recipe wants that; else as it is."""
         if self.recipe.repair != "every-layer":
             return graph
-        copied = graph.with_module(copy_module(graph))
+        fresh = copied(graph)
         seed, device = derive(self.recipe.seed, "refit"), self.tools.device
-        refit_(copied, self.original, self.repair_examples, batch=self.recipe.batch, device=device, seed=seed)
-        return copied
+        refit_(fresh, self.original, self.repair_examples, batch=self.recipe.batch, device=device, seed=seed)
+        return fresh
 
     # ---- whole networks ----------------------------------------------------------------------------------------------
 

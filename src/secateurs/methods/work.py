@@ -16,7 +16,7 @@ from secateurs.compaction import replay
 from secateurs.costs import cost
 from secateurs.errors import InvalidInput, RunError
 from secateurs.graph import Graph
-from secateurs.masking import copy_module
+from secateurs.masking import copied
 from secateurs.methods.task import Task, Trained
 from secateurs.plan import Plan
 from secateurs.recipe import Recipe, Repair
@@ -81,7 +81,7 @@ class Work:
 
     def copied(self) -> Graph:
         """The untouched network, to be changed."""
-        return self.task.graph.with_module(copy_module(self.task.graph))
+        return copied(self.task.graph)
 
     def tell(self, phase: str, done: int, total: int, site: Site | None = None, number: int = 0) -> None:
         """Say where the method is: `done` of `total` units of the phase, at the site of that number (from 1)."""

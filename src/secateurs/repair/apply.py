@@ -13,7 +13,7 @@ from secateurs.data.examples import Examples
 from secateurs.errors import InvalidInput
 from secateurs.evaluate import Device
 from secateurs.graph import Graph
-from secateurs.masking import Masks, copy_module
+from secateurs.masking import Masks, copied
 from secateurs.readers import find_readers
 from secateurs.repair.observe import ROWS, observe
 from secateurs.repair.reconstruction import Repair
@@ -25,18 +25,18 @@ def prepare(graph: Graph, sites: Iterable[Site | str]) -> Graph:
 
     What is missing is added, at zero, so that the network computes what it did; the plan says what. Not needed twice.
     """
-    copied = graph.with_module(copy_module(graph))
-    current = resolve(copied, sites)
+    prepared = copied(graph)
+    current = resolve(prepared, sites)
     for name in list(current):
         site = current[name]
-        readers = find_readers(copied, site)
-        layers = {r.module: copied.module.get_submodule(r.module) for r in readers.layers if r.norm is None}
+        readers = find_readers(prepared, site)
+        layers = {r.module: prepared.module.get_submodule(r.module) for r in readers.layers if r.norm is None}
         biases = [path for path, layer in layers.items() if layer.bias is None]
         offsets = [r.name for r in readers.sums if r.offset is None and bool(r.covered.any())]
         if biases or offsets:
-            copied = with_additions(copied, site, biases=biases, offsets=offsets)
-            current = resolve(copied, current)  # a site may lie behind an offset now
-    return copied
+            prepared = with_additions(prepared, site, biases=biases, offsets=offsets)
+            current = resolve(prepared, current)  # a site may lie behind an offset now
+    return prepared
 
 
 def apply_(graph: Graph, repair: Repair) -> None:
