@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from secateurs.data.examples import Examples
 from secateurs.errors import InvalidInput
+from secateurs.masking import device_of
 
 Measure = Callable[[Any, Any], Tensor]
 """Takes a network's outputs and targets for n examples; gives one number for each, or their mean as a scalar."""
@@ -125,13 +126,6 @@ def on_device(module: nn.Module, device: Device) -> Iterator[torch.device]:
         yield place
     finally:
         module.to(home)
-
-
-def device_of(module: nn.Module) -> torch.device:
-    """Where the module's first parameter or buffer is; the CPU if it has none."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    return torch.device("cpu")
 
 
 def each(values: Tensor, count: int) -> Tensor:

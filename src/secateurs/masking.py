@@ -55,7 +55,7 @@ def masked(graph: Graph, masks: Masks) -> fx.GraphModule:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where the network's first tensor lies."""
+    """Where the network's first parameter or buffer is; the CPU if it has none."""
     first = next((t for t in [*module.parameters(), *module.buffers()]), None)
     return torch.device("cpu") if first is None else first.device
 
