@@ -286,6 +286,46 @@ def test_the_verdict_compares_the_worst_cut_with_what_was_allowed(folder: Path, 
     assert ("Allowed drop kept" if kept else "Allowed drop exceeded") in page_of(folder).words
 
 
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose cuts were weighed against each other, ranked by a criterion that gives orders and no importances."""
+    folder = tmp_path_factory.mktemp("divided") / "run"
+    whole = load("digits")
+    few = [subset(part, 200, seed=0) for part in (whole.train, whole.search, whole.test)]
+    torch.manual_seed(0)
+    asked = Recipe(
+        max_drop=0.2,
+        confidence=0.6,
+        allocation="global",
+        criterion="obs",
+        repair="least-squares",
+        repair_examples=32,
+        sites=("layer3.*",),
+    )
+    model = build("resnet8", in_channels=1, widths=(4, 6, 8))
+    prune(model, Data("digits", *few, classes=whole.classes), asked, folder=folder).finish()
+    return folder
+
+
+def test_a_divided_run_is_judged_by_all_its_cuts_together(divided: Path, tmp_path: Path) -> None:
+    entry = next(entry for entry in entries_of(divided) if entry["unit"] == "division")
+    page = page_of(divided)
+    assert "damaged" not in page.words
+    assert "How the cuts were divided" in page.words
+    assert f"{len(entry['tried'])} divisions were made" in page.words
+    assert (
+        f"cost at most {100 * entry['bound']:.2f} points on other images of the kind ({entry['images']:,} images" in page.words
+    )
+    start, last = (next(e for e in reversed(entries_of(divided)) if e["unit"] == unit) for unit in ("start", "step"))
+    drop = 100 * (start["accuracy"] - last["accuracy_cut"])
+    assert f"stood {abs(drop):.2f} points {'higher' if drop < 0 else 'lower'}; 20.00 points were allowed" in page.words
+    folder = Path(shutil.copytree(divided, tmp_path / "run"))
+    beyond = {"division": {"bound": 0.21}, "end": {"test": {"before": 0.9, "after": 0.6, "count": 200}}}
+    rewrite(folder, lambda entries: [{**e, **beyond.get(e["unit"], {})} for e in entries])
+    assert verdict(read_run(folder)).kept is False
+    assert "more there than was allowed" in page_of(folder).words
+
+
 def test_bad_fits_are_told_in_words(finished: Path) -> None:
     run = read_run(finished)
     for r2, word in ((-0.1, "worse than their mean"), (0.1, "only 10"), (0.4, "fits badly")):

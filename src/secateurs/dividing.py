@@ -123,6 +123,7 @@ def find_division(
     divisions: Sequence[Division] = (Division({}, 0.0, 0.0),)
     if courses:
         divisions = _wanted(workshop, courses, frontier([course.curve for course in courses.values()]))
+    certifying = start is not None and workshop.jury.certifying is not None
     networks: dict[int, Graph] = {}
     tried: list[tuple[float, float, bool]] = []
     verdicts: list[Verdict] = []
@@ -134,18 +135,20 @@ def find_division(
         return networks[index]
 
     def accepted(index: int) -> bool:
-        on_trial(len(tried) + 1, max(len(divisions).bit_length() + 1, len(tried) + 1))
+        expected = max(len(divisions).bit_length() + 1, len(tried) + 1)
+        on_trial(len(tried) + 1, expected + len(_CLIMB) * certifying)
         accuracy, fine = _judged(workshop, network(index), start, baseline)
         tried.append((divisions[index].saved, accuracy, fine))
         return fine
 
     def certified(index: int) -> bool:
         assert start is not None
+        on_trial(len(tried) + len(verdicts) + 1, len(tried) + len(_CLIMB))
         verdicts.append(workshop.certified(network(index), start, [verdict.accepted for verdict in verdicts]))
         return verdicts[-1].accepted
 
     highest = best = _largest(len(divisions), accepted)
-    if start is not None and workshop.jury.certifying is not None:
+    if certifying:
         best = _climbed(divisions, highest, certified)
     accepted_last = [verdict.upper for verdict in verdicts if verdict.accepted][-1:]
     return Divided(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from secateurs.report.records import End, Event, Pair, Ranking, StepRecord
+from secateurs.report.records import DivisionRecord, End, Event, Pair, Ranking, StepRecord
 from secateurs.report.words import plural
 
 Entry = Mapping[str, Any]
@@ -49,6 +49,18 @@ def step_of(entry: Entry, entries: Sequence[Entry], ranking: Ranking | None) -> 
         compared=tuple((str(name), float(loss)) for name, loss in entry.get("compared") or ()),
         repaired=None if not entry.get("repaired") else (float(entry["repaired"][0]), float(entry["repaired"][1])),
         ranking=ranking,
+    )
+
+
+def division_of(entry: Entry) -> DivisionRecord:
+    """How the cuts were divided."""
+    return DivisionRecord(
+        saved=float(entry["saved"]),
+        frontier=tuple((float(saved), float(rise)) for saved, rise in entry["frontier"]),
+        tried=tuple((float(saved), float(accuracy), bool(fine)) for saved, accuracy, fine in entry["tried"]),
+        bound=_figure(entry.get("bound")),
+        images=int(entry.get("images") or 0),
+        by_estimate=_figure(entry.get("by_estimate")),
     )
 
 

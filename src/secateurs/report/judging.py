@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from secateurs.report.exports import aligning_warning, export_warnings
-from secateurs.report.records import RunRecord, StepRecord
+from secateurs.report.records import DivisionRecord, RunRecord, StepRecord
 from secateurs.report.words import interval, percent, plain, plural
 
 GOOD_FIT, LITTLE_FIT = 0.5, 0.2  # r² on held-out masks
@@ -30,6 +30,8 @@ def verdict(run: RunRecord) -> Verdict:
     if not cuts:
         what = "No filter could go within the allowed drop." if run.end else "No cut has been made yet."
         return Verdict(None, "Nothing removed", what)
+    if run.division is not None:
+        return _of_division(run, run.division, cuts[-1], allowed)
     worst = max(cuts, key=lambda step: step.decisive_drop)
     kept = round(worst.decisive_drop, 12) <= allowed
     scope = "from the start of the run" if run.recipe.get("budget") == "run" else "at each site"
@@ -37,14 +39,43 @@ def verdict(run: RunRecord) -> Verdict:
         f"Right after the most expensive cut ({worst.site}) {run.metric.name} on the search set stood "
         f"{_loss(run, worst.drop)}; {run.metric.amount(allowed)} were allowed, counted {scope}."
     )
-    confidence = run.recipe.get("confidence")
-    if worst.bound is not None and isinstance(confidence, int | float):
+    if worst.bound is not None:
+        words += _certified(run, "that cut costs", worst.bound, worst.images)
+    return Verdict(kept, _headline(run, kept), words + _at_the_end(run))
+
+
+def _of_division(run: RunRecord, division: DivisionRecord, last: StepRecord, allowed: float) -> Verdict:
+    """All cuts together count: what lies between them is no network that anybody gets."""
+    drop = (last.baseline if run.start is None else run.start) - last.accuracy_cut
+    kept = round(drop if division.bound is None else division.bound, 12) <= allowed
+    words = (
+        f"When all cuts were made, {run.metric.name} on the search set stood {_loss(run, drop)}; "
+        f"{run.metric.amount(allowed)} were allowed."
+    )
+    if division.bound is not None:
+        words += _certified(run, "they cost", division.bound, division.images)
+    if division.by_estimate is not None and division.by_estimate > division.saved:
         words += (
-            f" With {percent(confidence, 0)} confidence that cut costs at most {run.metric.amount(worst.bound)} on other images"
+            f" A point estimate would have let {percent(division.by_estimate)} of the {run.saving} go instead of "
+            f"{percent(division.saved)}, as the sites' curves add it up."
         )
-        words += f" of the kind ({worst.images:,} images that chose nothing certify it)."
-    headline = f"Allowed drop {'kept' if kept else 'exceeded'}{'' if run.end else ' so far'}"
-    return Verdict(kept, headline, words + _at_the_end(run))
+    elif division.bound is not None:
+        words += " A point estimate would not have let more go."
+    return Verdict(kept, _headline(run, kept), words + _at_the_end(run))
+
+
+def _headline(run: RunRecord, kept: bool) -> str:
+    return f"Allowed drop {'kept' if kept else 'exceeded'}{'' if run.end else ' so far'}"
+
+
+def _certified(run: RunRecord, what: str, bound: float, images: int) -> str:
+    confidence = run.recipe.get("confidence")
+    if not isinstance(confidence, int | float):
+        return ""
+    return (
+        f" With {percent(confidence, 0)} confidence {what} at most {run.metric.amount(bound)} on other images of the kind "
+        f"({images:,} images that chose nothing certify it)."
+    )
 
 
 def _at_the_end(run: RunRecord) -> str:
@@ -53,7 +84,9 @@ def _at_the_end(run: RunRecord) -> str:
         return ""
     name = run.metric.name
     words = f" At the end, {name} has changed by {run.metric.change(end.search.change)} on the search set"
-    return words + f" and by {run.metric.change(end.test.change)} on the test set, which chose nothing."
+    words += f" and by {run.metric.change(end.test.change)} on the test set, which chose nothing"
+    more = run.max_drop is not None and round(-end.test.change, 12) > run.max_drop
+    return words + (": more there than was allowed." if more else ".")
 
 
 def _loss(run: RunRecord, drop: float) -> str:

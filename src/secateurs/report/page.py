@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from secateurs.report.charts.classes import changes, classes, worst
+from secateurs.report.charts.division import division
 from secateurs.report.charts.frontier import frontier
 from secateurs.report.charts.network import network
 from secateurs.report.charts.timeline import timeline
@@ -16,6 +17,7 @@ from secateurs.report.words import SPACE, clock, count, interval, large, percent
 
 _CONTENTS = (
     ("network", "Network"),
+    ("division", "Division"),
     ("way", "The run"),
     ("sites", "Sites"),
     ("classes", "Classes"),
@@ -34,6 +36,7 @@ def page(run: RunRecord) -> Html:
     """The body of the report."""
     parts = {
         "network": _network(run),
+        "division": _division(run),
         "way": _way(run),
         "sites": sites(run),
         "classes": _classes(run),
@@ -205,6 +208,18 @@ def _network(run: RunRecord) -> Html | None:
         lead,
         panel(el("p", "Scroll sideways for the whole network.", class_="hint"), figure(drawn, wide=True), legend),
     )
+
+
+def _division(run: RunRecord) -> Html | None:
+    drawn = figure(division(run))
+    if drawn is None or run.division is None:
+        return None
+    lead = (
+        f"Every site's loss was measured once against the filters removed there. From these curves follows what any division "
+        f"of cuts over the network would cost, so that one pass of measuring answers every budget. {len(run.division.tried)} "
+        f"divisions were made and measured as whole networks."
+    )
+    return section("division", "How the cuts were divided", lead, panel(drawn))
 
 
 def _way(run: RunRecord) -> Html | None:

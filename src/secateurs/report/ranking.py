@@ -21,12 +21,17 @@ _SHOWN = 120  # masks in the picture of predicted against realised scores
 
 
 def ranking_from(file: Path, recipe: Mapping[str, Any]) -> Ranking:
-    """The importances kept in `file`; OSError if there is no such file, ValueError if it cannot be used."""
+    """The importances kept in `file`; OSError if there is no such file, ValueError if it cannot be used.
+
+    Some criteria, such as obs, give an order and no importances: then there are none.
+    """
     tensors, header = parse(file.read_bytes())
     meta = json.loads(header.get("meta", "{}"))
     fitted = _fitted(tensors, recipe)
     if "coef" in tensors:
         coef, stderr = tensors["coef"], tensors.get("stderr")
+    elif fitted is None and "order" in tensors:
+        return Ranking((), (), ())
     elif fitted is None:
         raise ValueError("neither importances nor masks with losses in it")
     else:

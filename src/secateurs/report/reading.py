@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from secateurs.errors import RunError
-from secateurs.report.entries import end_of, events_of, step_of, units, where_it_stands
+from secateurs.report.entries import division_of, end_of, events_of, step_of, units, where_it_stands
 from secateurs.report.exports import read_exports
 from secateurs.report.ranking import InMemory, ranking_from, ranking_of
 from secateurs.report.records import Ranking, RunRecord, State
@@ -18,6 +18,7 @@ from secateurs.report.structure import nodes_from
 from secateurs.report.weights import layers_of
 from secateurs.report.words import Metric
 
+T = TypeVar("T")
 _OWN = {"correct": "accuracy", "accuracy": "accuracy"}  # metrics that are shares of examples
 
 
@@ -63,12 +64,7 @@ def assemble(
         except (KeyError, TypeError, ValueError) as error:
             notes.append(f"A step of the journal cannot be read ({type(error).__name__}: {error}) and is left out.")
     start = next((float(e["accuracy"]) for e in units(entries, "start") if "accuracy" in e), None)
-    end = None
-    for entry in units(entries, "end"):
-        try:
-            end = end_of(entry)
-        except (KeyError, TypeError, ValueError) as error:
-            notes.append(f"The end of the journal cannot be read ({type(error).__name__}: {error}).")
+    end = _last(entries, "end", end_of, notes)
     nodes = next((nodes_from(e) for e in units(entries, "network")), ())
     metric, loss = _measures(provenance)
     return RunRecord(
@@ -83,12 +79,25 @@ def assemble(
         steps=tuple(steps),
         events=events_of(entries, start),
         end=end,
+        division=_last(entries, "division", division_of, notes),
         nodes=nodes,
         layers=() if path is None else layers_of(path, nodes, [step.number for step in steps if step.removed], notes),
         at=where_it_stands(entries),
         exports=() if path is None else read_exports(path, notes),
         notes=tuple(notes),
     )
+
+
+def _last(
+    entries: Sequence[Mapping[str, Any]], unit: str, made: Callable[[Mapping[str, Any]], T], notes: list[str]
+) -> T | None:
+    """What the last entry of a kind tells; None where there is none, or it cannot be read."""
+    for entry in reversed(units(entries, unit)):
+        try:
+            return made(entry)
+        except (KeyError, TypeError, ValueError) as error:
+            notes.append(f"The {unit} in the journal cannot be read ({type(error).__name__}: {error}).")
+    return None
 
 
 def _journal(path: Path, notes: list[str]) -> list[dict[str, Any]]:

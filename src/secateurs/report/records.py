@@ -90,6 +90,18 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
+class DivisionRecord:
+    """How cuts were divided over the network. What is saved is a share, as the sites' curves add it up."""
+
+    saved: float
+    frontier: tuple[tuple[float, float], ...]  # saved, predicted rise of the loss
+    tried: tuple[tuple[float, float, bool], ...]  # saved, accuracy on the images that steer, accepted
+    bound: float | None = None  # upper bound on the drop of all cuts together, at the recipe's confidence
+    images: int = 0  # that the bound comes from
+    by_estimate: float | None = None  # saved by the division that a point estimate would have allowed
+
+
+@dataclass(frozen=True)
 class Event:
     """A moment when the accuracy on the search set was measured."""
 
@@ -188,6 +200,7 @@ class RunRecord:
     steps: tuple[StepRecord, ...]
     events: tuple[Event, ...]
     end: End | None
+    division: DivisionRecord | None = None  # None: sites were cut one after the other
     nodes: tuple[Node, ...] = ()
     layers: tuple[Layer, ...] = ()
     at: str = ""  # what an unfinished run is, or was, working on
@@ -216,6 +229,12 @@ class RunRecord:
         """The accuracy that may be lost; None where the recipe is missing."""
         value = self.recipe.get("max_drop")
         return float(value) if isinstance(value, int | float) else None
+
+    @property
+    def saving(self) -> str:
+        """What a division saves."""
+        only_parameters = self.recipe.get("target_macs") is None and self.recipe.get("target_parameters") is not None
+        return "parameters" if only_parameters else "MACs"
 
     @property
     def search_count(self) -> int:

@@ -40,15 +40,15 @@ def _card(step: StepRecord, run: RunRecord) -> Html:
 def _figures(step: StepRecord, run: RunRecord) -> Html:
     metric, (predicted, realised) = run.metric, step.loss_rise
     known: list[tuple[str, Child]] = [
-        ("held-out r²", plain(step.r2)),
-        ("split-half correlation", plain(step.split_half)),
-        ("masks used", step.note or count(step.masks)),
+        ("held-out r²", plain(step.r2) if step.masks else None),
+        ("split-half correlation", plain(step.split_half) if step.masks else None),
+        ("masks used" if step.masks else "ranked by", step.note or (count(step.masks) if step.masks else None)),
         ("criterion", step.criterion or None),
         ("criteria compared", ", ".join(f"{name} {plain(loss, 3)}" for name, loss in step.compared) or None),
         ("scoring examples", count(step.examples) if step.examples else None),
         (f"{metric.name} before", metric.value(step.accuracy_before)),
         ("right after the cut", metric.value(step.accuracy_cut)),
-        ("after training", metric.value(step.accuracy)),
+        ("after training", metric.value(step.accuracy) if run.recipe.get("finetune") else None),
         ("drop at the cut", metric.amount(step.drop)),
         ("loss rise predicted", change(predicted)),
         ("loss rise realised", change(realised)),
