@@ -367,6 +367,27 @@ def test_divided_cuts_stay_within_the_drop_when_trained() -> None:
         assert outcome.search_before.accuracy - outcome.search_after.accuracy <= 0.03 + 1e-9
 
 
+def test_a_stopped_division_tries_nothing_twice(tmp_path: Path) -> None:
+    recipe = Recipe(max_drop=0.2, confidence=0.8, criterion="l1", allocation="global")
+    whole = prune(network(), DATA, recipe, folder=tmp_path / "whole").finish()
+
+    def stop_at_third(progress: Progress) -> None:
+        if progress.phase == "divide" and progress.done == 3:
+            raise KeyboardInterrupt
+
+    run = prune(network(), DATA, recipe, folder=tmp_path / "run", watch=stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        run.finish()
+    run.close()
+    trials = [entry for entry in read_journal(tmp_path / "run") if entry["unit"] == "trial"]
+    assert len(trials) == 2
+    resume(tmp_path / "run", network(), DATA).finish()
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+    same_files(tmp_path / "whole", tmp_path / "run")
+    assert len([entry for entry in read_journal(tmp_path / "run") if entry["unit"] == "trial"]) > 3
+    assert whole.cost_after.macs < whole.cost_before.macs
+
+
 def test_divided_cuts_reach_both_targets() -> None:
     recipe = Recipe(max_drop=1.0, confidence=0, allocation="global", criterion="l1", target_macs=0.3, target_parameters=0.7)
     outcome = prune(network(), DATA, recipe).finish()

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from secateurs.allocation import Curve, Division, frontier
 from secateurs.compaction import compact
-from secateurs.contract import Verdict
 from secateurs.costs import cost
 from secateurs.cutting import Start
 from secateurs.errors import NonFinite
@@ -106,6 +105,14 @@ class Divided:
     frontier: tuple[tuple[float, float], ...]  # saved, predicted increase of the loss: what one measuring pass tells
 
 
+Remember = Callable[[str, int, Callable[[], dict[str, Any]]], Mapping[str, Any]]
+"""Takes who judged, the place of a division on the frontier, and what measures it; gives what was measured, then or earlier."""
+
+
+def _measured_anew(judge: str, place: int, measure: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
+    return measure()
+
+
 def find_division(
     workshop: Workshop,
     courses: Mapping[str, Course],
@@ -113,12 +120,13 @@ def find_division(
     *,
     baseline: float,
     on_trial: Callable[[int, int], None],
+    remember: Remember = _measured_anew,
 ) -> Divided:
     """The division that saves most within the contract, or just enough for the recipe's target, found by halving.
 
     All cuts of a division are made and repaired, and the network is judged by the steering images, by estimate. Certifying ones
     are then asked about divisions of rising size up to that one, an order that they had no part in, so that every yes is free;
-    their first no ends the climb, and what they accepted last is taken.
+    their first no ends the climb, and what they accepted last is taken. `remember` may know what an earlier trial gave.
     """
     divisions: Sequence[Division] = (Division({}, 0.0, 0.0),)
     if courses:
@@ -126,7 +134,7 @@ def find_division(
     certifying = start is not None and workshop.jury.certifying is not None
     networks: dict[int, Graph] = {}
     tried: list[tuple[float, float, bool]] = []
-    verdicts: list[Verdict] = []
+    verdicts: list[Mapping[str, Any]] = []
 
     def network(index: int) -> Graph:
         if index not in networks:
@@ -137,24 +145,28 @@ def find_division(
     def accepted(index: int) -> bool:
         expected = max(len(divisions).bit_length() + 1, len(tried) + 1)
         on_trial(len(tried) + 1, expected + len(_CLIMB) * certifying)
-        accuracy, fine = _judged(workshop, network(index), start, baseline)
-        tried.append((divisions[index].saved, accuracy, fine))
-        return fine
+        found = remember("steering", index, lambda: _judged(workshop, network(index), start, baseline))
+        tried.append((divisions[index].saved, found["accuracy"], found["accepted"]))
+        return tried[-1][2]
 
     def certified(index: int) -> bool:
         assert start is not None
         on_trial(len(tried) + len(verdicts) + 1, len(tried) + len(_CLIMB))
-        verdicts.append(workshop.certified(network(index), start, [verdict.accepted for verdict in verdicts]))
-        return verdicts[-1].accepted
+        verdicts.append(remember("certifying", index, lambda: certificate(network(index), start)))
+        return bool(verdicts[-1]["accepted"])
+
+    def certificate(graph: Graph, start: Start) -> dict[str, Any]:
+        found = workshop.certified(graph, start, [bool(verdict["accepted"]) for verdict in verdicts])
+        return {"accepted": found.accepted, "upper": found.upper}
 
     highest = best = _largest(len(divisions), accepted)
     if certifying:
         best = _climbed(divisions, highest, certified)
-    accepted_last = [verdict.upper for verdict in verdicts if verdict.accepted][-1:]
+    accepted_last = [verdict["upper"] for verdict in verdicts if verdict["accepted"]][-1:]
     return Divided(
         division=divisions[best],
         tried=tuple(tried),
-        answers=tuple(verdict.accepted for verdict in verdicts),
+        answers=tuple(bool(verdict["accepted"]) for verdict in verdicts),
         bound=accepted_last[0] if accepted_last else None,
         by_estimate=divisions[highest].saved,
         frontier=tuple((division.saved, division.predicted_loss) for division in divisions),
@@ -220,13 +232,13 @@ def _climbed(divisions: Sequence[Division], highest: int, certified: Callable[[i
     return reached
 
 
-def _judged(workshop: Workshop, graph: Graph, start: Start | None, baseline: float) -> tuple[float, bool]:
+def _judged(workshop: Workshop, graph: Graph, start: Start | None, baseline: float) -> dict[str, Any]:
     """Accuracy of a network on the steering images, and whether it is within the drop by that estimate."""
     if start is None:
         found = workshop.evaluate(graph, workshop.jury.steering).accuracy
-        return found, round(baseline - found, 12) <= workshop.recipe.max_drop
+        return {"accuracy": found, "accepted": round(baseline - found, 12) <= workshop.recipe.max_drop}
     verdict = workshop.steered(graph, start, [])
-    return verdict.accuracy, verdict.by_estimate
+    return {"accuracy": verdict.accuracy, "accepted": verdict.by_estimate}
 
 
 def _saved(workshop: Workshop, graph: Graph) -> float:

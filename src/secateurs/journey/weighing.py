@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from secateurs.allocation import Division
 from secateurs.dividing import Course, Divided, course_fields, course_from, find_division, measure_course
@@ -54,10 +55,18 @@ def divide(outfit: Outfit, courses: Mapping[str, Course]) -> Division:
             counted.start,
             baseline=counted.accuracy,
             on_trial=lambda done, of: outfit.whereabouts.tell("divide", done, of),
+            remember=lambda judge, place, measure: _trial(record, judge, place, measure),
         )
         _note(outfit, found)
     entry = record.units("division")[0]
     return Division(entry["removed"], entry["saved"], entry["loss"])
+
+
+def _trial(record: Record, judge: str, place: int, measure: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
+    """What a division of the frontier was found to be, measured once: a killed run does not try it again."""
+    if not record.units("trial", judge=judge, place=place):
+        record.append("trial", judge=judge, place=place, **measure())
+    return record.units("trial", judge=judge, place=place)[0]
 
 
 def _note(outfit: Outfit, found: Divided) -> None:
