@@ -121,13 +121,14 @@ def pedigree(path: Path, data: Data) -> Pedigree:
     # our own sets say what makes their split again, defaults and all; of others only what was given is known
     options = found["origin"] if origin["data"] in SETS else origin["data_options"]
     trained = TrainingSet(origin["data"], options, found["sets"]["train"]["count"], found["sets"]["train"]["sha256"])
+    earlier = [TrainingSet(**entry) for entry in known.get("trained_on", ())]
     return Pedigree(
         model=origin["model"],
         model_options=origin["model_options"],
         recipe=known["settings"],
         seed=known["settings"]["seed"],
         epochs=len(epochs),
-        trained_on=(*(TrainingSet(**entry) for entry in known.get("trained_on", ())), trained),
+        trained_on=(*(other for other in earlier if other != trained), trained),
         sets={name: entry["count"] for name, entry in found["sets"].items()},
         data_sha256=found["sha256"],
         scaling=scaling_fields(data.train),
