@@ -4,7 +4,7 @@ Each network is held against its own masked form, the whole network with the rem
 computes the same. Left to itself, the tool also narrows the trunk, where the padded shortcut shifts channels by an offset that
 it does not follow. With all layers of the trunk ignored, what is left to cut are the first convolutions of the blocks. The
 hooks of its OBD-C importance are set here by hand: in this version its own preparation raises a TypeError for any group
-without attention.
+without attention. On all layers OBD-C fails even so, where a padded shortcut leaves a part of a layer's channels in a group.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def measure_rivals() -> None:
     subject = Subject("resnet20")
     images = subset(subject.data.train, GRADIENTS, seed=0)
     informed = [_informed(name, images) for name in IMPORTANCES]
-    asked = [(one, layers, target) for layers in ("all", "inner") for one in informed for target in TARGETS]
+    able = {"all": informed[:2], "inner": informed}
+    asked = [(one, layers, target) for layers, ones in able.items() for one in ones for target in TARGETS]
     found = [_rival(subject, images, one, layers, target) for one, layers, target in asked]
     report = {
         "version": VERSION,
