@@ -48,6 +48,7 @@ def _parts(rows: list[Row]) -> Iterator[str]:
         for budget in BUDGETS:
             yield budget_table(here, budget)
         yield target_table(here)
+        yield drop_table(here)
         yield aim_text(here)
         for epochs in sorted({row.finetune for row in here} - {0}):
             yield finetune_table(here, epochs)
@@ -91,6 +92,19 @@ def target_table(rows: list[Row]) -> str:
     for (_, name), found in series(rows):
         at = {target: [row.test_after for row in found if row.target == target] for target in targets}
         lines.append(f"| {name} | {' | '.join(spread(at[target]) if at[target] else '–' for target in targets)} |")
+    return "\n".join(lines)
+
+
+def drop_table(rows: list[Row]) -> str:
+    """MACs removed where every ladder first crosses a drop on the test half."""
+    lines = [
+        "#### MACs removed (%) at the same drop on the test half, between rungs\n",
+        f"| method | {' | '.join(f'{100 * drop:g} points' for drop in BUDGETS)} |",
+        "| --- " * (len(BUDGETS) + 1) + "|",
+    ]
+    for (_, name), found in series(rows):
+        cells = [spread([crossing(one, drop, lambda row: row.test_drop) for one in ladders(found)]) for drop in BUDGETS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
