@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -504,11 +505,18 @@ def test_sites_takes_a_shape(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_eval_agrees_with_the_run_before_and_after(capsys: pytest.CaptureFixture[str], weights: Path, finished: Path) -> None:
     end = document(capsys, "show", str(finished))["outcome"]
-    networks = document(capsys, "eval", str(finished))["networks"]
+    told = document(capsys, "eval", str(finished))
+    networks, drop = told["networks"], told["drop"]
     for name, when in (("before", "before"), ("pruned", "after")):
         assert networks[name]["accuracy"] == end["test"][when]
         assert networks[name]["parameters"] == end["parameters"][when]
         assert networks[name]["macs"] == end["macs"][when]
+    n, lost, won = drop["count"], drop["lost"], drop["won"]
+    assert drop["mean"] == (lost - won) / n == pytest.approx(end["test"]["before"] - end["test"]["after"], abs=1e-12)
+    # n values of +1 (lost), -1 (won) or 0: their sum of squares is lost + won
+    assert drop["standard error"] == pytest.approx(math.sqrt((lost + won - (lost - won) ** 2 / n) / (n - 1) / n))
+    assert execute(["eval", str(finished)]) == 0
+    assert f"{lost} answers lost and {won} won of {n}: a drop of " in capsys.readouterr().out
     alone = document(capsys, "eval", *NET, "--weights", str(finished / "pruned.safetensors"), "--split", "search")
     (found,) = alone["networks"].values()
     assert found["accuracy"] == end["search"]["after"]

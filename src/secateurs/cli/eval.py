@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from secateurs.cli.flags import Json, Options, options
 from secateurs.cli.inputs import Origin, build_network, check_device, load_data, origin_of
-from secateurs.cli.terminal import percent, print_json, print_table
+from secateurs.cli.terminal import percent, print_json, print_table, say
 from secateurs.errors import InvalidInput, RunError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from secateurs.data import Data
     from secateurs.graph import Graph
@@ -34,8 +34,9 @@ def evaluate(
 ) -> None:
     """Measure loss and accuracy of a network on a set that is named, and count its parameters and MACs.
 
-    With a run folder: the network as it came to the run, and as the run left it. Else the network that --model, --weights and
-    --data name; the weights may be the pruned.safetensors of a run.
+    With a run folder: the network as it came to the run, and as the run left it, example by example: how many answers were
+    lost and won, and the drop with its standard error. Else the network that --model, --weights and --data name; the weights
+    may be the pruned.safetensors of a run.
 
     Examples:
 
@@ -78,14 +79,21 @@ def evaluate(
         origin = Origin(model, data, *given, weights, device).settled()
         files = {weights or "as built": origin}
     examples = load_data(origin)
-    rows = {
+    found = {
         name: _measure(build_network(file), examples, split, batch=batch, device=device or file.device)
         for name, file in files.items()
     }
+    rows = {name: row for name, (row, _) in found.items()}
+    drop = _drop(*(right for _, right in found.values())) if len(found) == 2 else None
     if as_json:
-        print_json({"model": origin.model, "data": examples.name, "split": split, "networks": rows})
-    else:
-        print_table(("network", f"accuracy on {split}", "loss", "examples", "parameters", "MACs"), map(_row, rows.items()))
+        print_json({"model": origin.model, "data": examples.name, "split": split, "networks": rows, "drop": drop})
+        return
+    print_table(("network", f"accuracy on {split}", "loss", "examples", "parameters", "MACs"), map(_row, rows.items()))
+    if drop is not None:
+        say(
+            f"{drop['lost']:,} answers lost and {drop['won']:,} won of {drop['count']:,}: a drop of "
+            f"{100 * drop['mean']:.2f} points, standard error {100 * drop['standard error']:.2f}."
+        )
 
 
 def _of_run(run: Path) -> tuple[Origin, dict[str, Origin]]:
@@ -102,22 +110,44 @@ def _of_run(run: Path) -> tuple[Origin, dict[str, Origin]]:
     return origin, found
 
 
-def _measure(network: nn.Module | Graph, data: Data, split: str, *, batch: int, device: str | None) -> dict[str, Any]:
+def _measure(
+    network: nn.Module | Graph, data: Data, split: str, *, batch: int, device: str | None
+) -> tuple[dict[str, Any], Tensor]:
+    """What there is to say of a network, and whether it is right on each of the examples, (N,)."""
+    import torch
+
     from secateurs.costs import cost
+    from secateurs.evaluate import correct, each
     from secateurs.evaluate import evaluate as measure
     from secateurs.graph import Graph
 
     module = network.module if isinstance(network, Graph) else network
-    examples = data.splits()[split]
-    found = measure(module, examples, batch=batch, device=device)
+    right: list[Tensor] = []
+
+    def noted(outputs: Any, targets: Any) -> Tensor:
+        given = correct(outputs, targets)
+        right.append(each(given, len(targets)))
+        return given
+
+    found = measure(module, data.splits()[split], metric=noted, batch=batch, device=device)
     counted = cost(module, data.train.batch(slice(0, 2)).inputs)
-    return {
+    row = {
         "accuracy": found.accuracy,
         "loss": found.loss,
         "count": found.count,
         "parameters": counted.parameters,
         "macs": counted.macs,
     }
+    return row, torch.cat(right)
+
+
+def _drop(before: Tensor, after: Tensor) -> dict[str, Any]:
+    """What the same examples say of two networks."""
+    from secateurs.contract import paired_bound
+
+    found = paired_bound(before, after, None)
+    error = float((before - after).std()) / found.images**0.5
+    return {"mean": found.estimate, "standard error": error, "lost": found.lost, "won": found.won, "count": found.images}
 
 
 def _row(item: tuple[str, Mapping[str, Any]]) -> tuple[str, ...]:
