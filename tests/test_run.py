@@ -80,7 +80,7 @@ def test_a_run_gives_a_smaller_network_that_reloads_to_the_reported_accuracy(tmp
     assert outcome.cost_after.parameters < outcome.cost_before.parameters
     again = load(build("mlp", hidden=(12, 10)), tmp_path / "run" / "pruned.safetensors")
     assert accuracy(again.module, DATA.test) == outcome.test_after.accuracy
-    assert f"{outcome.test_after.accuracy:.2%}" in outcome.summary()
+    assert f"→ {100 * outcome.test_after.accuracy:.2f} % on" in outcome.summary()
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["steps"]
 
 
@@ -152,6 +152,8 @@ def test_regression_with_an_own_loss_and_metric() -> None:
     outcome = prune(model, data, recipe, loss_fn=squared, metric=closeness).finish()
     assert outcome.search_before.accuracy - outcome.steps[0].accuracy_cut <= 0.05 + 1e-9
     assert outcome.graph.module(x).shape == (300, 1)
+    before, after = ((-(net(x[250:]) - y[250:]).abs().mean()).item() for net in (model, outcome.graph.module))
+    assert f"closeness {before:.4g} → {after:.4g} on 50 test" in outcome.summary()  # not as a percentage
 
 
 class TwoHeads(nn.Module):

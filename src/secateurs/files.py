@@ -1,13 +1,16 @@
-"""Files are whole or absent: written under a temporary name, synced, then renamed."""
+"""Files are whole or absent: written under a temporary name, synced, then renamed. Folders at work are locked."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+LOCK = ".lock"  # the file that is locked by the process that works in a folder
 
 
 @contextmanager
@@ -51,3 +54,15 @@ def sync_folder(folder: Path) -> None:
         pass
     finally:
         os.close(handle)
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process works in the folder of a run: it holds the folder's lock as long as it lives."""
+    try:
+        with (path / LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from secateurs.errors import RunError
-from secateurs.files import write_bytes, write_text
+from secateurs.files import LOCK, write_bytes, write_text
 from secateurs.recipe import Recipe, read_recipe, recipe_fields, write_recipe
 from secateurs.tensorfile import Damaged, dump, parse
 
@@ -219,7 +219,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def _lock(path: Path) -> IO[bytes]:
     with disk_errors(path):
-        file = (path / ".lock").open("a+b")
+        file = (path / LOCK).open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

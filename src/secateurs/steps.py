@@ -85,6 +85,7 @@ class Outcome:
     cost_before: Cost
     cost_after: Cost
     seconds: float
+    metric: str = "accuracy"  # what the user calls the metric
     classes: tuple[tuple[str, float, float], ...] = ()  # name, test accuracy before and after; empty: no classes
     speed: SpeedUp | None = None  # of the smaller network; None: not measured
     batch: int = 0  # examples at once when the speed was measured
@@ -92,13 +93,7 @@ class Outcome:
 
     def summary(self) -> str:
         """One sentence with the figures that matter."""
-        parameters = 1 - self.cost_after.parameters / self.cost_before.parameters
-        macs = 1 - self.cost_after.macs / max(self.cost_before.macs, 1)
-        return (
-            f"{parameters:.1%} of the parameters and {macs:.1%} of the MACs removed, accuracy "
-            f"{self.test_before.accuracy:.2%} → {self.test_after.accuracy:.2%} on {self.test_after.count:,} test examples "
-            f"that chose nothing"
-        )
+        return summary_of(outcome_fields(self))
 
 
 STEP_FIELDS = (
@@ -145,6 +140,7 @@ def outcome_fields(outcome: Outcome) -> dict[str, Any]:
     speed = outcome.speed
     return {
         "stopped": outcome.stopped,
+        "metric": outcome.metric,
         "search": {"before": outcome.search_before.accuracy, "after": outcome.search_after.accuracy},
         "test": {
             "before": outcome.test_before.accuracy,
@@ -170,3 +166,19 @@ def outcome_fields(outcome: Outcome) -> dict[str, Any]:
         },
         "seconds": outcome.seconds,
     }
+
+
+def summary_of(fields: Mapping[str, Any]) -> str:
+    """One sentence from the fields of an outcome; a metric of the user's own is no percentage."""
+    parameters, macs = (100 * _removed(fields[name]) for name in ("parameters", "macs"))
+    test, metric = fields["test"], fields.get("metric", "accuracy")
+    before, after = test["before"], test["after"]
+    values = f"{100 * before:.2f} → {100 * after:.2f} %" if metric == "accuracy" else f"{before:.4g} → {after:.4g}"
+    return (
+        f"{parameters:.1f} % of the parameters and {macs:.1f} % of the MACs removed, {metric} {values} "
+        f"on {test['count']:,} test examples that chose nothing"
+    )
+
+
+def _removed(counts: Mapping[str, int]) -> float:
+    return 1 - counts["after"] / counts["before"] if counts["before"] else 0.0

@@ -12,7 +12,7 @@ from secateurs.cli.flags import Json
 from secateurs.cli.inputs import Origin, fresh_model, load_data, run_folder
 from secateurs.cli.progress import RunWatcher, TrainWatcher, display
 from secateurs.cli.recipes import chosen_recipe, chosen_settings
-from secateurs.cli.results import closing_line, follow, holding, print_run_json, print_steps, step_fields
+from secateurs.cli.results import follow, holding, print_run_json, print_steps, step_fields
 from secateurs.cli.terminal import clock, say
 
 if TYPE_CHECKING:
@@ -88,10 +88,8 @@ def trained(
 
 
 def _print_closing(folder: Path, outcome: Outcome) -> None:
-    from secateurs.steps import outcome_fields
-
     speed = "" if outcome.speed is None else f", {outcome.speed.summary()} on batches of {outcome.batch}"
-    say(f"{closing_line(outcome_fields(outcome))}{speed}.")
+    say(f"{outcome.summary()}{speed}.")
     say("")
     say(f"The run folder: {folder} ({clock(outcome.seconds)}). The smaller network in Python:")
     say("")

@@ -64,24 +64,12 @@ def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
 
 def print_closing(folder: Path, outcome: Mapping[str, Any]) -> None:
     """What came of a run, and where it is."""
-    say(closing_line(outcome) + ".")
+    from secateurs.steps import summary_of
+
+    say(summary_of(outcome) + ".")
     say(f"Stopped because {outcome['stopped']}, after {clock(outcome['seconds'])}.")
     say(f"The smaller network: {folder / 'pruned.safetensors'}")
     say(f"The report: {folder / 'report.html'}")
-
-
-def closing_line(outcome: Mapping[str, Any]) -> str:
-    """One sentence with the figures that matter, from the fields of an outcome."""
-    parameters, macs, test = (outcome[name] for name in ("parameters", "macs", "test"))
-    return (
-        f"{percent(removed(parameters))} of the parameters and {percent(removed(macs))} of the MACs removed, accuracy "
-        f"{100 * test['before']:.2f} → {100 * test['after']:.2f} % on {test['count']:,} test examples that chose nothing"
-    )
-
-
-def removed(counts: Mapping[str, int]) -> float:
-    """The share that is gone, of counts before and after."""
-    return 1 - counts["after"] / counts["before"] if counts["before"] else 0.0
 
 
 def print_run_json(folder: Path, run: Run, outcome: Outcome, **more: Any) -> None:

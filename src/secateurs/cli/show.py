@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from secateurs.cli import training_folder
 from secateurs.cli.flags import Json
 from secateurs.cli.results import print_closing, print_steps
 from secateurs.cli.terminal import percent, print_json, print_table, say
+from secateurs.files import is_held
 
 Entries = Sequence[Mapping[str, Any]]
 
@@ -79,21 +79,9 @@ def _show_training(run: Path, *, as_json: bool) -> None:
 
 
 def _state(run: Path, *, finished: bool) -> str:
-    if _held(run):
+    if is_held(run):
         return "running"
     return "finished" if finished else "stopped"
-
-
-def _held(run: Path) -> bool:
-    """Whether a process works on the run: it holds the folder's lock as long as it lives."""
-    try:
-        with (run / ".lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def _at(run: Path, entries: Entries) -> str:

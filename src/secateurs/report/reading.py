@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from secateurs.errors import RunError
+from secateurs.files import is_held
 from secateurs.report.entries import division_of, end_of, events_of, step_of, units, where_it_stands
 from secateurs.report.exports import read_exports
 from secateurs.report.ranking import InMemory, ranking_from, ranking_of
@@ -19,7 +19,6 @@ from secateurs.report.weights import layers_of
 from secateurs.report.words import Metric
 
 T = TypeVar("T")
-_OWN = {"correct": "accuracy", "accuracy": "accuracy"}  # metrics that are shares of examples
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -165,22 +164,10 @@ def _measures(provenance: Mapping[str, Any]) -> tuple[Metric, str]:
     """The user's names for metric and loss; without any, they are ours."""
     named = provenance.get("measures") or {}
     metric = str(named.get("metric", "accuracy"))
-    return Metric(_OWN.get(metric, metric), share=metric in _OWN), str(named.get("loss", "cross_entropy"))
+    return Metric(metric, share=metric == "accuracy"), str(named.get("loss", "cross_entropy"))
 
 
 def _state(path: Path | None, *, finished: bool) -> State:
     if finished:
         return "finished"
-    return "running" if path is None or _held(path) else "stopped"
-
-
-def _held(path: Path) -> bool:
-    """Whether a process works on the run: it holds the folder's lock as long as it lives."""
-    try:
-        with (path / ".lock").open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
+    return "running" if path is None or is_held(path) else "stopped"
