@@ -80,7 +80,8 @@ def _follow(rows: Iterator[Row], known: dict[Key, Row], clock: Clock) -> None:
 
 def described(row: Row) -> str:
     trained = f", {row.finetune} epochs" if row.finetune else ""
-    method = next(name for name, known in METHODS.items() if (known.criterion, known.repair) == (row.method, row.repair))
+    names = {(method.criterion, method.repair): name for name, method in METHODS.items()}
+    method = names.get((row.method, row.repair), row.method)  # the untouched network has no method
     return (
         f"{row.model} seed {row.seed} {method}{trained}: {row.macs_removed:.1%} of the MACs, "
         f"search {row.search_after:.2%} ({-100 * row.search_drop:+.2f}), test {row.test_after:.2%} "
