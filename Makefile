@@ -56,8 +56,8 @@ bench: $(STAMP) ## Time surgery and what it brings, as ratios
 bench-scoring: $(STAMP) ## Time and judge the scoring of filters on the real CIFAR-10, in 5 minutes (FULL=1: hours)
 	@$(BIN)/python -m benchmarks.scoring $(if $(FULL),--full)
 
-bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accuracy, on the real CIFAR-10 (hours; resumable)
-	@$(BIN)/python -m benchmarks.quality --resume --jobs 2 --seeds 0 1 2
+bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accuracy, on CIFAR-10 (what has no row yet; RESULTS=folder: all anew, hours)
+	@QUALITY_RESULTS="$(RESULTS)" $(BIN)/python -m benchmarks.quality --all
 
 limits: $(STAMP) ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits

@@ -4,6 +4,8 @@ Every site's curve is measured once for each method, cuts are divided over the n
 for a ladder of MAC targets are measured on the whole search half and on the test half, which chooses nothing. Rows go to
 benchmarks/results/quality.jsonl one by one: with `--resume` a killed run goes on, and processes with other seeds may run beside
 it. `--rivals` measures what Torch-Pruning makes of the same network. `--render` only writes the tables of docs/quality.md.
+`--all`, which is `make bench-quality`, measures whatever the page shows and has no row yet, two processes side by side; with the
+variable QUALITY_RESULTS=FOLDER everything anew, into that folder.
 """
 
 from __future__ import annotations
@@ -21,11 +23,20 @@ import torch
 
 from benchmarks.quality_ladder import Seeded, climb, untouched
 from benchmarks.quality_page import render_page
-from benchmarks.quality_rival import measure_rivals
+from benchmarks.quality_rival import RIVALS, measure_rivals
 from benchmarks.quality_setup import METHODS, Key, Method, Row, Subject, read_rows
 
 MODELS = ("resnet20", "resnet56")
 TARGETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+PARTS = (
+    *(("--models", "resnet20", "--seeds", str(seed)) for seed in range(3)),
+    ("--models", "resnet56", "--seeds", "0", "--methods", "l1", "fpgm", "ensemble", "portfolio+repair", "portfolio+refit"),
+    (
+        *("--models", "resnet20", "--seeds", "0", "--finetune", "1", "--targets", "0.3"),
+        *("--methods", "l1", "fpgm", "taylor", "ensemble", "l1+repair", "portfolio+refit"),
+    ),
+)
+"""What the page shows, each part on one core; the fine-tuning comes last, as it starts from what the first has measured."""
 
 Unit = tuple[str, int, Method]
 
@@ -94,16 +105,14 @@ def _by_network(units: Sequence[Unit]) -> Iterator[tuple[tuple[str, int], list[M
         yield key, [method for model, seed, method in units if (model, seed) == key]
 
 
-def _side_by_side(seeds: Sequence[int], jobs: int) -> None:
-    """The same command line, once for every seed, so many at a time; rows go to the same file."""
-    waiting, running = list(seeds), list[subprocess.Popen[bytes]]()
-    while waiting or running:
-        running = [process for process in running if process.poll() is None]
-        while waiting and len(running) < jobs:
-            seed = str(waiting.pop(0))
-            command = [sys.executable, "-m", "benchmarks.quality", *sys.argv[1:], "--jobs", "1", "--seeds", seed]
-            running.append(subprocess.Popen(command))
+def _side_by_side(parts: Sequence[Sequence[str]], jobs: int) -> int:
+    """This command with the arguments of each part, so many at a time; rows go to the same file. The worst exit code."""
+    waiting, started = list(parts), list[subprocess.Popen[bytes]]()
+    while waiting or any(process.poll() is None for process in started):
+        while waiting and sum(process.poll() is None for process in started) < jobs:
+            started.append(subprocess.Popen([sys.executable, "-m", "benchmarks.quality", *waiting.pop(0)]))
         sleep(1)
+    return max(abs(process.wait()) for process in started)
 
 
 def main() -> int:
@@ -114,21 +123,23 @@ def main() -> int:
     parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="shares of the MACs that are to go")
     parser.add_argument("--finetune", type=int, default=0, metavar="EPOCHS", help="also train every network for so long")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=1, help="seeds that are measured side by side")
     parser.add_argument("--resume", action="store_true", help="measure only what has no row yet")
     parser.add_argument("--rivals", action="store_true", help="measure only what Torch-Pruning makes of ResNet-20")
+    parser.add_argument("--all", action="store_true", help="measure whatever the page shows and has no row yet")
     parser.add_argument("--render", action="store_true", help="only write the tables and the figure")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.rivals:
+    code = 0
+    if options.all:
+        rivals = () if RIVALS.exists() else (("--rivals",),)
+        code = _side_by_side([*((*part, "--resume") for part in PARTS), *rivals], jobs=2)
+    elif options.rivals:
         measure_rivals()
-    elif options.jobs > 1 and len(options.seeds) > 1:
-        _side_by_side(options.seeds, options.jobs)
     elif not options.render:
         units = [(m, s, METHODS[name]) for m, s, name in product(options.models, options.seeds, options.methods)]
         measure(units, options.targets, options.finetune, resume=options.resume)
     say(render_page())
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.quality_figure import draw
 from benchmarks.quality_rival import RIVALS, rivals_of
-from benchmarks.quality_setup import METHODS, UNTOUCHED, Row, read_rows, series
+from benchmarks.quality_setup import METHODS, PAGE, UNTOUCHED, Row, read_rows, series
 from secateurs.files import write_text
 
-PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
 FIGURE = PAGE.with_suffix(".svg")
 BEGIN, END = "<!-- begin: made by `python -m benchmarks.quality --render` -->", "<!-- end: quality -->"
 BUDGETS = (0.005, 0.01, 0.02)
@@ -28,7 +26,7 @@ def render_page() -> str:
     """Write the generated part of the page and its figure; gives the path of the page."""
     rows = read_rows()
     text = "\n\n".join(_parts(rows)) if rows else "Nothing is measured yet."
-    before, _, rest = PAGE.read_text().partition(BEGIN)
+    before, _, rest = (PAGE.read_text() if PAGE.exists() else BEGIN + END + "\n").partition(BEGIN)
     _, _, after = rest.partition(END)
     write_text(PAGE, f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
     if rows:

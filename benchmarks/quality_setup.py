@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -18,9 +19,11 @@ from secateurs.recipe import Recipe, Repair
 from secateurs.store import Store
 from secateurs.workshop import Tools, Workshop
 
-RESULTS = Path(__file__).parent / "results"
+_ELSEWHERE = os.environ.get("QUALITY_RESULTS")  # a folder: all is measured anew, whatever was measured before
+RESULTS = Path(_ELSEWHERE or Path(__file__).parent / "results")
 JOURNAL = RESULTS / "quality.jsonl"
-FOLDER = home() / "bench" / "quality"
+FOLDER = RESULTS / "measured" if _ELSEWHERE else home() / "bench" / "quality"
+PAGE = RESULTS / "quality.md" if _ELSEWHERE else Path(__file__).parents[1] / "docs" / "quality.md"
 STEERING = 1_000  # search images that curves are measured on; drops are measured on the whole half
 REPAIR_EXAMPLES = 512
 BATCH = 64  # images at once: a core's cache holds no more
@@ -105,7 +108,7 @@ def read_rows() -> list[Row]:
 
 def append_row(row: Row) -> None:
     """One line, in one write: two processes may share the file."""
-    JOURNAL.parent.mkdir(exist_ok=True)
+    JOURNAL.parent.mkdir(parents=True, exist_ok=True)
     with JOURNAL.open("a") as file:
         file.write(json.dumps(asdict(row)) + "\n")
 
