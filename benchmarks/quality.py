@@ -21,20 +21,19 @@ from time import perf_counter, sleep
 
 import torch
 
-from benchmarks.quality_ladder import Seeded, climb, untouched
+from benchmarks.quality_ladder import NO_LESSON, Lesson, Seeded, climb, untouched
 from benchmarks.quality_page import render_page
 from benchmarks.quality_rival import RIVALS, measure_rivals
 from benchmarks.quality_setup import METHODS, Key, Method, Row, Subject, read_rows
 
 MODELS = ("resnet20", "resnet56")
 TARGETS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5)
+_TRAINED = ("--models", "resnet20", "--seeds", "0", "--finetune", "1", "--targets", "0.3")
 PARTS = (
     *(("--models", "resnet20", "--seeds", str(seed)) for seed in range(3)),
     ("--models", "resnet56", "--seeds", "0", "--methods", "l1", "fpgm", "ensemble", "portfolio+repair", "portfolio+refit"),
-    (
-        *("--models", "resnet20", "--seeds", "0", "--finetune", "1", "--targets", "0.3"),
-        *("--methods", "l1", "fpgm", "taylor", "ensemble", "l1+repair", "portfolio+refit"),
-    ),
+    (*_TRAINED, "--rate", "0.01", "--methods", "l1", "fpgm", "taylor", "ensemble", "l1+repair", "portfolio+refit"),
+    (*_TRAINED, "--rate", "0.001", "--methods", "l1", "fpgm", "l1+repair", "portfolio+refit"),
 )
 """What the page shows, each part on one core; the fine-tuning comes last, as it starts from what the first has measured."""
 
@@ -70,16 +69,16 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def measure(units: Sequence[Unit], targets: Sequence[float], finetune: int, *, resume: bool) -> None:
+def measure(units: Sequence[Unit], targets: Sequence[float], lesson: Lesson, *, resume: bool) -> None:
     """All methods on all networks and seeds; one line for every network that was made."""
     clock, known = Clock(list(units)), {row.key: row for row in read_rows()} if resume else {}
     for (model, seed), methods in _by_network(units):
         seeded = Seeded(Subject(model), seed, say)
-        if finetune:
-            _follow(untouched(seeded, known, finetune), known, clock)
+        if lesson.epochs:
+            _follow(untouched(seeded, known, lesson), known, clock)
         for method in methods:
             began = perf_counter()
-            _follow(climb(seeded, method, targets, known, finetune=finetune), known, clock)
+            _follow(climb(seeded, method, targets, known, lesson), known, clock)
             clock.done((model, seed, method), perf_counter() - began)
 
 
@@ -90,7 +89,7 @@ def _follow(rows: Iterator[Row], known: dict[Key, Row], clock: Clock) -> None:
 
 
 def described(row: Row) -> str:
-    trained = f", {row.finetune} epochs" if row.finetune else ""
+    trained = f", {row.finetune} epochs from {row.rate:g}" if row.finetune else ""
     names = {(method.criterion, method.repair): name for name, method in METHODS.items()}
     method = names.get((row.method, row.repair), row.method)  # the untouched network has no method
     return (
@@ -122,6 +121,7 @@ def main() -> int:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
     parser.add_argument("--targets", nargs="+", type=float, default=TARGETS, help="shares of the MACs that are to go")
     parser.add_argument("--finetune", type=int, default=0, metavar="EPOCHS", help="also train every network for so long")
+    parser.add_argument("--rate", type=float, default=0.01, help="where the learning rate of that training starts")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--resume", action="store_true", help="measure only what has no row yet")
     parser.add_argument("--rivals", action="store_true", help="measure only what Torch-Pruning makes of ResNet-20")
@@ -137,7 +137,8 @@ def main() -> int:
         measure_rivals()
     elif not options.render:
         units = [(m, s, METHODS[name]) for m, s, name in product(options.models, options.seeds, options.methods)]
-        measure(units, options.targets, options.finetune, resume=options.resume)
+        lesson = Lesson(options.finetune, options.rate) if options.finetune else NO_LESSON
+        measure(units, options.targets, lesson, resume=options.resume)
     say(render_page())
     return code
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,6 +31,16 @@ TOO_MUCH = 0.025  # a search drop above which a ladder ends
 FIRST_REPAIRED = 0.1  # the first rung with repair: smaller cuts lose next to nothing
 
 Tell = Callable[[str], None]
+
+
+class Lesson(NamedTuple):
+    """The training that every network gets."""
+
+    epochs: int
+    rate: float  # at the start; falls along a cosine
+
+
+NO_LESSON = Lesson(0, 0.0)
 
 
 class Seeded:
@@ -82,43 +93,41 @@ def _kind(workshop: Workshop) -> str:
     return context_of(told, name_of(workshop.held_out.loss_fn), workshop.held_out.examples.digest(), of_rankings)[:12]
 
 
-def climb(
-    seeded: Seeded, method: Method, targets: Sequence[float], known: Mapping[Key, Row], *, finetune: int = 0
-) -> Iterator[Row]:
+def climb(seeded: Seeded, method: Method, targets: Sequence[float], known: Mapping[Key, Row], lesson: Lesson) -> Iterator[Row]:
     """Networks of one method for rising MAC targets, until one loses too much; rows that are `known` are not measured.
 
-    With `finetune` epochs each network gives a second row, after training.
+    With a lesson of some epochs each network gives a second row, after training.
     """
     before = _start(seeded.subject, known)
     for target in sorted(targets):
         if target < FIRST_REPAIRED and method.repair != "none":
             continue
         key = (seeded.subject.model, seeded.seed, method.criterion, method.repair, target)
-        row = known.get((*key, 0))
-        missing = row is None or (finetune and (*key, finetune) not in known)
+        row = known.get((*key, *NO_LESSON))
+        missing = row is None or (lesson.epochs and (*key, *lesson) not in known)
         if missing:
             began = perf_counter()
             graph = seeded.network(method, target)
             if row is None:
-                row = _measured(seeded, method, target, graph, before, began, 0)
+                row = _measured(seeded, method, target, graph, before, began, NO_LESSON)
                 yield row
-            if finetune:
+            if lesson.epochs:
                 graph = copied(graph)
-                train_(graph.module, seeded.subject.data.train, _training(finetune, seeded.seed))
-                yield _measured(seeded, method, target, graph, before, began, finetune)
+                train_(graph.module, seeded.subject.data.train, _training(lesson, seeded.seed))
+                yield _measured(seeded, method, target, graph, before, began, lesson)
         assert row is not None
-        if row.search_drop > TOO_MUCH and not finetune:
+        if row.search_drop > TOO_MUCH and not lesson.epochs:
             return
 
 
-def untouched(seeded: Seeded, known: Mapping[Key, Row], finetune: int) -> Iterator[Row]:
+def untouched(seeded: Seeded, known: Mapping[Key, Row], lesson: Lesson) -> Iterator[Row]:
     """The uncut network, trained like all others: what training alone does to it."""
-    if (seeded.subject.model, seeded.seed, UNTOUCHED, "none", 0.0, finetune) in known:
+    if (seeded.subject.model, seeded.seed, UNTOUCHED, "none", 0.0, *lesson) in known:
         return
     began, fresh = perf_counter(), Subject(seeded.subject.model)
-    train_(fresh.graph.module, seeded.subject.data.train, _training(finetune, seeded.seed))
+    train_(fresh.graph.module, seeded.subject.data.train, _training(lesson, seeded.seed))
     before = _start(seeded.subject, known)
-    yield _measured(seeded, Method(UNTOUCHED, "none"), 0.0, fresh.graph, before, began, finetune)
+    yield _measured(seeded, Method(UNTOUCHED, "none"), 0.0, fresh.graph, before, began, lesson)
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +182,7 @@ def _start(subject: Subject, known: Mapping[Key, Row]) -> tuple[float, float]:
 
 
 def _measured(
-    seeded: Seeded, method: Method, target: float, graph: Graph, before: tuple[float, float], began: float, finetune: int
+    seeded: Seeded, method: Method, target: float, graph: Graph, before: tuple[float, float], began: float, lesson: Lesson
 ) -> Row:
     whole, left, subject = cost(seeded.subject.graph), cost(graph), seeded.subject
     search_after, test_after = subject.search(graph).accuracy, subject.test(graph).accuracy
@@ -183,7 +192,7 @@ def _measured(
         method.criterion,
         method.repair,
         target,
-        finetune,
+        lesson.epochs,
         1 - left.macs / whole.macs,
         1 - left.parameters / whole.parameters,
         before[0],
@@ -192,10 +201,11 @@ def _measured(
         test_after,
         perf_counter() - began,
         conditions().sentence(),
+        lesson.rate,
     )
     append_row(row)
     return row
 
 
-def _training(epochs: int, seed: int) -> TrainSettings:
-    return TrainSettings(epochs=epochs, lr=0.01, augment="crop-flip", seed=seed)
+def _training(lesson: Lesson, seed: int) -> TrainSettings:
+    return TrainSettings(epochs=lesson.epochs, lr=lesson.rate, augment="crop-flip", seed=seed)

@@ -41,7 +41,7 @@ class Size:
 
 SIZES = {"resnet20": Size(), "resnet56": Size(steering=500, search=2_000, masks=2_048)}
 
-Key = tuple[str, int, str, str, float, int]
+Key = tuple[str, int, str, str, float, int, float]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ METHODS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One network that one method made. Shares and accuracies are fractions; `finetune` counts epochs."""
+    """One network that one method made. Shares and accuracies are fractions; `finetune` counts epochs, at first at `rate`."""
 
     model: str
     seed: int
@@ -85,10 +85,11 @@ class Row:
     test_after: float
     seconds: float  # to make and measure it; courses are not in it
     conditions: str
+    rate: float = 0.01
 
     @property
     def key(self) -> Key:
-        return self.model, self.seed, self.method, self.repair, self.target, self.finetune
+        return self.model, self.seed, self.method, self.repair, self.target, self.finetune, self.rate if self.finetune else 0.0
 
     @property
     def search_drop(self) -> float:

@@ -43,7 +43,7 @@ def correct(outputs: Any, targets: Any) -> Tensor:
     return right
 
 
-def name_of(measure: Measure) -> str:
+def called(measure: Measure) -> str:
     """What a measure is called: "accuracy" for ours, the function's or its type's name for a user's own."""
     return "accuracy" if measure is correct else getattr(measure, "__name__", type(measure).__name__)
 

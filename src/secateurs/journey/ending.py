@@ -9,7 +9,7 @@ from torch import Tensor
 
 from secateurs.costs import cost
 from secateurs.data.examples import Examples
-from secateurs.evaluate import name_of
+from secateurs.evaluate import called
 from secateurs.graph import Graph
 from secateurs.journey.outfit import Outfit
 from secateurs.report import aligning_share
@@ -29,7 +29,7 @@ def find_outcome(outfit: Outfit, graph: Graph, steps: Sequence[Step], *, stopped
         graph=graph,
         steps=tuple(steps),
         stopped=stopped,
-        metric=name_of(workshop.tools.metric),
+        metric=called(workshop.tools.metric),
         search_before=workshop.evaluate(original, search),
         search_after=workshop.evaluate(graph, search),
         test_before=workshop.evaluate(original, test),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from secateurs.artefact import load
 from secateurs.data.splits import Data
 from secateurs.errors import RunError
-from secateurs.evaluate import Measure, name_of
+from secateurs.evaluate import Measure, called
 from secateurs.graph import Graph
 from secateurs.journey.keeping import START
 from secateurs.journey.outfit import Outfit
@@ -49,7 +49,7 @@ def provenance(
         "model": {"class": graph.plan.model, "weights_sha256": digest(weights), "leaves": list(graph.leaves)},
         "data": data.record(),
         "seed": recipe.seed,
-        "measures": {what: name_of(measure) for what, measure in measures.items()},
+        "measures": {what: called(measure) for what, measure in measures.items()},
         "store": None if store is None else str(Path(store).absolute()),
         "origin": dict(origin or {}),
         **environment(),
