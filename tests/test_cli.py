@@ -526,6 +526,25 @@ def test_eval_agrees_with_the_run_before_and_after(capsys: pytest.CaptureFixture
     assert not is_pruned_file(weights)
 
 
+def test_one_example_gives_a_drop_but_no_standard_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "onetest.py").write_text(
+        "import torch\n"
+        "def sets():\n"
+        "    x = torch.randn(61, 64, generator=torch.Generator().manual_seed(0))\n"
+        "    y = torch.arange(61) % 10\n"
+        "    return (x[:40], y[:40]), (x[40:60], y[40:60]), (x[60:], y[60:])\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    loose = ["--max-drop", "0.9", "--confidence", "0", "--out", "one"]
+    assert execute(["prune", *NET[:-1], "onetest:sets", *loose]) == 0
+    drop = document(capsys, "eval", "one")["drop"]
+    assert (drop["count"], drop["standard error"]) == (1, None)
+    assert execute(["eval", "one"]) == 0
+    assert re.search(r"won of 1: a drop of -?\d+\.\d\d points\.$", capsys.readouterr().out, re.M)
+
+
 # ---- inputs ------------------------------------------------------------------------------------------------------------
 
 

@@ -47,7 +47,12 @@ def test_the_tutorial_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert outcome.search_before.accuracy > 0.9, "the network to prune is not trained"
     assert outcome.search_before.accuracy - outcome.search_after.accuracy <= 0.02 + 1e-12
     assert outcome.cost_after.parameters < 0.9 * outcome.cost_before.parameters
-    assert "runs/first/pruned.safetensors" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "runs/first/pruned.safetensors" in printed
+    (promised,) = re.findall(r"about (\S+) without repair and (\S+) with it", TUTORIAL.read_text())
+    without, repaired = map(float, re.findall(r"^\d\.\d{3}$", printed, re.M))
+    assert without == pytest.approx(float(promised[0]), abs=0.1)
+    assert repaired == pytest.approx(float(promised[1]), abs=0.02)
 
 
 def test_the_core_is_ten_lines() -> None:

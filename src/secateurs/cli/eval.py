@@ -90,9 +90,10 @@ def evaluate(
         return
     print_table(("network", f"accuracy on {split}", "loss", "examples", "parameters", "MACs"), map(_row, rows.items()))
     if drop is not None:
+        error = drop["standard error"]
         say(
             f"{drop['lost']:,} answers lost and {drop['won']:,} won of {drop['count']:,}: a drop of "
-            f"{100 * drop['mean']:.2f} points, standard error {100 * drop['standard error']:.2f}."
+            f"{100 * drop['mean']:.2f} points" + (f", standard error {100 * error:.2f}." if error is not None else ".")
         )
 
 
@@ -146,7 +147,7 @@ def _drop(before: Tensor, after: Tensor) -> dict[str, Any]:
     from secateurs.contract import paired_bound
 
     found = paired_bound(before, after, None)
-    error = float((before - after).std()) / found.images**0.5
+    error = float((before - after).std()) / found.images**0.5 if found.images > 1 else None  # one example tells nothing of it
     return {"mean": found.estimate, "standard error": error, "lost": found.lost, "won": found.won, "count": found.images}
 
 
