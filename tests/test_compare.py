@@ -20,6 +20,7 @@ from secateurs import load
 from secateurs.cli import compare as command
 from secateurs.cli.compare import compare, shares, split
 from secateurs.cli.inputs import Origin
+from secateurs.cli.row_progress import RowForecast
 from secateurs.cli.table3 import table3
 from secateurs.data import load as load_data
 from secateurs.data.examples import Examples
@@ -32,7 +33,7 @@ from secateurs.experiments.comparison_rows import Answers, Count, Row, compariso
 from secateurs.experiments.comparison_tables import MISSED, best_words, spread, summaries, tables_text
 from secateurs.experiments.rows import append_row
 from secateurs.experiments.table3 import PAPER, findings, table3_sheet, table3_text
-from secateurs.methods import NO_TRAINING, Pruned, Task, Trained
+from secateurs.methods import NO_TRAINING, Budget, Pruned, Task, Trained
 from secateurs.models import build
 from secateurs.report.contest_page import closer_look, curves
 from secateurs.training import TrainSettings, train_
@@ -549,3 +550,23 @@ def test_table3_on_cifar10(depth: int, weights: str, examples: int, tmp_path: Pa
     (row,) = comparison_rows(tmp_path / "out" / f"resnet{depth}" / ROWS)
     assert (row.method, row.reached, row.test.count) == ("random:uniform", True, examples)
     assert "the paper, published" in (tmp_path / "out" / "table3.md").read_text()
+
+
+# ---- time left ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_time_left_tells_rows_that_pay_for_a_search_from_those_that_share_it() -> None:
+    forecast = RowForecast()
+    rows = entries(["a", "b"], [Budget("none")], [0.1, 0.2], [0, 1])  # seed by seed: a 10 %, b 10 %, a 20 %, b 20 %
+    assert forecast.left(rows) == ""  # nothing is known
+    forecast.add("a", "none", 0, 100.0)
+    assert forecast.left(rows[1:4]) == "at most 5:00 left"  # what a row costs that shares a search is not known yet
+    forecast.add("b", "none", 0, 60.0)
+    forecast.add("a", "none", 0, 10.0)
+    assert forecast.left(rows[3:4]) == "about 0:10 left"
+    assert forecast.left(rows[3:]) == "about 3:10 left"  # 10, then 100 + 60 to search with the other seed, 10 + 10 to share
+    assert forecast.left(rows[3:], spent=9.0) == "about 3:01 left"
+    forecast.add("b", "none", 0, 20.0)
+    assert forecast.left(rows[4:]) == "about 3:10 left"  # b has a figure of its own now: 100 + 60 + 10 + 20
+    trained = entries(["a"], [Budget("short")], [0.1], [0])
+    assert forecast.left([*rows[4:], *trained]) == "about 3:10 and 1 row with a budget that none has had yet left"

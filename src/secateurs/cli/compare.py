@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from secateurs.cli.flags import Json, Options, options
 from secateurs.cli.inputs import RUNS, Origin, build_model, check_device, load_data
-from secateurs.cli.progress import Display, Status, display
-from secateurs.cli.terminal import clock, percent, print_json, print_table, say, warn
+from secateurs.cli.progress import Display, display
+from secateurs.cli.row_progress import RowWatcher, words
+from secateurs.cli.terminal import print_json, print_table, say, warn
 from secateurs.errors import InvalidInput, RunError, SecateursError
 
 if TYPE_CHECKING:
     from secateurs.experiments.comparison import Comparison, Entry
-    from secateurs.experiments.comparison_rows import Row
     from secateurs.methods import Method
-    from secateurs.steps import Progress
 
 Many = Parameter(consume_multiple=True, negative="")
 BESIDE = ("random", "l1")  # what no comparison goes without
-_PHASES = {
-    "score": "scoring masks",
-    "search": "searching the cut",
-    "divide": "dividing the cuts, trial",
-    "finetune": "training between the cuts, step",
-    "retrain": "training after the cuts, step",
-}
 
 
 def compare(
@@ -239,75 +229,6 @@ def shares(words: Iterable[str]) -> tuple[float, ...]:
         raise InvalidInput(f"--targets: {error}. Wanted shares of the MACs, such as 0.3 0.5.") from error
 
 
-@dataclass
-class RowWatcher:
-    """Turns rows and what methods say into what a display shows, with a forecast from the rows that were made."""
-
-    shown: Display
-    left: list[Entry]
-    known: list[Row]
-    taken: dict[tuple[str, str], list[float]] = field(default_factory=dict)  # seconds by method and budget
-    made: int = 0
-    began: float | None = None  # of the row at hand
-
-    def __post_init__(self) -> None:
-        self.total = len(self.left)
-        self.left = list(self.left)
-        for row in self.known:
-            seconds = row.search_seconds + row.training_seconds
-            self.taken.setdefault((row.method, row.budget_name), []).append(seconds)
-
-    def start(self, entry: Entry) -> Callable[[Progress], None]:
-        """A row begins; gives what shows the method's progress."""
-        self.began = time.monotonic()
-        headline = f"row {self.made + 1} of {self.total}: {_words(entry)}"
-        self.shown.update(Status(headline, "starting", 0, 1, self._left()))
-
-        def watch(event: Progress) -> None:
-            what = _PHASES.get(event.phase, event.phase)
-            site = f", {event.site}" if event.site else ""
-            self.shown.update(Status(headline + site, what, event.done, max(event.done, event.total), self._left()))
-
-        return watch
-
-    def end(self, entry: Entry, row: Row | None, failure: str = "") -> None:
-        """A row is there, or is made elsewhere (None), or could not be made."""
-        self.made += 1
-        seconds = time.monotonic() - (self.began or 0.0)
-        self.left.remove(entry)
-        self.began = None
-        if failure:
-            warn(f"{_words(entry)}: {failure}")
-        elif row is None:
-            self.shown.line(f"row {self.made} of {self.total}, {_words(entry)}: another process is making it")
-        else:
-            self.taken.setdefault((row.method, row.budget_name), []).append(seconds)
-            self.shown.line(
-                f"row {self.made} of {self.total}, {_words(entry)}: {percent(row.macs.removed)} of the MACs removed, test "
-                f"accuracy {percent(row.test.before, 2)} → {percent(row.test.after, 2)}; {clock(seconds)}{self._tail()}"
-            )
-
-    def _tail(self) -> str:
-        told = self._left() if self.left else ""
-        return f", {told}" if told else ""
-
-    def _left(self) -> str:
-        found = [self._expected(entry) for entry in self.left]
-        known = [seconds for seconds in found if seconds is not None]
-        if not known:
-            return ""
-        spent = 0.0 if self.began is None else time.monotonic() - self.began
-        unknown = len(found) - len(known)
-        more = f" and {unknown} rows with a budget that none has had yet" if unknown else ""
-        return f"about {clock(max(sum(known) - spent, 0.0))}{more} left"
-
-    def _expected(self, entry: Entry) -> float | None:
-        """Seconds of a row, from those of its method and budget, else of any method with that budget."""
-        own = self.taken.get((entry.method, entry.budget.name))
-        alike = [seconds for (_, budget), many in self.taken.items() if budget == entry.budget.name for seconds in many]
-        return mean(own or alike) if own or alike else None
-
-
 def _try(comparison: Comparison, entry: Entry, method: Method, watcher: RowWatcher) -> str:
     """Make one row; what is wrong with one method does not stop the others."""
     watch = watcher.start(entry)
@@ -315,13 +236,9 @@ def _try(comparison: Comparison, entry: Entry, method: Method, watcher: RowWatch
         row = comparison.make(entry, method, watch=watch)
     except SecateursError as error:
         watcher.end(entry, None, str(error))
-        return f"{_words(entry)}: {error}"
+        return f"{words(entry)}: {error}"
     watcher.end(entry, row)
     return ""
-
-
-def _words(entry: Entry) -> str:
-    return f"{entry.method}, {100 * entry.target:g} % of the MACs, budget {entry.budget.name}, seed {entry.seed}"
 
 
 def _weights_name(origin: Origin) -> str:
