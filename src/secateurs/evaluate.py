@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class Evaluation:
     loss: float
     accuracy: float  # mean of the metric: by default the share of right answers, a fraction
     count: int
+    values: Tensor | None = field(default=None, compare=False, repr=False)
+    """The metric of every example, float64 (N,) on the CPU; None where it gives only means."""
 
 
 def cross_entropy(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
@@ -58,8 +60,17 @@ def evaluate(
     device: Device = None,
 ) -> Evaluation:
     """Mean loss and mean metric in one pass; the module comes back in the mode and on the device it was lent in."""
-    mean_loss, mean_metric = _means(module, examples, (loss_fn, metric), batch=batch, device=device)
-    return Evaluation(mean_loss, mean_metric, len(examples))
+    single: list[Tensor] = []
+
+    def noted(outputs: Any, targets: Any) -> Tensor:
+        found = metric(outputs, targets)
+        if found.ndim:
+            single.append(each(found, len(found)))
+        return found
+
+    mean_loss, mean_metric = _means(module, examples, (loss_fn, noted), batch=batch, device=device)
+    whole = sum(map(len, single)) == len(examples)
+    return Evaluation(mean_loss, mean_metric, len(examples), torch.cat(single) if whole else None)
 
 
 def loss(

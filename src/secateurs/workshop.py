@@ -18,8 +18,7 @@ from secateurs.data.examples import Examples, class_labels
 from secateurs.data.seeding import derive
 from secateurs.data.splits import Data, subset
 from secateurs.divergence import divergence, with_answers
-from secateurs.errors import InvalidInput
-from secateurs.evaluate import Device, Evaluation, Measure, cross_entropy, evaluate, values
+from secateurs.evaluate import Device, Evaluation, Measure, cross_entropy, evaluate
 from secateurs.graph import Graph
 from secateurs.masking import copied
 from secateurs.measuring import Bench
@@ -217,16 +216,12 @@ class Workshop:
         tools, batch = self.tools, self.recipe.batch
         return evaluate(graph.module, examples, loss_fn=tools.loss_fn, metric=tools.metric, batch=batch, device=tools.device)
 
-    def by_class(self, graph: Graph, examples: Examples) -> list[float]:
-        """Accuracy of a network on each class; empty where targets are no classes, or the metric gives only a mean."""
+    def by_class(self, found: Evaluation, examples: Examples) -> list[float]:
+        """The accuracy found on each class; empty where targets are no classes, or the metric gives only means."""
         labels = class_labels(examples.targets)
-        if labels is None or not self.data.classes:
+        if labels is None or found.values is None:
             return []
-        try:
-            found = values(graph.module, examples, self.tools.metric, batch=self.recipe.batch, device=self.tools.device)
-        except InvalidInput:
-            return []
-        return [float(found[labels.cpu() == k].mean()) for k in range(len(self.data.classes))]
+        return [float(found.values[labels.cpu() == k].mean()) for k in range(len(self.data.classes))]
 
     def start(self, graph: Graph) -> Start | None:
         """What a network gets on each of the jury's images, to count drops from; None where only means count."""

@@ -115,22 +115,13 @@ def _measure(
     network: nn.Module | Graph, data: Data, split: str, *, batch: int, device: str | None
 ) -> tuple[dict[str, Any], Tensor]:
     """What there is to say of a network, and whether it is right on each of the examples, (N,)."""
-    import torch
-
     from secateurs.costs import cost
-    from secateurs.evaluate import correct, each
     from secateurs.evaluate import evaluate as measure
     from secateurs.graph import Graph
 
     module = network.module if isinstance(network, Graph) else network
-    right: list[Tensor] = []
-
-    def noted(outputs: Any, targets: Any) -> Tensor:
-        given = correct(outputs, targets)
-        right.append(each(given, len(targets)))
-        return given
-
-    found = measure(module, data.splits()[split], metric=noted, batch=batch, device=device)
+    found = measure(module, data.splits()[split], batch=batch, device=device)
+    assert found.values is not None  # the metric is ours
     counted = cost(module, data.train.batch(slice(0, 2)).inputs)
     row = {
         "accuracy": found.accuracy,
@@ -139,7 +130,7 @@ def _measure(
         "parameters": counted.parameters,
         "macs": counted.macs,
     }
-    return row, torch.cat(right)
+    return row, found.values
 
 
 def _drop(before: Tensor, after: Tensor) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from secateurs.costs import cost
 from secateurs.data.examples import Examples
-from secateurs.evaluate import called
+from secateurs.evaluate import Evaluation, called
 from secateurs.graph import Graph
 from secateurs.journey.outfit import Outfit
 from secateurs.report import aligning_share
@@ -24,6 +24,7 @@ def find_outcome(outfit: Outfit, graph: Graph, steps: Sequence[Step], *, stopped
     """What the run gives, with `graph` as its last network; `began` is by the monotonic clock."""
     workshop, original = outfit.workshop, outfit.workshop.original
     test, search = workshop.data.test.ready(workshop.dtype), workshop.search
+    before, after = (workshop.evaluate(network, test) for network in (original, graph))
     timed = test.batch(slice(0, _TIMED)).inputs if any(step.removed for step in steps) else None
     return Outcome(
         graph=graph,
@@ -32,11 +33,11 @@ def find_outcome(outfit: Outfit, graph: Graph, steps: Sequence[Step], *, stopped
         metric=called(workshop.tools.metric),
         search_before=workshop.evaluate(original, search),
         search_after=workshop.evaluate(graph, search),
-        test_before=workshop.evaluate(original, test),
-        test_after=workshop.evaluate(graph, test),
+        test_before=before,
+        test_after=after,
         cost_before=outfit.cost_before,
         cost_after=cost(graph),
-        classes=_classes(workshop, graph, test),
+        classes=_classes(workshop, (before, after), test),
         speed=None if timed is None else _speed(workshop, graph, timed),
         batch=0 if timed is None else len(timed),
         aligning=0.0 if timed is None else aligning_share(graph, timed),
@@ -44,9 +45,9 @@ def find_outcome(outfit: Outfit, graph: Graph, steps: Sequence[Step], *, stopped
     )
 
 
-def _classes(workshop: Workshop, graph: Graph, test: Examples) -> tuple[tuple[str, float, float], ...]:
+def _classes(workshop: Workshop, found: Sequence[Evaluation], test: Examples) -> tuple[tuple[str, float, float], ...]:
     """Test accuracy of every class before and after."""
-    each = [workshop.by_class(network, test) for network in (workshop.original, graph)]
+    each = [workshop.by_class(one, test) for one in found]
     return tuple(zip(workshop.data.classes, *each, strict=True)) if all(each) else ()
 
 

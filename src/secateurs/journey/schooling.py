@@ -9,8 +9,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from torch import Tensor
-
 from secateurs.data.seeding import derive
 from secateurs.data.splits import subset
 from secateurs.evaluate import cross_entropy
@@ -37,11 +35,11 @@ def refresh_(outfit: Outfit, standing: Standing) -> Standing:
     if count is None:
         return standing
 
-    def recalibrate() -> dict[str, Tensor]:
+    def recalibrate() -> Standing:
         train, recipe = workshop.data.train, workshop.recipe
         chosen = subset(train, min(count, len(train)), seed=derive(recipe.seed, "recalibrate"))
         recalibrate_(standing.graph.module, chosen, batch=recipe.batch, device=workshop.tools.device)
-        return standing.momentum
+        return measured(workshop, standing)
 
     return _taken(outfit.judge, standing, recalibrate, if_within=True)
 
@@ -80,7 +78,7 @@ def _train_(outfit: Outfit, standing: Standing, lesson: Lesson) -> Standing:
     def tell(epoch: EpochRecord) -> None:
         outfit.whereabouts.tell(lesson.phase, epoch.epoch + 1, settings.epochs)
 
-    def train() -> dict[str, Tensor]:
+    def train() -> Standing:
         history = train_(
             standing.graph.module,
             workshop.data.train,
@@ -95,19 +93,22 @@ def _train_(outfit: Outfit, standing: Standing, lesson: Lesson) -> Standing:
             save=keep,
             on_epoch=tell,
         )
-        return dict(history.momentum)
+        learnt = replace(standing, momentum=dict(history.momentum))
+        last = history.epochs[-1] if history.epochs else None
+        if last is None or last.search_accuracy is None or last.search_loss is None:
+            return measured(workshop, learnt)
+        return replace(learnt, accuracy=last.search_accuracy, loss=last.search_loss)  # it was measured after its last epoch
 
     return _taken(outfit.judge, standing, train, if_within=recipe.budget == "run")
 
 
-def _taken(judge: Judge, standing: Standing, learn_: Callable[[], dict[str, Tensor]], *, if_within: bool) -> Standing:
-    """The network with the weights that `learn_` gives it, measured; it gives back the momentum that goes with them.
+def _taken(judge: Judge, standing: Standing, learn_: Callable[[], Standing], *, if_within: bool) -> Standing:
+    """The network with the weights that `learn_` gives it.
 
     If that is wanted, and the new weights break the budget, the network gets its old ones again.
     """
     weights = copy.deepcopy(standing.graph.module.state_dict())
-    momentum = learn_()
-    learnt = measured(judge.workshop, replace(standing, momentum=momentum))
+    learnt = learn_()
     if not if_within or judge.still_within(learnt):
         return learnt
     standing.graph.module.load_state_dict(weights)
