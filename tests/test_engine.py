@@ -263,7 +263,7 @@ def test_the_users_network_stays_as_it_was(name: str) -> None:
     try:
         network = split_for(graph, site, examples)
         network.measure(sample_masks(site.channels, 2, generator=seeded(0)), [loss_of])
-        network.slopes(torch.ones(len(examples), site.channels, dtype=torch.bool), loss_of)
+        network.slopes([torch.ones(len(examples), site.channels, dtype=torch.bool)], loss_of)
         assert all(part.training for part in graph.module.modules())
     finally:
         graph.module.eval()
@@ -299,7 +299,7 @@ def test_masks_of_another_kind_or_width_are_refused() -> None:
     with pytest.raises(InvalidMask, match="wanted bool"):
         network.measure(masks.double(), [loss_of])
     with pytest.raises(InvalidMask, match=f"\\(7, {site.channels}\\)"):
-        network.slopes(masks, loss_of)
+        network.slopes([masks], loss_of)
     with pytest.raises(InvalidInput, match="no examples"):
         split_for(problem("mlp")[0], site, problem("mlp")[1].take(torch.arange(0)))
     with pytest.raises(InvalidInput, match="rows and masks_per_pass"):

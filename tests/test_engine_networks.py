@@ -147,7 +147,7 @@ def test_slopes_are_those_of_finite_differences(name: str, filled: bool) -> None
     fill = torch.full((6,), 0.3, dtype=torch.float64) if filled else None
     masks = sample_masks(6, len(examples), generator=seeded(7))
     network = split_for(graph, site, examples, batch=4, fill=fill)
-    found = network.slopes(masks, cross_entropy)
+    (found,) = network.slopes([masks], cross_entropy)
     torch.testing.assert_close(found.losses, network.values(masks, cross_entropy).diagonal(), rtol=1e-10, atol=0)
 
     def loss_at(factors: Tensor) -> Tensor:
@@ -184,9 +184,9 @@ def test_a_loss_without_slopes_is_refused() -> None:
     network = split_for(graph, site, examples)
     masks = torch.ones(len(examples), site.channels, dtype=torch.bool)
     with pytest.raises(InvalidInput, match="no slope"):
-        network.slopes(masks, lambda outputs, targets: (outputs.argmax(1) == targets).double())
+        network.slopes([masks], lambda outputs, targets: (outputs.argmax(1) == targets).double())
     with pytest.raises(InvalidInput, match="not their mean"):
-        network.slopes(masks, lambda outputs, targets: cross_entropy(outputs, targets).mean())
+        network.slopes([masks], lambda outputs, targets: cross_entropy(outputs, targets).mean())
 
 
 class Mixing(Net):

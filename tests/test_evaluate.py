@@ -31,7 +31,8 @@ def test_values_worked_out_by_hand() -> None:
     assert found.loss == pytest.approx((math.log(4) + math.log(2)) / 2, rel=1e-6)
     assert found.accuracy == 0.5
     assert found.count == 2
-    assert found.values is not None and found.values.tolist() == [0.0, 1.0]
+    assert found.values is not None
+    assert found.values.tolist() == [0.0, 1.0]
     assert evaluate(nn.Identity(), examples, metric=lambda given, targets: given.mean()).values is None  # a mean alone
     assert predictions(nn.Identity(), examples).tolist() == [0, 0]
 
@@ -43,7 +44,9 @@ def test_batching_is_invisible(count: int, batch: int) -> None:
     whole, parts = evaluate(net, examples, batch=count), evaluate(net, examples, batch=batch)
     assert parts.loss == pytest.approx(whole.loss, rel=1e-12)
     assert parts.accuracy == whole.accuracy
-    assert parts.values is not None and whole.values is not None and torch.equal(parts.values, whole.values)
+    assert parts.values is not None
+    assert whole.values is not None
+    assert torch.equal(parts.values, whole.values)
     torch.testing.assert_close(outputs(net, examples, batch=batch), outputs(net, examples, batch=count), rtol=0, atol=1e-12)
 
 

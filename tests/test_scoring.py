@@ -163,13 +163,14 @@ def test_other_weights_examples_or_losses_are_measured_anew(problem: tuple[Graph
 
 def test_slopes_are_those_of_autograd(problem: tuple[Graph, Site, Examples]) -> None:
     graph, site, pool = problem
-    few, masks = pool.take(torch.arange(30)), sample_masks(CHANNELS, 30, generator=seeded(0))
-    losses, slopes = Bench(graph, site, cross_entropy, Store(), batch=7).on(few).slopes(masks)
+    few, turns = pool.take(torch.arange(30)), [sample_masks(CHANNELS, 30, generator=seeded(seed)) for seed in (0, 1)]
+    losses, slopes = Bench(graph, site, cross_entropy, Store(), batch=7).on(few).slopes(turns)
     hidden, last = graph.module.get_submodule("0"), graph.module.get_submodule("2")
-    z = masks.float().requires_grad_()
-    wanted = cross_entropy(last(hidden(few.inputs).relu() * z), few.targets)
-    torch.testing.assert_close(losses, wanted.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(slopes, torch.autograd.grad(wanted.sum(), z)[0], rtol=1e-4, atol=1e-6)
+    for turn, masks in enumerate(turns):
+        z = masks.float().requires_grad_()
+        wanted = cross_entropy(last(hidden(few.inputs).relu() * z), few.targets)
+        torch.testing.assert_close(losses[turn], wanted.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(slopes[turn], torch.autograd.grad(wanted.sum(), z)[0], rtol=1e-4, atol=1e-6)
 
 
 def test_progress_counts_up_to_what_was_used(problem: tuple[Graph, Site, Examples]) -> None:

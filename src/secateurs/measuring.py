@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from types import CodeType
@@ -81,15 +81,21 @@ class Measured:
 
         return self._by_mask("means", masks, measure, on_measured)
 
-    def slopes(self, masks: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss (N,) of every example n under its own mask n of masks (N, C), and its slopes (N, C) along that mask."""
-        context, key = self._context("slopes"), hashlib.sha256(mask_key(masks.flatten())).digest()
-        (known,) = self.bench.store.get(context, [key])
-        if known is None:
-            found = self._split.slopes(masks, self.bench.measure)
-            known = torch.cat([found.losses[:, None], found.slopes], 1).cpu().to(self._kept)
-            self._keep(context, [key], [known])
-        return known[:, 0], known[:, 1:]
+    def slopes(self, turns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """In every turn, of masks (N, C), the loss of every example n under its own mask n, and its slopes along that mask.
+
+        T turns give losses (T, N) and slopes (T, N, C).
+        """
+        context, keys = self._context("slopes"), [hashlib.sha256(mask_key(masks.flatten())).digest() for masks in turns]
+        known = dict(zip(keys, self.bench.store.get(context, keys), strict=True))
+        missing = {key: masks for key, masks in zip(keys, turns, strict=True) if known[key] is None}
+        if missing:
+            found = self._split.slopes(list(missing.values()), self.bench.measure)
+            fresh = [torch.cat([one.losses[:, None], one.slopes], 1).cpu().to(self._kept) for one in found]
+            self._keep(context, list(missing), fresh)
+            known.update(zip(missing, fresh, strict=True))
+        values = torch.stack([value for key in keys if (value := known[key]) is not None])
+        return values[..., 0], values[..., 1:]
 
     def _by_mask(
         self, what: str, masks: Tensor, measure: Callable[[Tensor], Tensor], on_measured: Callable[[int], None] | None

@@ -16,7 +16,7 @@ from secateurs.engine.forms import Form, Way, check_form
 from secateurs.engine.memory import default_budget, memory_of
 from secateurs.engine.parts import Parts, check_replacements, prepare
 from secateurs.engine.sharing import Task, one_thread
-from secateurs.engine.slopes import Slopes, per_example, slopes_of
+from secateurs.engine.slopes import Slopes, joined, per_example, slopes_of
 from secateurs.errors import InvalidInput, InvalidMask
 from secateurs.evaluate import Device, Measure, total
 from secateurs.graph import Graph
@@ -101,22 +101,24 @@ class MaskedNetwork:
 
         return torch.cat(self._measured(masks, each, weights), 1)
 
-    def slopes(self, masks: Tensor, loss_fn: Measure) -> Slopes:
-        """The loss of each example n under its own mask n, of masks (N, C), and its slope along every channel.
+    def slopes(self, turns: Sequence[Tensor], loss_fn: Measure) -> list[Slopes]:
+        """In every turn, of masks (N, C), the loss of each example n under its own mask n, and its slope along every channel.
 
-        `loss_fn` must give one value for each example. Takes one pass forward and one back for each chunk.
+        `loss_fn` must give one value for each example. A turn takes one pass forward and one back for each chunk.
         """
-        self._check(masks, len(self._chunks.examples))
-        masks = masks.to(self._parts.device)
-        found: dict[int, Slopes] = {}
+        for masks in turns:
+            self._check(masks, len(self._chunks.examples))
+        placed = [masks.to(self._parts.device) for masks in turns]
+        found: dict[Task, Slopes] = {}
 
         def work(way: Way, chunk: Chunk, task: Task) -> None:
-            start = task[0] * self._chunks.batch
-            found[task[0]] = slopes_of(way, chunk, masks[start : start + chunk.examples], loss_fn)
+            number, turn = task
+            start = number * self._chunks.batch
+            found[task] = slopes_of(way, chunk, placed[turn][start : start + chunk.examples], loss_fn)
 
-        self._crew_for(self.form or default_form(self._parts, self._chunks.batch, totals=False)).work_through(work, 1)
-        parts = [found[number] for number in range(len(self._chunks))]
-        return Slopes(torch.cat([part.losses for part in parts]), torch.cat([part.slopes for part in parts]))
+        crew = self._crew_for(self.form or default_form(self._parts, self._chunks.batch, totals=False))
+        crew.work_through(work, len(turns))
+        return [joined([found[number, turn] for number in range(len(self._chunks))]) for turn in range(len(turns))]
 
     def _measured(self, masks: Tensor, summary: Summary, weights: Weights | None) -> list[Tensor]:
         """The summary of each mask's outputs, for each chunk (M, …)."""

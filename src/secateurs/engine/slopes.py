@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,11 @@ class Slopes:
 
     losses: Tensor  # (N,) float64: example n under mask n
     slopes: Tensor  # (N, C) float64: dloss_n / dmask_nc, for kept and masked channels alike
+
+
+def joined(parts: Sequence[Slopes]) -> Slopes:
+    """Those of several chunks, one after the other."""
+    return Slopes(torch.cat([part.losses for part in parts]), torch.cat([part.slopes for part in parts]))
 
 
 def slopes_of(way: Way, chunk: Chunk, masks: Tensor, loss_fn: Measure) -> Slopes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -11,13 +12,14 @@ from secateurs.costs import cost
 from secateurs.ensemble import Ensemble
 from secateurs.errors import InvalidInput
 from secateurs.gradients import Pairs, fit_slopes, gains, joined
-from secateurs.masking import split_at
+from secateurs.masking import device_of, split_at
 from secateurs.measuring import Bench, Measured
 from secateurs.noise import masks_per_example
 from secateurs.scoring.work import PILOT, ROUNDS, Scored, Work
 from secateurs.stability import agreement, resampled_means, settled
 
 _FEWEST = 4  # examples under masks of their own
+_SLICE = 64  # examples at once on a CPU: a round has so few that larger pieces would leave cores without work
 GRADIENT_PASS = 2.4  # what a forward and backward pass costs, in forward passes
 
 
@@ -50,20 +52,27 @@ def _rounds_of_pairs(work: Work) -> Iterator[Pairs]:
             f"{2 * _FEWEST} masks or more, on 2 examples or more. estimator = 'losses' needs fewer masks."
         )
     size = min(max(work.bound // (2 * ROUNDS), PILOT), len(order))
-    first = work.bench.on(work.pool.take(order[:size].sort().values))
+    bench = _in_slices(work.bench)
+    first = bench.on(work.pool.take(order[:size].sort().values))
     each = _masks_each(work, first, len(order))
     most = work.bound // each  # examples
     for number, start in enumerate(range(0, min(most, len(order)), size)):
         rows = order[start : min(start + size, most)].sort().values
-        measured = first if len(rows) == size and number == 0 else work.bench.on(work.pool.take(rows))
+        measured = first if len(rows) == size and number == 0 else bench.on(work.pool.take(rows))
         yield _pairs(work, measured, number, each)
+
+
+def _in_slices(bench: Bench) -> Bench:
+    """The bench with batches small enough to be shared out."""
+    on_cpu = (device_of(bench.graph.module) if bench.device is None else torch.device(bench.device)).type == "cpu"
+    return replace(bench, batch=min(bench.batch, _SLICE)) if on_cpu else bench
 
 
 def _pairs(work: Work, measured: Measured, number: int, each: int) -> Pairs:
     """One round: its examples under `each` masks of their own."""
     masks = [work.masks(len(measured.examples), number, turn) for turn in range(each)]
-    losses, slopes = zip(*(measured.slopes(own) for own in masks), strict=True)
-    return Pairs(torch.stack(masks, 1), torch.stack(losses, 1), torch.stack(slopes, 1))
+    losses, slopes = measured.slopes(masks)
+    return Pairs(torch.stack(masks, 1), losses.transpose(0, 1), slopes.transpose(0, 1))
 
 
 def _masks_each(work: Work, first: Measured, available: int) -> int:
