@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -218,6 +218,7 @@ def second_masks(graph: Graph, keep: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: keep[name][list(site.original)] for name, site in resolve(graph, keep).items()}
 
 
+@example(case=Case(blocks=("Chain", "Parts"), head="mean", shortcut="before", share=0.4, seed=2510))  # a gathered constant
 @law(16)
 def test_two_steps_equal_one(case: Case) -> None:
     graph = case.graph()

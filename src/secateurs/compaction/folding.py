@@ -14,10 +14,10 @@ from torch import Tensor, fx
 
 from secateurs.channels import ids
 from secateurs.compaction.state import Rewriting
-from secateurs.flow import Channelwise, Flow, Join, Layer
+from secateurs.flow import Channelwise, Flow, Join, Layer, Moved
 from secateurs.flow.table import call_on
 from secateurs.graph import shape_of
-from secateurs.layers import Constant
+from secateurs.layers import Align, Constant, mask_channels
 
 
 def constant_at(state: Rewriting, node: fx.Node, flow: Flow) -> Tensor | None:
@@ -32,13 +32,16 @@ def constant_at(state: Rewriting, node: fx.Node, flow: Flow) -> Tensor | None:
         return None
     known = any(i in state.constants for i in inputs)
     steady = isinstance(flow, Channelwise) and flow.pointwise and len(inputs) == 1
-    if not (steady or (isinstance(flow, Layer) and not known)) or flow.axis == 0:
+    gathers = isinstance(flow, Moved) and flow.how == "gather" and flow.axis == flow.in_axis
+    if not (steady or gathers or (isinstance(flow, Layer) and not known)) or flow.axis == 0:
         raise state.empty(inputs[0], node)
     state.emptied_by[node] = state.emptied_by.get(inputs[0], str(inputs[0].target))
     if isinstance(flow, Layer):
         bias: Any = state.module.get_submodule(str(node.target)).bias
         return _zero(state, node) if bias is None else bias.detach().view(_thin(state, node)).clone()
     value = state.constants.get(inputs[0])
+    if isinstance(flow, Moved):
+        return _zero(state, node) if value is None else _gathered(value, flow)
     return _apply(state, node, _zero(state, node) if value is None else value)
 
 
@@ -65,6 +68,13 @@ def _apply(state: Rewriting, node: fx.Node, value: Tensor) -> Tensor:
     return result
 
 
+def _gathered(value: Tensor, flow: Moved) -> Tensor:
+    """The channels that the flow takes of a constant, zero where it takes none."""
+    index = flow.index.to(value.device)
+    taken = value.index_select(flow.axis, index.clamp(min=0))
+    return mask_channels(taken, index >= 0, flow.axis)
+
+
 def insert_constant(state: Rewriting, reader: fx.Node, source: fx.Node, wanted: Tensor, flow: Join) -> None:
     """Let `reader` join the value of a folded branch to the rest, which must fill the whole shape by itself."""
     value, axis = state.constants[source], state.axis_of(source)
@@ -74,8 +84,15 @@ def insert_constant(state: Rewriting, reader: fx.Node, source: fx.Node, wanted: 
     if value.shape[axis] == flow.width:
         value = value.index_select(axis, ids(wanted).to(value.device))
     with state.module.graph.inserting_before(reader):
-        constant = state.insert(f"constant_{source.name}", Constant(value), ())
+        constant = state.insert(f"constant_{_origin(state, source).name}", Constant(value), ())
     reader.replace_input_with(source, constant)
+
+
+def _origin(state: Rewriting, node: fx.Node) -> fx.Node:
+    """The node whose channels an earlier cut has aligned, so that a constant's name does not tell of the cuts before."""
+    while node.op == "call_module" and isinstance(state.module.get_submodule(str(node.target)), Align):
+        (node,) = state.flows.inputs[node]
+    return node
 
 
 def fold_sum(state: Rewriting, node: fx.Node, flow: Join, dropped: list[fx.Node]) -> bool:
