@@ -35,6 +35,7 @@ from secateurs.sites import Site
 from secateurs.steps import Progress
 from secateurs.training import TrainSettings, train_
 from secateurs.training.loop import _Loop
+from secateurs.workshop import Workshop
 
 
 class Tiny(nn.Module):
@@ -230,6 +231,26 @@ def test_passes_count_images_by_masks() -> None:
         with opened(asked, name, recipe_for(asked, name), None) as work:
             places = [work.workshop.place(graph(), site) for site in work.sites]
             assert sum(ranked(work, place, 1)[1] for place in places) == wanted
+
+
+@pytest.mark.parametrize("name", ["portfolio+refit", "l1:uniform", "li"])
+def test_all_targets_and_budgets_of_a_method_share_what_it_finds_at_the_sites(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is ranked again, and what comes out is what it would have been without sharing; another seed shares nothing."""
+    store = tmp_path / "measured.sqlite"
+    method(name)(task(store=store))
+    alone = method(name)(task(target_macs=0.5, budget=BUDGET))
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise AssertionError("ranked again")
+
+    monkeypatch.setattr(Workshop, "rank", refuse)
+    shared = method(name)(task(target_macs=0.5, budget=BUDGET, store=store))
+    assert shared.passes == alone.passes
+    assert all(torch.equal(weights(alone.graph)[key], value) for key, value in weights(shared.graph).items())
+    with pytest.raises(AssertionError, match="ranked again"):
+        method(name)(task(target_macs=0.5, seed=1, store=store))
 
 
 # ---- names and mistakes --------------------------------------------------------------------------------------------------

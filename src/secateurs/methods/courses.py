@@ -1,16 +1,26 @@
-"""What a method finds out about every site of the untouched network before it cuts: each is looked at once, and kept."""
+"""What a method finds out about every site of the untouched network before it cuts.
+
+Each is looked at once, and kept: in the method's folder, and in the store for the same method with other targets and budgets.
+"""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from secateurs.allocation import Curve
 from secateurs.dividing import Course, course_fields, course_from, measure_course
+from secateurs.measuring import name_of
 from secateurs.methods.work import Work
 from secateurs.ranking import Ranking
+from secateurs.record import environment
 from secateurs.sites import Site
+from secateurs.store import context_of
 from secateurs.workshop import Place
 
 THERE_AND_BACK = 3  # an image that is brought through a network and its gradient back counts so many passes
@@ -33,18 +43,43 @@ Look = Callable[[Work, Site, int], Looked]
 
 
 def look_at_sites(work: Work, look: Look) -> dict[str, Looked]:
-    """What `look` finds at every site, in network order; from the folder, where it was found before."""
+    """What `look` finds at every site, in network order; not looked for again where it was found before.
+
+    The passes are those that it took to find it, the seconds those that it took now.
+    """
     found: dict[str, Looked] = {}
     for number, site in enumerate(work.sites, 1):
         work.tell("score", number - 1, len(work.sites), site, number)
         if not work.record.units("course", site=site.name):
             began = time.monotonic()
-            looked = look(work, site, number)
-            took = {"passes": looked.passes, "seconds": time.monotonic() - began}
-            work.record.append("course", site=site.name, **course_fields(looked.course), **took)
+            fields = _kept_or_looked_at(work, look, site, number)
+            work.record.append("course", site=site.name, **fields, seconds=time.monotonic() - began)
         entry = work.record.units("course", site=site.name)[0]
         found[site.name] = Looked(course_from(site, entry), entry["passes"], entry["seconds"])
     return found
+
+
+def _kept_or_looked_at(work: Work, look: Look, site: Site, number: int) -> dict[str, Any]:
+    """A site's course and passes as plain values, from the store if it has them."""
+    store, context = work.workshop.tools.store, _context(work)
+    key = site.name.encode()
+    (kept,) = store.get(context, [key])
+    if kept is None:
+        looked = look(work, site, number)
+        text = json.dumps({**course_fields(looked.course), "passes": looked.passes}).encode()
+        kept = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        store.put(context, [key], [kept])
+    fields: dict[str, Any] = json.loads(kept.numpy().tobytes())
+    return fields
+
+
+def _context(work: Work) -> str:
+    """All that a course depends on besides the site: not what is to be removed, and not the training that comes after it."""
+    task, module = work.task, work.task.graph.module
+    asked = {name: value for name, value in work.asked.items() if name not in ("target_macs", "budget")}
+    measures = name_of(task.loss_fn), name_of(task.metric)
+    structure, versions = f"{module.code}{module}", environment()["versions"]
+    return context_of("courses", json.dumps([asked, versions], sort_keys=True), structure, *measures)
 
 
 def look_at_curve(work: Work, site: Site, number: int) -> Looked:

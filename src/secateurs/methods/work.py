@@ -60,6 +60,7 @@ class Work:
     workshop: Workshop
     record: Record
     watch: Watch | None
+    asked: Mapping[str, Any]  # all that the outcome depends on, as JSON has it
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
@@ -121,12 +122,13 @@ def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterat
     """The work of the method called `name`, whose searching `recipe` describes; goes on with what the task's folder holds."""
     if not 0 < task.target_macs < 1:
         raise InvalidInput(f"target_macs = {task.target_macs:g}: wanted a share of the MACs between 0 and 1, such as 0.3")
-    record = Record() if task.folder is None else _folder(task, task.folder, name)
+    asked = _asked(task, name)
+    record = Record() if task.folder is None else _folder(task.folder, asked)
     try:
         store = Store(task.store or (None if record.path is None else record.path / _MEASURED))
         try:
             tools = Tools(task.loss_fn, task.metric, task.device, store, cache_bytes=None)
-            yield Work(task, Workshop(task.graph, task.data, recipe, tools), record, watch)
+            yield Work(task, Workshop(task.graph, task.data, recipe, tools), record, watch, asked)
         finally:
             store.close()
     finally:
@@ -151,13 +153,13 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
 _PAIRS_SEE = 1024  # examples: pairwise terms are fitted to losses, which need a fixed number to be counted
 
 
-def _folder(task: Task, path: Path, name: str) -> RunFolder:
+def _folder(path: Path, asked: Mapping[str, Any]) -> RunFolder:
     """The folder at `path`, new or of this very task and method."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
     try:
-        asked, known = _asked(task, name), folder.units("task")
+        known = folder.units("task")
         if not known:
             folder.append("task", **asked)
         changed = [key for key in asked if known and known[0].get(key) != asked[key]]
