@@ -495,6 +495,15 @@ def test_the_papers_figures_stand_above_ours() -> None:
     assert table3_text({}) == "No row is there yet.\n"
 
 
+def test_methods_of_table3_come_in_one_order_at_every_share() -> None:
+    """Processes that share the work add their rows in any order; a method's own variants are not its rivals."""
+    arrived = [("li", 0.1), ("paper", 0.1), ("ensemble", 0.1), ("ensemble", 0.2), ("paper", 0.2), ("li", 0.2)]
+    rows = [row(method, target, {"li": 0.8, "paper": 0.85, "ensemble": 0.87}[method]) for method, target in arrived]
+    made = [line[1] for line in table3_sheet({44: rows}, "none").lines]
+    assert made == [f"{method}, {share} %" for share in (10, 20) for method in ("li", "paper", "ensemble")]
+    assert findings({44: rows}, "none")[0].endswith("The paper's method is 5.00 points ahead of the best rival (li).")
+
+
 def test_published_changes_are_those_of_the_text() -> None:
     """Every depth has the paper's own line, and its rivals' as far as they published one."""
     assert {depth: [line.who for line in lines] for depth, lines in PAPER.items()} == {
