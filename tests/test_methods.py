@@ -298,6 +298,8 @@ def test_a_folder_of_another_task_is_refused(tmp_path: Path) -> None:
         open_folder("l1", target_macs=0.2, seed=1)
     with pytest.raises(RunError, match="another method"):
         open_folder("l2")
+    with pytest.raises(RunError, match="another loss and metric"):
+        open_folder("l1", loss_fn=torch.nn.functional.mse_loss, metric=torch.nn.functional.l1_loss)
 
 
 def test_training_that_differs_from_the_budget_is_an_error() -> None:

@@ -98,3 +98,14 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(InvalidInput, match=r"torch\.int64"):
         Store().put("here", [b"a"], [torch.tensor(1)])
+
+
+def test_plain_values_come_back_from_the_file_and_what_is_known_stays(tmp_path: Path) -> None:
+    fields = {"order": [2, 0, 1], "loss": 0.1, "name": "ä", "none": None}
+    store = Store(tmp_path / "store.sqlite")
+    store.put_fields("here", b"key", fields)
+    store.put_fields("here", b"key", {"other": 1})
+    store.close()
+    again = Store(tmp_path / "store.sqlite")
+    assert again.get_fields("here", b"key") == fields
+    assert again.get_fields("elsewhere", b"key") is None

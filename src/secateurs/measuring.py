@@ -7,7 +7,6 @@ the same to the bit, and a run that is made again measures nothing.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
@@ -115,20 +114,19 @@ class Measured:
         return torch.stack(rows)
 
     def _keep(self, context: str, keys: list[bytes], values: list[Tensor]) -> None:
-        form = self._split.form
-        if form is not None and self.bench.store.get(self.bench.context, [_FORM]) == [None]:
+        store, form = self.bench.store, self._split.form
+        if form is not None and store.get_fields(self.bench.context, _FORM) is None:
             # first, so that no value outlives the form that it was measured in
-            text = json.dumps(asdict(form), sort_keys=True).encode()
-            self.bench.store.put(self.bench.context, [_FORM], [torch.frombuffer(bytearray(text), dtype=torch.uint8)])
-        self.bench.store.put(context, keys, values)
+            store.put_fields(self.bench.context, _FORM, asdict(form))
+        store.put(context, keys, values)
 
     @cached_property
     def _split(self) -> MaskedNetwork:
         bench = self.bench
-        (kept,) = bench.store.get(bench.context, [_FORM])
+        kept = bench.store.get_fields(bench.context, _FORM)
         if kept is not None:
             try:
-                return self._made(Form(**json.loads(bytes(kept.tolist()))))
+                return self._made(Form(**kept))
             except InvalidInput:
                 pass  # it was made on another device, which can do what this one cannot
         return self._made(None)

@@ -7,10 +7,12 @@ that is resumed, or made again with another allowed drop, finds here what it wou
 from __future__ import annotations
 
 import hashlib
+import json
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,6 +51,19 @@ class Store:
         rows = [(context, key, *_packed(value)) for key, value in zip(keys, values, strict=True)]
         with self._errors(), self._base:
             self._base.executemany("insert or ignore into measured values (?, ?, ?, ?, ?)", rows)
+
+    def get_fields(self, context: str, key: bytes) -> dict[str, Any] | None:
+        """The plain values that `put_fields` kept, None where there are none."""
+        (kept,) = self.get(context, [key])
+        if kept is None:
+            return None
+        fields: dict[str, Any] = json.loads(kept.numpy().tobytes())
+        return fields
+
+    def put_fields(self, context: str, key: bytes, fields: Mapping[str, Any]) -> None:
+        """Keep plain values by name, as JSON takes them; what is known stays."""
+        text = json.dumps(fields, sort_keys=True).encode()
+        self.put(context, [key], [torch.frombuffer(bytearray(text), dtype=torch.uint8)])
 
     def __len__(self) -> int:
         """How many values it holds."""

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from secateurs.allocation import Curve
 from secateurs.dividing import Course, course_fields, course_from, measure_course
 from secateurs.measuring import name_of
@@ -26,6 +24,7 @@ from secateurs.workshop import Place
 THERE_AND_BACK = 3  # an image that is brought through a network and its gradient back counts so many passes
 
 _BY_REPAIRS = ("obs", "portfolio")  # criteria that look at what a repair would make up for
+_NOT_OF_A_COURSE = ("target_macs", "budget", "loss", "metric")  # the last two are told by more than a name
 _COMPARED_AT = 3  # numbers of filters at which a portfolio compares orders
 
 
@@ -63,20 +62,18 @@ def _kept_or_looked_at(work: Work, look: Look, site: Site, number: int) -> dict[
     """A site's course and passes as plain values, from the store if it has them."""
     store, context = work.workshop.tools.store, _context(work)
     key = site.name.encode()
-    (kept,) = store.get(context, [key])
+    kept = store.get_fields(context, key)
     if kept is None:
         looked = look(work, site, number)
-        text = json.dumps({**course_fields(looked.course), "passes": looked.passes}).encode()
-        kept = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        store.put(context, [key], [kept])
-    fields: dict[str, Any] = json.loads(kept.numpy().tobytes())
-    return fields
+        kept = {**course_fields(looked.course), "passes": looked.passes}
+        store.put_fields(context, key, kept)
+    return kept
 
 
 def _context(work: Work) -> str:
     """All that a course depends on besides the site: not what is to be removed, and not the training that comes after it."""
     task, module = work.task, work.task.graph.module
-    asked = {name: value for name, value in work.asked.items() if name not in ("target_macs", "budget")}
+    asked = {name: value for name, value in work.asked.items() if name not in _NOT_OF_A_COURSE}
     measures = name_of(task.loss_fn), name_of(task.metric)
     structure, versions = f"{module.code}{module}", environment()["versions"]
     return context_of("courses", json.dumps([asked, versions], sort_keys=True), structure, *measures)

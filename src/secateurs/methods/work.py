@@ -15,6 +15,7 @@ from torch import Tensor
 from secateurs.compaction import replay
 from secateurs.costs import cost
 from secateurs.errors import InvalidInput, RunError
+from secateurs.evaluate import called
 from secateurs.graph import Graph
 from secateurs.masking import copied
 from secateurs.methods.task import Task, Trained
@@ -162,7 +163,7 @@ def _folder(path: Path, asked: Mapping[str, Any]) -> RunFolder:
         known = folder.units("task")
         if not known:
             folder.append("task", **asked)
-        changed = [key for key in asked if known and known[0].get(key) != asked[key]]
+        changed = [key for key in asked if known and known[0].get(key, asked[key]) != asked[key]]
         if changed:
             raise RunError(
                 f"{path}: was started with another {' and '.join(changed)}. Give what it was started with, or another folder."
@@ -185,6 +186,8 @@ def _asked(task: Task, name: str) -> dict[str, Any]:
         "shortcut": task.shortcut,
         "seed": task.seed,
         "batch": task.batch,
+        "loss": called(task.loss_fn),
+        "metric": called(task.metric),
     }
     plain: dict[str, Any] = json.loads(json.dumps(told))
     return plain
