@@ -294,7 +294,7 @@ def test_rendering_needs_rows_and_nothing_else(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_budgets_ask_for_what_they_say() -> None:
-    for budget, wanted in {"2core": (20, 2, 0.01), "paper": (None, 80, 0.005)}.items():
+    for budget, wanted in {"2core": (15, 2, 0.02), "paper": (None, 80, 0.005)}.items():
         file, changes = command.BUDGETS[budget]
         recipe = command.chosen_recipe(file, changes)
         assert recipe.finetune is not None

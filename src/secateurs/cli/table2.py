@@ -73,7 +73,7 @@ def table2(
     variants
         Mask before (B) or after (A) the shortcut, forward (F) or backward (B); BF+ is BF with the portfolio and repair.
     budget
-        2core: fast ensembles, 20 training steps after a cut, 2 epochs at the end (recipe table2-2core). paper: 10 epochs after
+        2core: fast ensembles, 15 training steps after a cut, 2 epochs at the end (recipe table2-2core). paper: 10 epochs after
         a cut and 80 at the end, every mask on all training images (recipe paper-resnet), meant for a GPU.
     weights
         "builtin", "public", or a file.
