@@ -163,6 +163,7 @@ def _folder(path: Path, asked: Mapping[str, Any]) -> RunFolder:
         known = folder.units("task")
         if not known:
             folder.append("task", **asked)
+        # what an older folder does not tell is taken to be the same
         changed = [key for key in asked if known and known[0].get(key, asked[key]) != asked[key]]
         if changed:
             raise RunError(
