@@ -20,7 +20,7 @@ from secateurs import load
 from secateurs.cli import compare as command
 from secateurs.cli.compare import compare, shares, split
 from secateurs.cli.inputs import Origin
-from secateurs.cli.row_progress import RowForecast
+from secateurs.cli.row_progress import Pace, RowForecast
 from secateurs.cli.table3 import table3
 from secateurs.data import load as load_data
 from secateurs.data.examples import Examples
@@ -36,6 +36,7 @@ from secateurs.experiments.table3 import PAPER, findings, table3_sheet, table3_t
 from secateurs.methods import NO_TRAINING, Budget, Pruned, Task, Trained
 from secateurs.models import build
 from secateurs.report.contest_page import closer_look, curves
+from secateurs.steps import Progress
 from secateurs.training import TrainSettings, train_
 
 HIDDEN = (8, 6)
@@ -569,13 +570,45 @@ def test_the_time_left_tells_rows_that_pay_for_a_search_from_those_that_share_it
     rows = entries(["a", "b"], [Budget("none")], [0.1, 0.2], [0, 1])  # seed by seed: a 10 %, b 10 %, a 20 %, b 20 %
     assert forecast.left(rows) == ""  # nothing is known
     forecast.add("a", "none", 0, 100.0)
-    assert forecast.left(rows[1:4]) == "at most 5:00 left"  # what a row costs that shares a search is not known yet
+    assert forecast.left(rows[1:4]) == "roughly 5:00 left"  # neither b's cost nor that of sharing a search is known yet
     forecast.add("b", "none", 0, 60.0)
     forecast.add("a", "none", 0, 10.0)
-    assert forecast.left(rows[3:4]) == "about 0:10 left"
-    assert forecast.left(rows[3:]) == "about 3:10 left"  # 10, then 100 + 60 to search with the other seed, 10 + 10 to share
-    assert forecast.left(rows[3:], spent=9.0) == "about 3:01 left"
+    assert forecast.left(rows[2:3]) == "about 0:10 left"  # a, sharing its search, as it was
+    assert forecast.left(rows[3:4]) == "roughly 0:10 left"  # b, judged by a
+    assert forecast.left(rows[3:]) == "roughly 3:10 left"  # 10, then 100 + 60 to search with the other seed, 10 + 10 to share
+    assert forecast.left(rows[3:], spent=9.0) == "roughly 3:01 left"
     forecast.add("b", "none", 0, 20.0)
     assert forecast.left(rows[4:]) == "about 3:10 left"  # b has a figure of its own now: 100 + 60 + 10 + 20
     trained = entries(["a"], [Budget("short")], [0.1], [0])
     assert forecast.left([*rows[4:], *trained]) == "about 3:10 and 1 row with a budget that none has had yet left"
+
+
+def test_the_time_left_follows_a_row_that_takes_longer_than_others_did() -> None:
+    forecast = RowForecast()
+    rows = entries(["a"], [Budget("none")], [0.1, 0.2], [0])
+    forecast.add("a", "none", 1, 100.0)
+    assert forecast.left(rows[:1], spent=150.0, phase=300.0) == "about 5:00 left"
+    assert forecast.left(rows[:1], spent=10.0, phase=20.0) == "about 1:30 left"  # other phases follow
+    assert forecast.left(rows, spent=150.0, phase=300.0) == "roughly 6:40 left"
+    assert RowForecast().left(rows[:1], spent=1.0, phase=60.0) == "about 1:00 left"  # none was made yet
+
+
+def test_the_pace_of_a_phase_is_that_of_its_own_units() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+
+    def at(seconds: float, *event: Any) -> float | None:
+        now[0] = seconds
+        pace.see(Progress(*event))
+        return pace.left()
+
+    assert at(0.0, "score", 0, 4096, "conv1", 1, 5) is None  # nothing is done yet
+    assert at(9.0, "score", 4000, 4096, "conv1", 1, 5) is None  # masks are not sites
+    assert at(10.0, "score", 0, 2048, "conv2", 2, 5) == 40.0  # one of five sites in 10 s
+    assert at(14.0, "search", 3, 9, "conv2", 2, 5) == 36.0
+    assert at(24.0, "score", 0, 2048, "conv3", 3, 5) == 36.0  # two in 24 s
+    assert at(60.0, "retrain", 5, 105) is None  # taken up in the middle: what was done before says nothing
+    assert at(62.0, "retrain", 25, 105) == 8.0
+    now[0] = 100.0
+    assert pace.left() == 0.0  # a step that hangs
+    assert at(110.0, "score", 0, 4096, "conv1", 1, 5) is None

@@ -303,6 +303,15 @@ def test_the_budgets_ask_for_what_they_say() -> None:
         assert (recipe.budget, recipe.confidence, recipe.rounds > 1) == ("site", 0, True)
 
 
+def test_the_help_gives_the_allowed_drop_of_the_budgets(capsys: pytest.CaptureFixture[str]) -> None:
+    drops = {budget: command.chosen_recipe(*command.BUDGETS[budget]).max_drop for budget in command.BUDGETS}
+    app = App(result_action="return_value")
+    app.default(command.table2)
+    app(["--help"])
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert f"[default: {drops['2core']:g}; budget paper: {drops['paper']:g}]" in told
+
+
 @pytest.mark.realdata
 def test_a_short_run_on_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last block of the public ResNet-20, judged and tested on 1,000 images each, one training step after a cut."""

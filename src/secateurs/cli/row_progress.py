@@ -40,27 +40,62 @@ class RowForecast:
         self.taken.setdefault((method, budget, (method, seed) not in self.opened), []).append(seconds)
         self.opened.add((method, seed))
 
-    def left(self, entries: Iterable[Entry], spent: float = 0.0) -> str:
-        """How long the rows to come will take, in words, `spent` seconds after the first of them began."""
+    def left(self, entries: Sequence[Entry], spent: float = 0.0, phase: float | None = None) -> str:
+        """How long the rows to come will take, in words, `spent` seconds after the first of them began.
+
+        `phase` are the seconds that the phase at hand has yet to take, if it goes on at its own pace: the row will not be
+        there before, whatever others took.
+        """
         opened, total, unknown, sure = set(self.opened), 0.0, 0, True
-        for entry in entries:
+        for place, entry in enumerate(entries):
             opens = (entry.method, entry.seed) not in opened
             opened.add((entry.method, entry.seed))
             seconds, alike = self._expected(entry.method, entry.budget.name, opens)
+            if place == 0 and (seconds is not None or phase is not None):
+                seconds = max((seconds or 0.0) - spent, phase or 0.0)
             unknown, total, sure = unknown + (seconds is None), total + (seconds or 0.0), sure and alike
         if not total:
             return ""
         more = f" and {unknown} row{'s' * (unknown > 1)} with a budget that none has had yet" if unknown else ""
-        return f"{'about' if sure else 'at most'} {clock(max(total - spent, 0.0))}{more} left"
+        return f"{'about' if sure else 'roughly'} {clock(total)}{more} left"
 
     def _expected(self, method: str, budget: str, opens: bool) -> tuple[float | None, bool]:
-        """Seconds of a row, from those of rows as like it as there are; False: a later row is judged by first ones."""
+        """Seconds of a row, from those of rows as like it as there are; False: those of another kind or method."""
         rows = [(who, first, seconds) for (who, what, first), many in self.taken.items() if what == budget for seconds in many]
         own_kind = [seconds for who, first, seconds in rows if who == method and first == opens]
         kind = [seconds for _, first, seconds in rows if first == opens]
         own = [seconds for who, _, seconds in rows if who == method]
         alike = own_kind or kind or own or [seconds for _, _, seconds in rows]
-        return (mean(alike) if alike else None), opens or bool(own_kind or kind) or not alike
+        return (mean(alike) if alike else None), bool(own_kind) or not alike
+
+
+@dataclass
+class Pace:
+    """How fast the phase at hand goes, by the sites or units of it that are done; to look at all sites is one phase."""
+
+    now: Callable[[], float] = time.monotonic
+    phase: str = ""
+    first: tuple[int, float] = (0, 0.0)  # units done when the phase was seen first, and when that was
+    latest: tuple[int, float] = (0, 0.0)  # the same for the unit that was done last
+    total: int = 0
+
+    def see(self, event: Progress) -> None:
+        """The method has said where it is."""
+        phase, done, total = event.phase, event.done, event.total
+        if event.number:  # masks or looks at a site say little of the other sites
+            phase, done, total = "sites", event.number - 1, event.sites
+        if phase != self.phase or done < self.latest[0]:  # another one, or the sites once more
+            self.phase, self.first, self.latest = phase, (done, self.now()), (done, self.now())
+        elif done > self.latest[0]:
+            self.latest = (done, self.now())
+        self.total = total
+
+    def left(self) -> float | None:
+        """Seconds to the end of the phase; None when nothing is known."""
+        units, seconds = (late - early for late, early in zip(self.latest, self.first, strict=True))
+        if not units:
+            return None
+        return max(seconds / units * (self.total - self.latest[0]) - (self.now() - self.latest[1]), 0.0)
 
 
 class RowWatcher:
@@ -72,6 +107,7 @@ class RowWatcher:
         for row in known:
             self.forecast.add(row.method, row.budget_name, row.seed, row.search_seconds + row.training_seconds)
         self.began: float | None = None  # of the row at hand
+        self.pace = Pace()
 
     @property
     def number(self) -> int:
@@ -80,11 +116,12 @@ class RowWatcher:
 
     def start(self, entry: Entry) -> Callable[[Progress], None]:
         """A row begins; gives what shows the method's progress."""
-        self.began = time.monotonic()
+        self.began, self.pace = time.monotonic(), Pace()
         headline = f"row {self.number} of {self.total}: {words(entry)}"
         self.shown.update(Status(headline, "starting", 0, 1, self._left()))
 
         def watch(event: Progress) -> None:
+            self.pace.see(event)
             what = _PHASES.get(event.phase, event.phase)
             site = f", {event.site}" if event.site else ""
             self.shown.update(Status(headline + site, what, event.done, max(event.done, event.total), self._left()))
@@ -96,7 +133,7 @@ class RowWatcher:
         seconds = time.monotonic() - (self.began or 0.0)
         about = f"row {self.number} of {self.total}, {words(entry)}"
         self.left.remove(entry)
-        self.began = None
+        self.began, self.pace = None, Pace()
         if failure:
             warn(f"{words(entry)}: {failure}")
         elif row is None:
@@ -110,7 +147,8 @@ class RowWatcher:
             )
 
     def _left(self) -> str:
-        return self.forecast.left(self.left, 0.0 if self.began is None else time.monotonic() - self.began)
+        spent = 0.0 if self.began is None else time.monotonic() - self.began
+        return self.forecast.left(self.left, spent, self.pace.left())
 
 
 def words(entry: Entry) -> str:

@@ -48,7 +48,7 @@ def table2(
     criterion: str = "ensemble",
     repair: Annotated[bool, Parameter(negative="")] = False,
     target: float = 0.3,
-    max_drop: Annotated[float | None, Parameter(show_default="0.01; budget paper: 0.005")] = None,
+    max_drop: Annotated[float | None, Parameter(show_default="0.02; budget paper: 0.005")] = None,
     seed: int = 0,
     device: str | None = None,
     out: Path = Path("results/table2"),
