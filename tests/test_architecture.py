@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compaction",),
     ("artefact", "data", "masks", "importance", "search", "contract", "allocation", "stability", "noise", "obs", "widths"),
     ("evaluate", "gradients"),
-    ("engine", "divergence", "training"),
+    ("engine", "divergence", "training", "identity"),
     ("ensemble", "measuring", "repair"),
     ("criteria", "scoring"),
     ("cutting", "ranking"),

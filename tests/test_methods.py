@@ -22,7 +22,7 @@ from secateurs.costs import cost
 from secateurs.data import Data, Examples, load_cifar10, load_digits, subset
 from secateurs.data.seeding import derive
 from secateurs.errors import InvalidInput, RunError, TrainingError
-from secateurs.evaluate import accuracy
+from secateurs.evaluate import Measure, accuracy
 from secateurs.methods import METHODS, NO_TRAINING, Budget, Pruned, Task, Trained, method
 from secateurs.methods.courses import ranked
 from secateurs.methods.li import advances
@@ -300,6 +300,18 @@ def test_a_folder_of_another_task_is_refused(tmp_path: Path) -> None:
         open_folder("l2")
     with pytest.raises(RunError, match="another loss and metric"):
         open_folder("l1", loss_fn=torch.nn.functional.mse_loss, metric=torch.nn.functional.l1_loss)
+
+
+def test_a_folder_tells_two_lambdas_apart(tmp_path: Path) -> None:
+    def open_folder(metric: Measure) -> None:
+        asked = task(folder=tmp_path, metric=metric)
+        with opened(asked, "l1", recipe_for(asked, "l1"), None):
+            pass
+
+    open_folder(lambda o, t: o.argmax(1) == t)
+    open_folder(lambda o, t: o.argmax(1) == t)
+    with pytest.raises(RunError, match=r"another metric\. Give what it was started with"):
+        open_folder(lambda o, t: o.argmin(1) == t)
 
 
 def test_training_that_differs_from_the_budget_is_an_error() -> None:

@@ -233,6 +233,20 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
         resume(tmp_path, network(), replace(DATA, search=flipped))
 
 
+def test_a_changed_loss_or_metric_is_refused(tmp_path: Path) -> None:
+    def right(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.argmax(1) == targets
+
+    run = prune(network(), DATA, QUICK, folder=tmp_path, metric=right)
+    next(iter(run))
+    run.close()
+    with pytest.raises(RunError, match=r"another metric \(right, now accuracy\)\. Give what it was started with"):
+        resume(tmp_path, network(), DATA)  # our own metric is not what the steps so far were judged by
+    with pytest.raises(RunError, match=r"another loss \(cross_entropy, now mse_loss\)"):
+        resume(tmp_path, network(), DATA, loss_fn=nn.functional.mse_loss, metric=right)
+    resume(tmp_path, network(), DATA, metric=right).close()
+
+
 def test_no_run_at_all(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="not the folder of a run"):
         resume(tmp_path / "nowhere", network(), DATA)

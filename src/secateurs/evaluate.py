@@ -45,11 +45,6 @@ def correct(outputs: Any, targets: Any) -> Tensor:
     return right
 
 
-def called(measure: Measure) -> str:
-    """What a measure is called: "accuracy" for ours, the function's or its type's name for a user's own."""
-    return "accuracy" if measure is correct else getattr(measure, "__name__", type(measure).__name__)
-
-
 def evaluate(
     module: nn.Module,
     examples: Examples,

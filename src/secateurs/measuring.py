@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
-from types import CodeType
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from secateurs.engine import Form, MaskedNetwork, split_for
 from secateurs.errors import InvalidInput
 from secateurs.evaluate import Device, Measure
 from secateurs.graph import Graph
+from secateurs.identity import name_of
 from secateurs.sites import Site
 from secateurs.store import Store, context_of, mask_key
 from secateurs.tensorfile import digest
@@ -156,24 +156,6 @@ class Measured:
     @cached_property
     def _examples_digest(self) -> str:
         return self.examples.digest()
-
-
-def name_of(measure: Measure) -> str:
-    """What tells one measure from another: its name, and what it does; two lambdas, or two settings of a class, are two."""
-    if isinstance(measure, partial):
-        return f"{name_of(measure.func)} {measure.args} {sorted(measure.keywords.items())}"
-    name = f"{getattr(measure, '__module__', '')}.{getattr(measure, '__qualname__', type(measure).__qualname__)}"
-    code = getattr(measure, "__code__", None)
-    if code is None:
-        return f"{name} {measure!r} {sorted(getattr(measure, '__dict__', {}).items())}"
-    held = [cell.cell_contents for cell in getattr(measure, "__closure__", None) or ()]
-    return f"{name} {_text_of(code)} {getattr(measure, '__defaults__', None)} {held}"
-
-
-def _text_of(code: CodeType) -> str:
-    """Instructions and constants, without the addresses that a code object's own text has."""
-    constants = [_text_of(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def _dtype_of(graph: Graph) -> torch.dtype:

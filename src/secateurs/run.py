@@ -28,7 +28,15 @@ from secateurs.journey.keeping import keep_outcome, keep_start, keep_step, stand
 from secateurs.journey.outfit import Outfit, Whereabouts
 from secateurs.journey.schooling import finetune_, refresh_, retrain_
 from secateurs.journey.standing import Standing, refitted, with_cut
-from secateurs.journey.starting import check_data, example_for, load_start, measure_start, open_store, provenance
+from secateurs.journey.starting import (
+    check_data,
+    check_measures,
+    example_for,
+    load_start,
+    measure_start,
+    open_store,
+    provenance,
+)
 from secateurs.journey.visiting import Visit, find_cut, rank, remove, step_of
 from secateurs.journey.weighing import bound_of_division, divide, file_ranking, find_courses
 from secateurs.recipe import Recipe, recipe_fields
@@ -99,6 +107,7 @@ def resume(
         if recipe is not None and recipe != stored:
             raise RunError(f"{path}: was started with another recipe. Resume without one, or start a new run.")
         check_data(path, data, known)
+        check_measures(path, {"loss": loss_fn, "metric": metric}, known)
         start = load_start(path, model, data)
         tools = Tools(loss_fn, metric, device, open_store(record, store or known.get("store")), cache_bytes)
         run = Run(Workshop(start, data, stored, tools), record, watch=watch)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from secateurs.costs import cost
 from secateurs.data.examples import Examples
-from secateurs.evaluate import Evaluation, called
+from secateurs.evaluate import Evaluation
 from secateurs.graph import Graph
+from secateurs.identity import called
 from secateurs.journey.outfit import Outfit
 from secateurs.report import aligning_share
 from secateurs.steps import Outcome, Step

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from secateurs.artefact import load
 from secateurs.data.splits import Data
 from secateurs.errors import RunError
-from secateurs.evaluate import Measure, called
+from secateurs.evaluate import Measure
 from secateurs.graph import Graph
+from secateurs.identity import called, changed, fingerprints
 from secateurs.journey.keeping import START
 from secateurs.journey.outfit import Outfit
 from secateurs.journey.standing import Standing, measured
@@ -49,7 +50,8 @@ def provenance(
         "model": {"class": graph.plan.model, "weights_sha256": digest(weights), "leaves": list(graph.leaves)},
         "data": data.record(),
         "seed": recipe.seed,
-        "measures": {what: called(measure) for what, measure in measures.items()},
+        "measures": {role: called(measure) for role, measure in measures.items()},
+        "fingerprints": fingerprints(measures),
         "store": None if store is None else str(Path(store).absolute()),
         "origin": dict(origin or {}),
         **environment(),
@@ -63,6 +65,15 @@ def check_data(path: Path, data: Data, known: Mapping[str, Any]) -> None:
             f"{path}: was started on other data ({known['data']['name']}): contents or split have changed. Give the "
             f"data it was started with, or start a new run."
         )
+
+
+def check_measures(path: Path, measures: Mapping[str, Measure], known: Mapping[str, Any]) -> None:
+    """Refuse a loss or a metric that the run in `path` was not started with; `known` is its provenance."""
+    names = known.get("measures", {})
+    others = changed(measures, names, known.get("fingerprints", {}))
+    if others:
+        was = " and ".join(f"{role} ({names[role]}, now {called(measures[role])})" for role in others)
+        raise RunError(f"{path}: was started with another {was}. Give what it was started with, or start a new run.")
 
 
 def load_start(path: Path, model: nn.Module, data: Data) -> Graph:

@@ -13,7 +13,7 @@ from typing import Any
 
 from secateurs.allocation import Curve
 from secateurs.dividing import Course, course_fields, course_from, measure_course
-from secateurs.measuring import name_of
+from secateurs.identity import name_of
 from secateurs.methods.work import Work
 from secateurs.ranking import Ranking
 from secateurs.record import environment

@@ -15,8 +15,8 @@ from torch import Tensor
 from secateurs.compaction import replay
 from secateurs.costs import cost
 from secateurs.errors import InvalidInput, RunError
-from secateurs.evaluate import called
 from secateurs.graph import Graph
+from secateurs.identity import called, changed, fingerprints
 from secateurs.masking import copied
 from secateurs.methods.task import Task, Trained
 from secateurs.plan import Plan
@@ -124,7 +124,7 @@ def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterat
     if not 0 < task.target_macs < 1:
         raise InvalidInput(f"target_macs = {task.target_macs:g}: wanted a share of the MACs between 0 and 1, such as 0.3")
     asked = _asked(task, name)
-    record = Record() if task.folder is None else _folder(task.folder, asked)
+    record = Record() if task.folder is None else _folder(task.folder, task, asked)
     try:
         store = Store(task.store or (None if record.path is None else record.path / _MEASURED))
         try:
@@ -154,20 +154,23 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
 _PAIRS_SEE = 1024  # examples: pairwise terms are fitted to losses, which need a fixed number to be counted
 
 
-def _folder(path: Path, asked: Mapping[str, Any]) -> RunFolder:
+def _folder(path: Path, task: Task, asked: Mapping[str, Any]) -> RunFolder:
     """The folder at `path`, new or of this very task and method."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
     folder = RunFolder(path)
     try:
+        measures = {"loss": task.loss_fn, "metric": task.metric}
         known = folder.units("task")
         if not known:
-            folder.append("task", **asked)
+            folder.append("task", **asked, fingerprints=fingerprints(measures))
+            return folder
         # what an older folder does not tell is taken to be the same
-        changed = [key for key in asked if known and known[0].get(key, asked[key]) != asked[key]]
-        if changed:
+        others = [key for key in asked if key not in measures and known[0].get(key, asked[key]) != asked[key]]
+        others += changed(measures, known[0], known[0].get("fingerprints", {}))
+        if others:
             raise RunError(
-                f"{path}: was started with another {' and '.join(changed)}. Give what it was started with, or another folder."
+                f"{path}: was started with another {' and '.join(others)}. Give what it was started with, or another folder."
             )
         return folder
     except BaseException:
