@@ -23,6 +23,7 @@ _PHASES = {
     "finetune": "training between the cuts, step",
     "retrain": "training after the cuts, step",
 }
+_LAST = "retrain"
 
 
 @dataclass
@@ -40,11 +41,11 @@ class RowForecast:
         self.taken.setdefault((method, budget, (method, seed) not in self.opened), []).append(seconds)
         self.opened.add((method, seed))
 
-    def left(self, entries: Sequence[Entry], spent: float = 0.0, phase: float | None = None) -> str:
+    def left(self, entries: Sequence[Entry], spent: float = 0.0, phase: float | None = None, *, last: bool = False) -> str:
         """How long the rows to come will take, in words, `spent` seconds after the first of them began.
 
         `phase` are the seconds that the phase at hand has yet to take, if it goes on at its own pace: the row will not be
-        there before, whatever others took.
+        there before, whatever others took, nor later if it is the last one.
         """
         opened, total, unknown, sure = set(self.opened), 0.0, 0, True
         for place, entry in enumerate(entries):
@@ -52,7 +53,8 @@ class RowForecast:
             opened.add((entry.method, entry.seed))
             seconds, alike = self._expected(entry.method, entry.budget.name, opens)
             if place == 0 and (seconds is not None or phase is not None):
-                seconds = max((seconds or 0.0) - spent, phase or 0.0)
+                seconds = phase if last and phase is not None else max((seconds or 0.0) - spent, phase or 0.0)
+                alike = alike or (last and phase is not None)
             unknown, total, sure = unknown + (seconds is None), total + (seconds or 0.0), sure and alike
         if not total:
             return ""
@@ -148,7 +150,7 @@ class RowWatcher:
 
     def _left(self) -> str:
         spent = 0.0 if self.began is None else time.monotonic() - self.began
-        return self.forecast.left(self.left, spent, self.pace.left())
+        return self.forecast.left(self.left, spent, self.pace.left(), last=self.pace.phase == _LAST)
 
 
 def words(entry: Entry) -> str:
