@@ -23,6 +23,7 @@ from secateurs import load
 from secateurs.data import Data, Examples
 from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.evaluate import accuracy
+from secateurs.journey import keeping
 from secateurs.models import build
 from secateurs.recipe import Recipe
 from secateurs.record import read_journal
@@ -64,6 +65,23 @@ def test_killed_runs_end_like_the_one_that_was_left_alone(tmp_path: Path, recipe
     for number in range(seen["finished"]):
         same_files(tmp_path / "whole", tmp_path / f"killed-{number}")
         assert without_times(tmp_path / "whole") == without_times(tmp_path / f"killed-{number}")
+
+
+def test_a_run_killed_right_after_its_first_checkpoint_misses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = keeping._save
+
+    def save_and_die(*given: Any) -> None:
+        save(*given)
+        raise KeyboardInterrupt
+
+    prune(network(), DATA, QUICK, folder=tmp_path / "whole").finish()
+    monkeypatch.setattr(keeping, "_save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        prune(network(), DATA, QUICK, folder=tmp_path / "killed")
+    monkeypatch.undo()
+    resume(tmp_path / "killed", network(), DATA).finish()
+    assert without_times(tmp_path / "whole") == without_times(tmp_path / "killed")
+    same_files(tmp_path / "whole", tmp_path / "killed")
 
 
 def test_a_run_gives_a_smaller_network_that_reloads_to_the_reported_accuracy(tmp_path: Path) -> None:

@@ -21,10 +21,10 @@ RETRAINED = "checkpoints/retrained"
 
 
 def keep_start(record: Record, graph: Graph) -> None:
-    """Keep the network as it came."""
+    """Keep the network as it came; where it is kept, it has been described."""
     if record.path is not None:
-        _save(record.path, START, graph)
         record.append("network", **describe(graph))
+        _save(record.path, START, graph)
 
 
 def keep_step(record: Record, standing: Standing, step: Step) -> None:
