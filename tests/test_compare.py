@@ -592,7 +592,8 @@ def test_the_time_left_follows_a_row_that_takes_longer_than_others_did() -> None
     assert forecast.left(rows, spent=150.0, phase=300.0) == "roughly 6:40 left"
     assert forecast.left(rows[:1], spent=10.0, phase=20.0, last=True) == "about 0:20 left"
     assert forecast.left(rows[:1], spent=10.0, last=True) == "about 1:30 left"  # its pace is not known yet
-    assert RowForecast().left(rows[:1], spent=1.0, phase=60.0) == "about 1:00 left"  # none was made yet
+    assert RowForecast().left(rows[:1], spent=1.0, phase=60.0) == "roughly 1:00 left"  # what else follows is not known
+    assert RowForecast().left(rows[:1], spent=1.0, phase=60.0, last=True) == "about 1:00 left"
 
 
 def test_the_pace_of_a_phase_is_that_of_its_own_units() -> None:

@@ -78,7 +78,7 @@ def test_what_a_measure_gathers_does_not_change_it() -> None:
 
 def test_a_measure_is_the_same_in_another_process_and_from_another_module() -> None:
     source = "from secateurs.identity import fingerprints\ndef metric(o, t): return o in {'a', 'b', 'c', 'd'}\n"
-    printed = "import sys; print(fingerprints({'metric': metric})['metric'])"
+    printed = "print(fingerprints({'metric': metric})['metric'])"
     found = {
         subprocess.run(
             [sys.executable, "-c", f"{source}{line}{printed}"],

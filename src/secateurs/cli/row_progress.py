@@ -52,9 +52,11 @@ class RowForecast:
             opens = (entry.method, entry.seed) not in opened
             opened.add((entry.method, entry.seed))
             seconds, alike = self._expected(entry.method, entry.budget.name, opens)
-            if place == 0 and (seconds is not None or phase is not None):
-                seconds = phase if last and phase is not None else max((seconds or 0.0) - spent, phase or 0.0)
-                alike = alike or (last and phase is not None)
+            if place == 0 and phase is not None:
+                alike = last or (alike and seconds is not None)
+                seconds = phase if last else max((seconds or 0.0) - spent, phase)
+            elif place == 0 and seconds is not None:
+                seconds = max(seconds - spent, 0.0)
             unknown, total, sure = unknown + (seconds is None), total + (seconds or 0.0), sure and alike
         if not total:
             return ""
