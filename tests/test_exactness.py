@@ -235,6 +235,20 @@ def test_layers_that_nobody_reads_stand_in_no_ones_way(net: Net, shape: tuple[in
                 assert_same_state(replay(graph, twice.plan).module, twice.module)
 
 
+def test_an_unread_branch_may_lose_what_it_reads() -> None:
+    """The input is the output; a grouped layer, a layer and a LayerNorm hang on it and are emptied from their beginning."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        net.norm(net.b(net.a(x)))
+        return x
+
+    net = Net(body, a=nn.Conv3d(2, 6, 1, groups=2), b=nn.Conv3d(6, 8, 1), norm=nn.LayerNorm([8, 4, 4, 4]))
+    graph = traced(net, random_tensor(3, 2, 4, 4, 4))
+    for keep in (torch.arange(6) == 5, torch.ones(1).bool(), torch.zeros(1).bool()):
+        graph = assert_compact_is_masked(graph, {"a": keep})
+    assert not list(graph.module.parameters())
+
+
 def test_an_unread_layer_that_loses_all_its_filters_goes() -> None:
     _, net, shape = next(unread_nets())
     graph = traced(net, random_tensor(*shape))

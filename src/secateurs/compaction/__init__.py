@@ -65,7 +65,7 @@ def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]]) -> Grap
     rewrite_(state)
     remaining = dict(graph.ids)
     replaced = [node for node in state.standing_for if node.meta.get("ends_site")]  # a site's gather, narrower or not
-    for node in dict.fromkeys([*state.layout, *replaced]):
+    for node in [n for n in dict.fromkeys([*state.layout, *replaced]) if n in widths]:
         layout = state.carried(node, widths[node])
         wide = node.meta.setdefault("original_channels", widths[node])
         remaining[node.name] = compose(graph.ids.get(node.name), ids(state.physical.get(node, layout)))
