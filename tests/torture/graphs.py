@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
-
 from tests.torture.networks import HEADER, Program, generate, randomise_
 from tests.torture.tally import Tally
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 LAWS = ("train", "gradients", "save", "replay", "verify", "nothing", "pickle", "deepcopy", "at once", "sizes")
 """Laws besides compact = masked on the example: of these a case gets some."""
 SECONDS = 60  # that a case may take
+SHRINK_SECONDS = 20  # that making a failure smaller may take
 SHRUNK = 4  # failures of each kind that are made smaller, in each worker
 
 Choose = Callable[[Any, int], dict[str, Tensor] | None]
@@ -319,9 +319,9 @@ def fails(program: Program, seed: int, laws: tuple[str, ...], shortcut: str) -> 
         return Failure(program, shortcut, tuple(cuts), laws, at[0] if at else "build", message)
 
 
-def shrink(failure: Failure, seed: int, seconds: float = 20) -> Failure:
+def shrink(failure: Failure, seed: int, seconds: float | None = None) -> Failure:
     """A smaller network with a failure of the same kind: statements are dropped as long as it goes on failing."""
-    until = time.monotonic() + seconds
+    until = time.monotonic() + (SHRINK_SECONDS if seconds is None else seconds)
     best = failure
     progress = True
     while progress and time.monotonic() < until:

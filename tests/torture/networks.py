@@ -597,7 +597,7 @@ def pool(w: Writer) -> None:
         f"count_include_pad={w.chance(0.5)})",
         f"nn.AdaptiveAvgPool{d}d({w.pick((1, 2))})",
         f"nn.AdaptiveMaxPool{d}d({w.pick((1, 2))})",
-        f"nn.Upsample(scale_factor=2, mode='nearest')" if n <= 4 else f"nn.MaxPool{d}d(2)",
+        "nn.Upsample(scale_factor=2, mode='nearest')" if n <= 4 else f"nn.MaxPool{d}d(2)",
     ]
     functions = [
         f"F.max_pool{d}d({v}, 2)",
@@ -686,7 +686,7 @@ def shuffle(w: Writer) -> None:
         f"{v}.view({b}, {g}, {c // g}, {size}).mean(2)",
         f"{v}.reshape({b}, {g}, {c // g}, {size}).permute(0, 2, 1, *range(3, {len(shape) + 1})).flatten(1, 2)",
         f"{v}.unflatten(1, ({g}, {c // g})).amax(1)",
-        f"{w.part(f'nn.PixelShuffle(2)')}({v})" if c % 4 == 0 and len(shape) == 4 else f"{v}.roll(1, 1)",
+        f"{w.part('nn.PixelShuffle(2)')}({v})" if c % 4 == 0 and len(shape) == 4 else f"{v}.roll(1, 1)",
     )
     w.let(w.pick(forms))
 
