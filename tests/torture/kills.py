@@ -20,7 +20,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -333,8 +333,8 @@ def work(quota: int, seed: int, names: tuple[str, ...]) -> tuple[int, dict[str, 
     """Disturb runs of these recipes in turn until so many kills and interrupts are done."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    run = prune(perceptron(), small_data(), RECIPES["paper"][1])  # imports all there is, without autograd: it survives no fork
-    run.close()
+    warm = prune(perceptron(), small_data(), RECIPES["paper"][1])  # imports all there is, without autograd: it survives no fork
+    warm.close()
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
     torch.optim.SGD([weight], lr=0.1).step()
@@ -353,17 +353,17 @@ def work(quota: int, seed: int, names: tuple[str, ...]) -> tuple[int, dict[str, 
     return worker.stops, dict(worker.outcomes), worker.failures
 
 
-def run_part(
+def run(
     count: int,
     seed: int,
     workers: int = 2,
     *,
-    failures: Path | None = None,
+    recipes: Sequence[str] = tuple(RECIPES),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Tally:
     """Kill or interrupt runs `count` times; every recipe gets its share."""
     began = time.monotonic()
-    names = list(RECIPES)
+    names = list(recipes)
     random.Random(seed).shuffle(names)
     jobs = [(n,) for n in names] if count >= 2 * len(names) else [tuple(names[i::workers]) for i in range(workers)]
     quotas = [count // len(jobs) + (i < count % len(jobs)) for i in range(len(jobs))]

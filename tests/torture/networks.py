@@ -210,7 +210,7 @@ class Writer:
         if isinstance(found, Tensor):
             if found.numel() > LARGEST or found.numel() == 0 or not found.is_floating_point():
                 raise _NotFitting
-            if not bool(torch.isfinite(found).all()) or float(found.abs().max()) > 1e4:
+            if not bool(torch.isfinite(found).all()) or not 1e-6 < float(found.abs().max()) < 1e4:
                 raise _NotFitting
             if read:
                 self.values.append(name)
