@@ -82,6 +82,12 @@ def runs(module: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
         return False
 
 
+def same_axes(module: nn.Module, batch: tuple[Tensor, ...], first: tuple[Tensor, ...]) -> bool:
+    """Whether outputs have an entry for each example, if they have one for each in `first`: else a reshape mixed examples."""
+    pairs = zip(*(tree_leaves(output(module, inputs)) for inputs in (first, batch)), strict=True)
+    return all(a.dim() == b.dim() and (a.shape[:1] != (len(first[0]),) or len(b) == len(batch[0])) for a, b in pairs)
+
+
 def same_state(a: nn.Module, b: nn.Module) -> None:
     ours, theirs = a.state_dict(), b.state_dict()
     if list(ours) != list(theirs):
@@ -176,7 +182,7 @@ def examine(
     batches = [first]
     if "sizes" in laws:
         others = [example(batch=n, seed=1) for n in (1, 3, 5)] + [example(wider=2, seed=2), example(batch=1, wider=1, seed=3)]
-        batches += [batch for batch in others if runs(model, batch)]
+        batches += [batch for batch in others if runs(model, batch) and same_axes(model, batch, first)]
     before = copy.deepcopy(model.state_dict())
     at[:] = ["trace"]
     try:
@@ -389,7 +395,19 @@ def _smaller(program: Program) -> Iterable[Program]:
 
 def as_file(failure: Failure) -> str:
     """The failure as a program that needs nothing but torch and secateurs."""
-    laws = [Broken, same, output, runs, same_state, kept_part, check_training, check_gradients, something_is_constant, examine]
+    laws = [
+        Broken,
+        same,
+        output,
+        runs,
+        same_axes,
+        same_state,
+        kept_part,
+        check_training,
+        check_gradients,
+        something_is_constant,
+        examine,
+    ]
     functions = "\n\n".join(inspect.getsource(f) for f in [*laws, randomise_])
     program = failure.program
     imports = "import copy, pickle, tempfile, warnings, zlib\nfrom pathlib import Path\nfrom torch import Tensor\n"
