@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.torture.networks import HEADER, Program, generate, randomise_
+from tests.torture.networks import generate
 from tests.torture.tally import Tally
+from tests.torture.writing import HEADER, Program, randomise_
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
