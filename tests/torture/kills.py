@@ -225,6 +225,7 @@ class Worker:
     root: Path
     draw: random.Random
     quota: int
+    traces: Path | None = None  # folder for the tracebacks of failures
     stops: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -260,8 +261,12 @@ class Worker:
 
     def fail(self, name: str, what: str) -> None:
         error = self.root / "error.txt"
-        text = error.read_text().strip().splitlines()[-1] if error.exists() else ""
+        trace = error.read_text().strip() if error.exists() else ""
+        text = trace.splitlines()[-1] if trace else ""
         self.outcomes[f"FAILED {what}"] += 1
+        if self.traces is not None:
+            self.traces.mkdir(parents=True, exist_ok=True)
+            (self.traces / f"kills_{os.getpid()}_{len(self.failures)}.txt").write_text(f"{name}: {what}\n{trace}\n")
         self.failures.append(f"{name}: {what} {text}".strip())
         error.unlink(missing_ok=True)
 
@@ -329,9 +334,12 @@ class Worker:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def work(quota: int, seed: int, names: tuple[str, ...]) -> tuple[int, dict[str, int], list[str]]:
+def work(quota: int, seed: int, names: tuple[str, ...], traces: Path | None = None) -> tuple[int, dict[str, int], list[str]]:
     """Disturb runs of these recipes in turn until so many kills and interrupts are done."""
     warnings.simplefilter("ignore")
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a child that has not yet begun must not be interrupted: it is still the worker
     torch.set_num_threads(1)
     warm = prune(perceptron(), small_data(), RECIPES["paper"][1])  # imports all there is, without autograd: it survives no fork
     warm.close()
@@ -339,7 +347,7 @@ def work(quota: int, seed: int, names: tuple[str, ...]) -> tuple[int, dict[str, 
     weight.grad = torch.zeros(1)
     torch.optim.SGD([weight], lr=0.1).step()
     with tempfile.TemporaryDirectory() as root:
-        worker = Worker(Path(root), random.Random(seed), quota)
+        worker = Worker(Path(root), random.Random(seed), quota, traces)
         for name in itertools.cycle(names):
             enough = min(quota, worker.stops + max(quota // len(names), 3))  # every recipe gets its share
             took = worker.undisturbed(name)
@@ -359,9 +367,10 @@ def run(
     workers: int = 2,
     *,
     recipes: Sequence[str] = tuple(RECIPES),
+    failures: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Tally:
-    """Kill or interrupt runs `count` times; every recipe gets its share."""
+    """Kill or interrupt runs `count` times; every recipe gets its share. Tracebacks are written to the folder `failures`."""
     began = time.monotonic()
     names = list(recipes)
     random.Random(seed).shuffle(names)
@@ -371,7 +380,7 @@ def run(
     lines: list[str] = []
     tried = 0
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        found = pool.map(work, quotas, range(seed, seed + len(jobs)), jobs)
+        found = pool.map(work, quotas, range(seed, seed + len(jobs)), jobs, [failures] * len(jobs))
         for stops, ended, failed in found:
             tried += stops
             outcomes.update(ended)
