@@ -151,7 +151,9 @@ def begin(folder: Path, name: str) -> Run:
     if folder.exists():
         with suppress(SecateursError):  # whatever else `resume` raises about such a folder is a failure
             resume(folder, make(), small_data()).close()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # rmtree closes its folders twice when it is interrupted
         shutil.rmtree(folder)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     return prune(make(), small_data(), recipe, folder=folder)
 
 
@@ -337,9 +339,7 @@ class Worker:
 def work(quota: int, seed: int, names: tuple[str, ...], traces: Path | None = None) -> tuple[int, dict[str, int], list[str]]:
     """Disturb runs of these recipes in turn until so many kills and interrupts are done."""
     warnings.simplefilter("ignore")
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a child that has not yet begun must not be interrupted: it is still the worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a child that has not begun yet is still the worker
     torch.set_num_threads(1)
     warm = prune(perceptron(), small_data(), RECIPES["paper"][1])  # imports all there is, without autograd: it survives no fork
     warm.close()
