@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from journals import entries_of, write_entries
 from nets import random_keep
 from secateurs.cli import execute
 from secateurs.compaction import compact
@@ -82,13 +83,8 @@ def with_classes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def entries_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-
-
 def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
-    lines = [json.dumps(entry) for entry in change(entries_of(folder))]
-    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    write_entries(folder, change(entries_of(folder)))
 
 
 @pytest.fixture(scope="module")

@@ -23,10 +23,10 @@ from secateurs import load
 from secateurs.data import Data, Examples
 from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.evaluate import accuracy
+from secateurs.journal import read_journal
 from secateurs.journey import keeping
 from secateurs.models import build
 from secateurs.recipe import Recipe
-from secateurs.record import read_journal
 from secateurs.run import prune, resume
 from secateurs.steps import Progress, Step
 from secateurs.training import TrainSettings
