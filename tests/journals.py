@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-DIGEST = 78  # bytes of the last field with the bracket that ends the line
+DIGEST = 79  # bytes of the last field with the bracket that ends the line
 
 
 def entries_of(folder: Path) -> list[dict[str, Any]]:

@@ -152,6 +152,9 @@ def _fill_(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None
             raise ArtefactError(
                 f"{path}: {name!r} has shape {tuple(tensor.shape)}, the pruned model wants {tuple(state[name].shape)}."
             )
+        ours, theirs = state[name].dtype, tensor.dtype
+        if ours != theirs and not (ours.is_floating_point and theirs.is_floating_point):
+            raise ArtefactError(f"{path}: {name!r} holds {theirs}, the pruned model wants {ours}. Copy or make the file again.")
     for name, tensor in tensors.items():
         *parents, leaf = name.split(".")
         owner = module.get_submodule(".".join(parents))

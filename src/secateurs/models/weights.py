@@ -114,7 +114,11 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
     try:
         # only our own files are signed: what others call a digest is theirs
-        return parse(path.read_bytes(), signed=MARK in read_header(path))[0]
+        ours = MARK in read_header(path)
+        tensors, header = parse(path.read_bytes(), signed=ours)
+        if ours and "digest" not in header:
+            raise Damaged("its digest is gone: the file was changed or damaged")
+        return tensors
     except OSError as error:
         raise ArtefactError(f"{path}: cannot be read ({error.strerror}).") from error
     except Damaged as error:
