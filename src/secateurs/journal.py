@@ -267,12 +267,19 @@ class ModelOrigin(TypedDict, total=False):
     leaves: list[str]
 
 
+class SetOrigin(TypedDict):
+    """One set of examples."""
+
+    count: Count
+    sha256: NotRequired[str]
+
+
 class DataOrigin(TypedDict, total=False):
     """The data that a run was started with."""
 
     name: str
     sha256: str
-    sets: dict[str, dict[str, Any]]
+    sets: dict[str, SetOrigin]
     classes: list[Any]
     origin: dict[str, Any]
 
@@ -358,6 +365,18 @@ def read_journal(folder: Path) -> list[dict[str, Any]]:
     if found.notes:
         raise RunError(found.notes[0])
     return list(found.entries)
+
+
+def changed_files(folder: Path, entry: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The files of the folder that an entry relies on and that are not as they were then: name, and what is wrong."""
+    found = []
+    for name, wanted in entry.get("files", {}).items():
+        try:
+            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != wanted:
+                found.append((name, f"damaged, or not the file that the journal's {entry['unit']!r} relies on"))
+        except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+            found.append((name, f"cannot be read ({brief(getattr(error, 'strerror', error))})"))
+    return found
 
 
 def parse_provenance(folder: Path) -> dict[str, Any]:

@@ -24,10 +24,20 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from secateurs.decode import Malformed
+from secateurs.decode import Malformed, brief
 from secateurs.errors import RunError
 from secateurs.files import LOCK, write_bytes, write_text
-from secateurs.journal import JOURNAL, PROVENANCE, Provenance, chained, origin_digest, parse_provenance, read_entries, read_kept
+from secateurs.journal import (
+    JOURNAL,
+    PROVENANCE,
+    Provenance,
+    chained,
+    changed_files,
+    origin_digest,
+    parse_provenance,
+    read_entries,
+    read_kept,
+)
 from secateurs.recipe import Recipe, read_recipe, recipe_fields, write_recipe
 from secateurs.tensorfile import dump
 
@@ -148,15 +158,8 @@ class RunFolder(Record):
 
     def check_files(self, entry: Mapping[str, Any]) -> None:
         """Refuse to go on from files that are missing, or not those that the entry relies on."""
-        for name, wanted in entry.get("files", {}).items():
-            path = self.path / name
-            try:
-                found = hashlib.sha256(path.read_bytes()).hexdigest()
-            except OSError as error:
-                raise RunError(f"{path}: cannot be read ({error.strerror}). {_advice(name)}") from error
-            if found != wanted:
-                what = f"not the file that the journal's {entry['unit']!r} relies on"
-                raise RunError(f"{path}: damaged, or {what}: it was changed or swapped. {_advice(name)}")
+        for name, what in changed_files(self.path, entry):
+            raise RunError(f"{self.path / brief(name)}: {what}. {_advice(name)}")
 
     def delete(self, name: str) -> None:
         """Remove `name`.safetensors, if it is there."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
 import signal
 import sys
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from journals import DIGEST, write_bodies
 from secateurs.cli.show import show
 from secateurs.data import Data, load
 from secateurs.data.splits import subset
@@ -37,6 +35,7 @@ from secateurs.run import prune, resume
 from secateurs.steps import Progress
 from secateurs.training import TrainSettings
 
+from .journals import DIGEST, write_bodies
 from .mutations import damaged, edited
 from .tally import Tally, Verdict, tally
 
@@ -48,7 +47,13 @@ RECIPES: dict[str, Recipe] = {
     ),
     "rounds": Recipe(max_drop=0.1, confidence=0, criterion="l1", rounds=2, budget="site", finetune=SHORT),
     "divided": Recipe(
-        max_drop=0.2, confidence=0.8, allocation="global", criterion="l1", repair="least-squares", repair_examples=48, retrain=SHORT
+        max_drop=0.2,
+        confidence=0.8,
+        allocation="global",
+        criterion="l1",
+        repair="least-squares",
+        repair_examples=48,
+        retrain=SHORT,
     ),
     "fast": Recipe(max_drop=0.2, confidence=0.8, criterion="portfolio", portfolio=("l1", "fpgm")),
 }
@@ -76,16 +81,21 @@ class Stop(BaseException):
 
 
 @cache
-def originals() -> Path:
-    """Folders of runs that were left alone: by recipe, each stopped at several moments, finished, and of other weights."""
+def scratch() -> Path:
+    """A folder for this process, in memory where there is such a place."""
     place = Path("/dev/shm")
-    root = Path(tempfile.mkdtemp(prefix="torture-", dir=place if place.is_dir() else None))
-    for name, recipe in RECIPES.items():
-        prune(network(), data(), recipe, folder=root / name / "finished").finish()
-        prune(network(1), data(), recipe, folder=root / name / "other").finish()
-        for moment in STOPS:
-            _stopped(root / name / moment, recipe, moment)
-    return root
+    return Path(tempfile.mkdtemp(prefix="torture-", dir=place if place.is_dir() else None))
+
+
+@cache
+def original(name: str, moment: str) -> Path:
+    """The folder of a run of a recipe that was left alone: "finished", of "other" weights, or stopped at some moment."""
+    folder, recipe = scratch() / name / moment, RECIPES[name]
+    if moment in STOPS:
+        _stopped(folder, recipe, moment)
+    else:
+        prune(network(int(moment == "other")), data(), recipe, folder=folder).finish()
+    return folder
 
 
 def _stopped(folder: Path, recipe: Recipe, moment: str) -> None:
@@ -110,15 +120,14 @@ def case(number: int) -> Verdict:
     """Mutate one folder, then show, report and resume it."""
     rng = Random(number)
     name, moment = rng.choice(list(RECIPES)), rng.choice(("finished", *STOPS))
-    home = originals() / name
-    folder = home / f"case-{os.getpid()}"
+    folder = scratch() / "case"
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(home / moment, folder)
+    shutil.copytree(original(name, moment), folder)
     mutate = rng.choices(list(MUTATIONS), weights=list(MUTATIONS.values()))[0]
-    what = mutate(folder, home, rng)
+    what = mutate(folder, name, rng)
     lies = mutate is lie
     outcomes, failures = [], []
-    for action in (_show, _report, lambda path: _resume(path, home / "finished", lies=lies)):
+    for action in (_show, _report, lambda path: _resume(path, original(name, "finished"), lies=lies)):
         try:
             with _in_time(), contextlib.redirect_stdout(io.StringIO()):
                 outcomes.append(action(folder))
@@ -174,7 +183,7 @@ def _resume(folder: Path, whole: Path, *, lies: bool) -> str:
 # ---- mutations: each changes the folder and says what it did -----------------------------------------------------------
 
 
-def line(folder: Path, home: Path, rng: Random) -> str:
+def line(folder: Path, recipe: str, rng: Random) -> str:
     """Lines of the journal edited, swapped, deleted, repeated, cut off, damaged or put in."""
     path = folder / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -202,7 +211,7 @@ def line(folder: Path, home: Path, rng: Random) -> str:
     return f"journal line {place + 1}: {kind} (and {other + 1})"
 
 
-def lie(folder: Path, home: Path, rng: Random) -> str:
+def lie(folder: Path, recipe: str, rng: Random) -> str:
     """A field of the journal replaced, and all digests made anew."""
     path = folder / "journal.jsonl"
     bodies = [part[:-DIGEST] + b"}" for part in path.read_bytes().splitlines()]
@@ -212,7 +221,7 @@ def lie(folder: Path, home: Path, rng: Random) -> str:
     return f"journal line {place + 1} replaced by {bodies[place][:300]!r}, signed"
 
 
-def any_file(folder: Path, home: Path, rng: Random) -> str:
+def any_file(folder: Path, recipe: str, rng: Random) -> str:
     """Any file damaged, emptied, deleted, or replaced: by another one, by that of another run, by that of another moment."""
     files = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     name, other = rng.choice(files), rng.choice(files)
@@ -232,7 +241,7 @@ def any_file(folder: Path, home: Path, rng: Random) -> str:
         path.write_bytes((folder / other).read_bytes())
     else:
         choices = ("other",) if kind == "foreign" else (*STOPS, "finished")
-        there = [home / choice / name for choice in choices if (home / choice / name).is_file()]
+        there = [path for path in (original(recipe, choice) / name for choice in choices) if path.is_file()]
         if not there:
             path.unlink()
             kind = "delete"
@@ -241,7 +250,7 @@ def any_file(folder: Path, home: Path, rng: Random) -> str:
     return f"{name}: {kind} (and {other})"
 
 
-def what_decides(folder: Path, home: Path, rng: Random) -> str:
+def what_decides(folder: Path, recipe: str, rng: Random) -> str:
     """Fields of the recipe or of the provenance changed."""
     name = rng.choice(("provenance.json", "provenance.json", "recipe.toml"))
     path = folder / name
@@ -256,7 +265,7 @@ def what_decides(folder: Path, home: Path, rng: Random) -> str:
     return f"{name}: {lines[place]}"
 
 
-Mutation = Callable[[Path, Path, Random], str]
+Mutation = Callable[[Path, str, Random], str]
 MUTATIONS: dict[Mutation, int] = {line: 4, lie: 3, any_file: 4, what_decides: 1}
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def _at(run: Path, entries: Entries) -> str:
     after = entries[max((n for n, entry in enumerate(entries) if entry["unit"] == "step"), default=-1) + 1 :]
     epochs = _units(after, "epoch")
     if epochs:
-        what = "retraining" if epochs[-1]["phase"] == "retrain" else f"fine-tuning after step {steps + 1}"
+        what = "retraining" if epochs[-1].get("phase") == "retrain" else f"fine-tuning after step {steps + 1}"
         return f"{what}: {len(epochs)} epochs are done"
     if _units(after, "cut"):
         return f"at step {steps + 1}: the cut is found"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from secateurs.decode import MAX_TOML_BYTES, Malformed, brief, decode_toml, read_text_file
 from secateurs.errors import RecipeError, RunError
 from secateurs.files import is_held
-from secateurs.journal import Journal, parse_provenance, read_entries, read_kept
+from secateurs.journal import Journal, changed_files, parse_provenance, read_entries, read_kept
 from secateurs.recipe import Recipe, recipe_from
 from secateurs.report.entries import division_of, end_of, events_of, step_of, units, where_it_stands
 from secateurs.report.exports import read_exports
@@ -106,6 +106,8 @@ def _journal(path: Path, notes: list[str]) -> Journal:
         raise RunError(f"{path}: the folder of a training, not of a pruning run. See it with: secateurs show {path}")
     found = read_entries(path)
     notes += [f"{note} What came after it is not shown." if "damaged" in note else note for note in found.notes]
+    for entry in units(found.entries, "end")[-1:]:
+        notes += [f"{name}: {what}." for name, what in changed_files(path, entry)]
     if not found.entries:
         notes.append("The journal is empty: nothing has been measured yet.")
     return found
