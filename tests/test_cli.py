@@ -372,7 +372,7 @@ def test_damaged_folders_are_told_without_a_traceback(capsys: pytest.CaptureFixt
     for line in ("garbage", "[" * 100_000, "3", '{"unit": "step"}', '{"unit": 7, "digest": "' + "0" * 64 + '"}'):
         journal.write_text(line + "\n")
         assert execute(["show", "run"]) == 1
-        assert "journal.jsonl, line 1: damaged" in capsys.readouterr().err
+        assert "journal.jsonl, line 1: " in capsys.readouterr().err
     for text in ("[]", "[" * 100_000, '{"origin": 3}', "\xff"):
         (tmp_path / "run" / "provenance.json").write_text(text, encoding="latin-1")
         (tmp_path / "training" / "training.json").write_text(text, encoding="latin-1")
