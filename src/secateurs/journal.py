@@ -40,7 +40,12 @@ class Change(TypedDict):
 
     before: float
     after: float
-    count: NotRequired[Count]
+
+
+class TestChange(Change):
+    """Accuracy on the test set before and after, and the number of its examples."""
+
+    count: Count
 
 
 class NodeLine(TypedDict):
@@ -221,7 +226,7 @@ class EndLine(TypedDict):
     stopped: str
     metric: str
     search: Change
-    test: Change
+    test: TestChange
     parameters: Change
     macs: Change
     bytes: Change

@@ -36,6 +36,9 @@ def layers_of(folder: Path, nodes: Sequence[Node], cuts: Sequence[int], notes: l
         return ()
     pictured = {node.name: node for node in nodes if node.is_layer}
     names = [name for name in pictured if f"{name}.weight" in before]
+    if pictured and not names:
+        notes.append("checkpoints/start.safetensors: not the network of this run: the widths of the layers are not shown.")
+        return ()
     if not names:
         weights = [name for name, shape in before.items() if name.endswith(".weight") and len(shape) > 1]
         names = sorted((name.removesuffix(".weight") for name in weights), key=_natural)
