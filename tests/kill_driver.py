@@ -17,9 +17,9 @@ import torch
 
 from secateurs.data import Data, load
 from secateurs.data.splits import subset
+from secateurs.journal import read_journal
 from secateurs.models import build
 from secateurs.recipe import Recipe
-from secateurs.record import read_journal
 from secateurs.run import prune, resume
 from secateurs.store import Store
 from secateurs.training import TrainSettings

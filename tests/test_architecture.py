@@ -14,8 +14,9 @@ SRC = ROOT / "src" / "secateurs"
 # bottom to top; what shares a row may not import each other, unless it is the same package
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "naming", "home", "usercode"),
+    ("decode",),
     ("files", "channels", "layers", "costs", "tensorfile", "store"),
-    ("normalise", "plan", "fetch", "timing"),
+    ("normalise", "plan", "fetch", "timing", "journal"),
     ("graph",),
     ("flow", "sums"),
     ("sites",),

@@ -228,6 +228,20 @@ def put(name: str, tensor: Tensor) -> Callable[[dict[str, str], dict[str, Tensor
         (lambda header, tensors: operator.delitem(header, "example"), "example's shapes are missing or damaged"),
         (lambda header, tensors: header.update(example="[[1, 2]]"), "example's shapes are missing or damaged"),
         (lambda header, tensors: header.update(example='[[[2, 3], "float99"]]'), "example's shapes are missing or damaged"),
+        (lambda header, tensors: header.update(example='[[[2, 3], "nn"]]'), "example's shapes are missing or damaged"),
+        (lambda header, tensors: header.update(example='[[["2", 3], "float32"]]'), "example's shapes are missing or damaged"),
+        (lambda header, tensors: header.update(example='[[[-2, 3], "float32"]]'), "example's shapes are missing or damaged"),
+        (
+            lambda header, tensors: header.update(example="[" * 100_000 + "]" * 100_000),
+            "example's shapes.*nested deeper than 32",
+        ),
+        (lambda header, tensors: header.update(example='[[[60000, 60000, 2], "float32"]]'), "would have 7,200,000,000 values"),
+        (lambda header, tensors: header.update(leaves="[1]"), "the names of its leaves are damaged"),
+        (lambda header, tensors: header.update(leaves="null"), "the names of its leaves are damaged"),
+        (lambda header, tensors: header.update(plan="[" * 100_000), "nested deeper than 32"),
+        (lambda header, tensors: tensors["d.bias"].fill_(float("nan")), "'d.bias' holds NaN or infinite values"),
+        (lambda header, tensors: tensors["d.weight"][0].fill_(-float("inf")), "'d.weight' holds NaN or infinite values"),
+        (put("d.bias", torch.ones(2, dtype=torch.int64)), r"'d.bias' holds torch.int64, the pruned model wants torch.float"),
     ],
 )
 def test_files_of_others_are_named(saved: Path, change: Callable[..., None], message: str) -> None:
@@ -235,6 +249,7 @@ def test_files_of_others_are_named(saved: Path, change: Callable[..., None], mes
     with pytest.raises((ArtefactError, PlanError), match=message) as caught:
         load(Block(), saved)
     assert saved.name in str(caught.value)
+    assert len(str(caught.value)) <= 600
 
 
 @pytest.mark.parametrize(
@@ -254,7 +269,8 @@ def test_the_wrong_network_is_named(saved: Path, model: Callable[[], nn.Module],
 @pytest.mark.parametrize(
     "content",
     [b"", b"\x00" * 7, b"\xff" * 64, b"PK\x03\x04" + bytes(60), struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2) + b"{}"]
-    + [struct.pack("<Q", len(h)) + h for h in (b'{"__metadata__":"x"}', b'{"__metadata__":{"a":1}}', b'"text"', b"null")],
+    + [struct.pack("<Q", len(h)) + h for h in (b'{"__metadata__":"x"}', b'{"__metadata__":{"a":1}}', b'"text"', b"null")]
+    + [struct.pack("<Q", len(h)) + h for h in (b"[" * 100_000, b'{"a":' * 100_000, b'{"__metadata__":{},"__metadata__":{}}')],
 )
 def test_other_files_are_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "net").write_bytes(content)

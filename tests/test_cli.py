@@ -363,6 +363,30 @@ def test_prune_as_json(capsys: pytest.CaptureFixture[str], weights: Path) -> Non
     assert "holds a run already" in failing(capsys, "prune", *NET, *QUICK, "--weights", str(weights), "--name", "j")
 
 
+def test_damaged_folders_are_told_without_a_traceback(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name in ("run", "training"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run" / "recipe.toml").write_text("max_drop = 0.1")
+    (tmp_path / "run" / "provenance.json").write_text("{}")
+    journal = tmp_path / "run" / "journal.jsonl"
+    for line in ("garbage", "[" * 100_000, "3", '{"unit": "step"}', '{"unit": 7, "digest": "' + "0" * 64 + '"}'):
+        journal.write_text(line + "\n")
+        assert execute(["show", "run"]) == 1
+        assert "journal.jsonl, line 1: " in capsys.readouterr().err
+    for text in ("[]", "[" * 100_000, '{"origin": 3}', "\xff"):
+        (tmp_path / "run" / "provenance.json").write_text(text, encoding="latin-1")
+        (tmp_path / "training" / "training.json").write_text(text, encoding="latin-1")
+        for command, folder, file in (
+            ("show", "run", "provenance"),
+            ("resume", "run", "provenance"),
+            ("show", "training", "training"),
+        ):
+            assert execute([command, folder]) == 1
+            told = capsys.readouterr().err
+            assert f"{file}.json: damaged" in told
+            assert len(told) <= 600
+
+
 def test_an_interrupted_run_shows_where_it_is_and_ends_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, weights: Path, finished: Path
 ) -> None:

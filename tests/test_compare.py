@@ -425,6 +425,10 @@ def test_unequal_training_is_an_error(tmp_path: Path) -> None:
         tables_text([row("l1", 0.3, 0.8), row("l1", 0.5, 0.8, budget=other)])
     with pytest.raises(RunError, match="another weights"):
         tables_text([row("l1", 0.3, 0.8), row("l1", 0.5, 0.8, weights_sha256="d" * 64)])
+    for line in (b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"a": 1, "a": 2}'):
+        (tmp_path / ROWS).write_bytes(line + b"\n")
+        with pytest.raises(RunError, match=r"rows\.jsonl, line 1: damaged .*Remove the line"):
+            comparison_rows(tmp_path / ROWS)
     (tmp_path / ROWS).write_text('{"method": "l1"}\n')
     with pytest.raises(RunError, match="row 1: is no row of a comparison"):
         comparison_rows(tmp_path / ROWS)

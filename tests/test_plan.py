@@ -117,11 +117,17 @@ def one_cut(**changes: Any) -> str:
         (one_cut(removed=None), "a cut needs"),
         (one_cut(site=3), "a cut needs"),
         (one_cut(channels="6"), "a cut needs"),
+        (one_cut(biases=[1]), "a cut needs.*biases"),
+        (plan_json(model=[]), "'model' must be the name of a class"),
+        ("[" * 100_000, "not JSON that is read here: nested deeper than 32"),
+        (plan_json(steps=[["x" * 100_000]]), "a cut needs"),
+        ('{"secateurs_plan": 1, "secateurs_plan": 1, "steps": []}', "the key 'secateurs_plan' occurs twice"),
     ],
 )
 def test_damaged_plans_are_named(text: str, message: str) -> None:
-    with pytest.raises(PlanError, match=f"here: .*{message}"):
+    with pytest.raises(PlanError, match=f"here: .*{message}") as told:
         Plan.from_json(text, where="here")
+    assert len(str(told.value)) <= 600
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -74,6 +74,9 @@ def test_tables_and_overrides(tmp_path: Path) -> None:
         ("[finetune]\nlr = -1.0", r"lr = -1.0: wanted 0 or more"),
         ("finetune = 3", r"finetune = 3: expected `object"),
         ("max_drop = ", r"not TOML"),
+        ("sites = " + "[" * 100_000, r"nested deeper than 32"),
+        ("seed = " + "9" * 9000, r"not TOML"),
+        ("direction = '" + "x" * 100_000 + "'", r"direction = 'xxx.*: wanted one of forward, backward"),
     ],
 )
 def test_wrong_fields_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -81,6 +84,7 @@ def test_wrong_fields_are_named(tmp_path: Path, text: str, message: str) -> None
     with pytest.raises(RecipeError, match=message) as told:
         read_recipe(path)
     assert str(path) in str(told.value)
+    assert len(str(told.value)) <= 600
 
 
 def test_no_such_file(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from secateurs.run import prune
 from secateurs.sites import find_sites
 from secateurs.tensorfile import dump, parse
 from secateurs.training import TrainSettings
+from torture.journals import entries_of, write_entries
 
 NASTY = '<script>alert("x")</script>&\'"'
 
@@ -82,13 +83,8 @@ def with_classes(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def entries_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
-
-
 def rewrite(folder: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
-    lines = [json.dumps(entry) for entry in change(entries_of(folder))]
-    (folder / "journal.jsonl").write_text("\n".join(lines) + "\n")
+    write_entries(folder, change(entries_of(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +257,26 @@ def test_damaged_parts_are_left_out_and_named(folder: Path) -> None:
     assert "checkpoints/start.safetensors: cannot be read" in words
     assert f"journal.jsonl, line {len(lines)}: damaged" in words
     assert "Allowed drop not known" in words
+
+
+@pytest.mark.parametrize(
+    ("unit", "field", "value"),
+    [
+        ("start", "accuracy", "high"),
+        ("step", "number", {}),
+        ("step", "evaluated", 7),
+        ("end", "test", None),
+        ("end", "seconds", "x"),
+    ],
+)
+def test_a_field_of_the_wrong_type_ends_what_is_shown_of_the_journal(folder: Path, unit: str, field: str, value: Any) -> None:
+    rewrite(folder, lambda entries: [{**e, field: value} if e["unit"] == unit else e for e in entries])
+    assert re.search(rf"line \d+: damaged \('{unit}': .*{field}", page_of(folder).words)
+
+
+def test_a_smaller_network_of_another_run_is_named(folder: Path) -> None:
+    (folder / "pruned.safetensors").write_bytes((folder / "checkpoints" / "start.safetensors").read_bytes())
+    assert "pruned.safetensors: damaged, or not the file that the journal's 'end' relies on" in page_of(folder).words
 
 
 def test_an_empty_journal_gives_a_page_and_no_journal_an_error(folder: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -23,13 +24,14 @@ from secateurs import load
 from secateurs.data import Data, Examples
 from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.evaluate import accuracy
+from secateurs.journal import read_journal
 from secateurs.journey import keeping
 from secateurs.models import build
 from secateurs.recipe import Recipe
-from secateurs.record import read_journal
 from secateurs.run import prune, resume
 from secateurs.steps import Progress, Step
 from secateurs.training import TrainSettings
+from torture.journals import entries_of, write_entries
 
 DATA = small_data()
 QUICK = Recipe.paper(max_drop=0.1, masks_per_filter=4, scoring_examples=64, search="bisect")
@@ -321,6 +323,136 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run.close()
     resume(tmp_path / "full", network(), DATA).finish()
     same_files(tmp_path / "whole", tmp_path / "full")
+
+
+# ---- what decides a result is covered by the journal ---------------------------------------------------------------------
+
+
+def lines_of(folder: Path) -> list[bytes]:
+    return (folder / "journal.jsonl").read_bytes().splitlines(keepends=True)
+
+
+def swap_first_two(lines: list[bytes]) -> list[bytes]:
+    return [lines[1], lines[0], *lines[2:]]
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda lines: [line.replace(b'"accuracy": 0.', b'"accuracy": 1.', 1) for line in lines], "line 2"),
+        (swap_first_two, "line 1"),
+        (lambda lines: [lines[0], *lines[2:]], "line 2"),
+        (lambda lines: [lines[0], lines[1], lines[1], *lines[2:]], "line 3"),
+        (lambda lines: [*lines[:2], b'{"unit": "start", "accuracy": 0.5, "loss": 1.0}\n', *lines[2:]], "line 3"),
+    ],
+)
+def test_changed_swapped_deleted_and_repeated_lines_are_refused(tmp_path: Path, change: Any, where: str) -> None:
+    started(tmp_path)
+    (tmp_path / "journal.jsonl").write_bytes(b"".join(change(lines_of(tmp_path))))
+    with pytest.raises(RunError, match=f"journal.jsonl, {where}: ") as told:
+        resume(tmp_path, network(), DATA)
+    assert len(str(told.value)) < 600
+
+
+def test_a_line_is_chained_by_sha256_to_the_line_before_and_to_the_provenance(tmp_path: Path) -> None:
+    started(tmp_path)
+    before = hashlib.sha256((tmp_path / "provenance.json").read_bytes()).hexdigest()
+    for line in lines_of(tmp_path):
+        body, _, digest = line.rstrip().removesuffix(b'"}').rpartition(b', "digest": "')
+        before = hashlib.sha256(before.encode() + body + b"}").hexdigest()
+        assert digest.decode() == before
+
+
+def momentum_run(folder: Path, seed: int = 0) -> None:
+    """A run left after its first step, which has trained: its checkpoint has momentum."""
+    recipe = replace(QUICK, max_drop=1.0, finetune=TrainSettings(epochs=2, lr=0.05, batch=32))
+    torch.manual_seed(seed)
+    run = prune(build("mlp", hidden=(12, 10)), DATA, recipe, folder=folder)
+    next(iter(run))
+    run.close()
+
+
+@pytest.mark.parametrize("name", ["0001.safetensors", "0001-momentum.safetensors"])
+def test_a_checkpoint_that_is_missing_or_of_another_run_is_refused(tmp_path: Path, name: str) -> None:
+    momentum_run(tmp_path / "run")
+    momentum_run(tmp_path / "other", seed=1)
+    file = tmp_path / "run" / "checkpoints" / name
+    file.write_bytes((tmp_path / "other" / "checkpoints" / name).read_bytes())
+    with pytest.raises(RunError, match=f"{name}: damaged, or not the file that the journal's 'step' relies on"):
+        resume(tmp_path / "run", network(), DATA)
+    file.unlink()
+    with pytest.raises(RunError, match=f"{name}: cannot be read .*Restore it from a copy"):
+        resume(tmp_path / "run", network(), DATA)
+
+
+def test_other_weights_at_the_start_are_refused(tmp_path: Path) -> None:
+    momentum_run(tmp_path / "run")
+    momentum_run(tmp_path / "other", seed=1)
+    name = "checkpoints/start.safetensors"
+    (tmp_path / "run" / name).write_bytes((tmp_path / "other" / name).read_bytes())
+    with pytest.raises(RunError, match=r"start\.safetensors: holds other weights than the run was started with"):
+        resume(tmp_path / "run", network(), DATA)
+
+
+def test_a_training_of_another_run_is_refused_and_may_be_deleted(tmp_path: Path) -> None:
+    recipe = replace(QUICK, max_drop=1.0, finetune=TrainSettings(epochs=3, lr=0.05, batch=32))
+
+    def stopped(folder: Path, seed: int) -> None:
+        def stop(progress: Progress) -> None:
+            if progress.phase == "finetune" and progress.done == 2:
+                raise KeyboardInterrupt
+
+        torch.manual_seed(seed)
+        run = prune(build("mlp", hidden=(12, 10)), DATA, recipe, folder=folder, watch=stop)
+        with pytest.raises(KeyboardInterrupt):
+            run.finish()
+        run.close()
+
+    prune(network(), DATA, recipe, folder=tmp_path / "whole").finish()
+    stopped(tmp_path / "run", 0)
+    stopped(tmp_path / "other", 1)
+    training = "checkpoints/training.safetensors"
+    (tmp_path / "run" / training).write_bytes((tmp_path / "other" / training).read_bytes())
+    with pytest.raises(RunError, match=r"training\.safetensors: not a file of this run.*Delete it and resume"):
+        resume(tmp_path / "run", network(), DATA).finish()
+    (tmp_path / "run" / training).unlink()
+    resume(tmp_path / "run", network(), DATA).finish()
+    same_files(tmp_path / "whole", tmp_path / "run")
+
+
+def test_changed_provenance_is_refused(tmp_path: Path) -> None:
+    started(tmp_path)
+    file = tmp_path / "provenance.json"
+    file.write_text(file.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(RunError, match=r"line 1: does not continue from .*provenance\.json"):
+        resume(tmp_path, network(), DATA)
+
+
+def test_a_run_whose_journal_is_gone_begins_again_and_ends_the_same(tmp_path: Path) -> None:
+    prune(network(), DATA, QUICK, folder=tmp_path / "whole").finish()
+    started(tmp_path / "run")
+    (tmp_path / "run" / "journal.jsonl").unlink()
+    resume(tmp_path / "run", network(), DATA).finish()
+    same_files(tmp_path / "whole", tmp_path / "run")
+    assert without_times(tmp_path / "whole") == without_times(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("unit", "field", "value"),
+    [
+        ("start", "accuracy", "high"),
+        ("round", "sites", None),
+        ("step", "removed", 3),
+        ("step", "number", [1]),
+        ("cut", "drop", {}),
+    ],
+)
+def test_a_field_of_the_wrong_type_is_named(tmp_path: Path, unit: str, field: str, value: Any) -> None:
+    """Signed as a wrong writer would: only the types can tell."""
+    started(tmp_path)
+    write_entries(tmp_path, [{**e, field: value} if e["unit"] == unit else e for e in entries_of(tmp_path)])
+    with pytest.raises(RunError, match=rf"journal\.jsonl, line \d+: damaged \('{unit}': .*{field}"):
+        resume(tmp_path, network(), DATA)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -88,6 +89,26 @@ def test_a_damaged_file_is_named_with_what_to_do(tmp_path: Path) -> None:
     path.write_bytes(b"this is no database, and long enough to be seen as none" * 10)
     with pytest.raises(RunError, match=r"measured\.sqlite.*Delete it"):
         Store(path)
+
+
+def test_a_changed_value_is_an_error_and_never_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "measured.sqlite"
+    store = Store(path)
+    store.put("here", [b"key"], [torch.tensor([1.0, 2.0])])
+    store.close()
+    with sqlite3.connect(path) as base:
+        base.execute("update measured set value = ?", (torch.tensor([1.0, 3.0]).numpy().tobytes(),))
+    base.close()
+    with pytest.raises(RunError, match=r"measured\.sqlite.*does not match its checksum.*Delete it, or restore it"):
+        Store(path).get("here", [b"key"])
+
+
+def test_a_full_disk_asks_for_space_and_not_to_delete_what_was_measured(tmp_path: Path) -> None:
+    store = Store(tmp_path / "measured.sqlite")
+    store._base.execute("pragma max_page_count = 3")
+    with pytest.raises(RunError, match=r"measured\.sqlite.*the disk is full\. Free some space, then resume") as told:
+        store.put("here", [b"key"], [torch.zeros(100_000)])
+    assert "elete" not in str(told.value)
 
 
 def test_a_missing_folder_is_named(tmp_path: Path) -> None:

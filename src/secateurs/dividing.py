@@ -18,7 +18,7 @@ from secateurs.allocation import Curve, Division, frontier
 from secateurs.compaction import compact
 from secateurs.costs import cost
 from secateurs.cutting import Start
-from secateurs.errors import NonFinite
+from secateurs.errors import NonFinite, RunError
 from secateurs.graph import Graph
 from secateurs.ranking import Ranking, cuts_along
 from secateurs.search import Cut
@@ -87,6 +87,12 @@ def course_fields(course: Course) -> dict[str, Any]:
 
 def course_from(site: Site, entry: Mapping[str, Any]) -> Course:
     """The course of a site that was written down as plain values."""
+    curve = [entry[name] for name in ("removed", "loss", "saved")]
+    if sorted(entry["order"]) != list(range(site.channels)) or len({len(values) for values in curve}) > 1 or not curve[0]:
+        raise RunError(
+            f"journal.jsonl: the curve of site {site.name!r} does not fit its {site.channels} channels. Restore the run from a "
+            f"copy, or start a new one."
+        )
     compared = tuple((str(name), float(loss)) for name, loss in entry["compared"])
     figures = {name: entry[name] for name in ("masks", "examples", "note", "r2_held_out", "split_half")}
     ranking = Ranking(entry["criterion"], torch.tensor(entry["order"]), compared=compared, **figures)

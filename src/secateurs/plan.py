@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from secateurs.decode import Malformed, brief, checked, decode_json, read_text_file
 from secateurs.errors import PlanError
 from secateurs.files import write_text
 
@@ -62,27 +63,33 @@ class Plan:
     def from_json(text: str, *, where: str = "plan") -> Plan:
         """Read a plan back; `where` is named in errors."""
         try:
-            found = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{where}: not JSON ({error}). Was the file cut short?") from error
+            found: Any = decode_json(text)
+        except Malformed as error:
+            raise PlanError(f"{where}: {error}. Was the file cut short?") from error
         if not isinstance(found, dict) or "secateurs_plan" not in found:
             raise PlanError(f"{where}: no 'secateurs_plan' field, so this is not a plan.")
-        if found["secateurs_plan"] != VERSION:
+        if found["secateurs_plan"] != VERSION or isinstance(found["secateurs_plan"], bool):
             raise PlanError(
-                f"{where}: plan of version {found['secateurs_plan']!r}, this secateurs reads version {VERSION}. "
+                f"{where}: plan of version {brief(repr(found['secateurs_plan']), 40)}, this secateurs reads version {VERSION}. "
                 f"Use the release that wrote it, or make the plan again."
             )
-        return Plan(tuple(tuple(_cut(c, where) for c in step) for step in _steps(found, where)), str(found.get("model", "")))
+        try:
+            steps: list[list[Any]] = checked(found.get("steps"), list[list[Any]])
+        except Malformed as error:
+            raise PlanError(f"{where}: 'steps' must be a list of lists of cuts ({error}).") from error
+        if not isinstance(found.get("model", ""), str):
+            raise PlanError(f"{where}: 'model' must be the name of a class, got {brief(repr(found['model']))}.")
+        return Plan(tuple(tuple(_cut(c, where) for c in step) for step in steps), found.get("model", ""))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read a plan from a JSON file."""
         try:
-            text = Path(path).read_bytes().decode()
+            text = read_text_file(Path(path)).decode()
         except OSError as error:
             raise PlanError(f"{path}: cannot be read ({error.strerror}).") from error
-        except UnicodeDecodeError as error:
-            raise PlanError(f"{path}: not a text file, so not a plan.") from error
+        except (UnicodeDecodeError, Malformed) as error:
+            raise PlanError(f"{path}: not a text file, so not a plan ({brief(error)}).") from error
         return Plan.from_json(text, where=str(path))
 
 
@@ -91,30 +98,18 @@ def _fields(cut: PlannedCut) -> dict[str, Any]:
     return {name: value for name, value in asdict(cut).items() if value or name not in ADDITIONS}
 
 
-def _steps(found: dict[str, Any], where: str) -> list[list[Any]]:
-    steps = found.get("steps")
-    if not isinstance(steps, list) or not all(isinstance(step, list) for step in steps):
-        raise PlanError(f"{where}: 'steps' must be a list of lists of cuts.")
-    return steps
-
-
 def _cut(found: Any, where: str) -> PlannedCut:
-    fields = found if isinstance(found, dict) else {}
-    site, removed, channels = fields.get("site"), fields.get("removed"), fields.get("channels")
-    whole = isinstance(removed, list) and all(type(i) is int for i in removed)
-    if not isinstance(site, str) or not isinstance(removed, list) or not whole or type(channels) is not int:
-        raise PlanError(f"{where}: a cut needs 'site' (text), 'removed' (a list of ids) and 'channels', got {found!r}.")
-    cut = PlannedCut(site, tuple(removed), channels, *(_names(fields, name, where) for name in ADDITIONS))
+    try:
+        cut: PlannedCut = checked(found, PlannedCut)
+    except Malformed as error:
+        raise PlanError(
+            f"{where}: a cut needs 'site' (text), 'removed' (a list of ids) and 'channels', and may have lists of names in "
+            f"'biases' and 'offsets': {error}; got {brief(repr(found))}."
+        ) from error
     wrong = [i for i in cut.removed if not 0 <= i < cut.channels]
     if wrong or len(set(cut.removed)) != len(cut.removed):
         raise PlanError(
-            f"{where}: site {cut.site!r}: removed ids {wrong or cut.removed} must be distinct, 0 to {cut.channels - 1}."
+            f"{where}: site {brief(repr(cut.site))}: removed ids {brief(wrong or cut.removed)} must be distinct, 0 to "
+            f"{cut.channels - 1}."
         )
     return cut
-
-
-def _names(fields: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
-    found = fields.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(n, str) for n in found):
-        raise PlanError(f"{where}: site {fields['site']!r}: {name!r} must be a list of names, got {found!r}.")
-    return tuple(found)

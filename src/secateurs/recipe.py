@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -12,6 +11,7 @@ import msgspec
 import tomli_w
 
 from secateurs.contract import Contract
+from secateurs.decode import MAX_TOML_BYTES, Malformed, brief, decode_toml, read_text_file
 from secateurs.errors import InvalidInput, RecipeError, suggest
 from secateurs.files import write_text
 from secateurs.importance import Transform
@@ -193,11 +193,11 @@ def settings_from(fields: dict[str, Any], *, where: str = "settings", **override
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        return decode_toml(read_text_file(path, max_bytes=MAX_TOML_BYTES))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not TOML ({error}).") from error
+    except Malformed as error:
+        raise RecipeError(f"{path}: {error}.") from error
 
 
 def recipe_from(fields: dict[str, Any], *, where: str = "recipe", **overrides: Any) -> Recipe:
@@ -216,7 +216,7 @@ def _converted(fields: dict[str, Any], kind: type[Asked], where: str) -> Asked:
     except msgspec.ValidationError as error:
         raise RecipeError(f"{where}: {_readable(error, fields)}") from error
     except InvalidInput as error:
-        raise RecipeError(f"{where}: {error}") from error
+        raise RecipeError(f"{where}: {brief(error, 400)}") from error
 
 
 def recipe_fields(recipe: Recipe) -> dict[str, Any]:
@@ -246,11 +246,12 @@ def _refuse_unknown(fields: dict[str, Any], kind: Any, where: str, prefix: str) 
     hints = get_type_hints(kind)
     for name, value in fields.items():
         if name not in hints:
-            raise RecipeError(f"{where}: unknown field {prefix + name!r}.{suggest(name, hints)}")
+            raise RecipeError(f"{where}: unknown field {brief(repr(prefix + name))}.{suggest(brief(name), hints)}")
         allowed = get_args(hints[name]) if get_origin(hints[name]) is Literal else (value,)
         if value not in allowed:
+            shown = brief(repr(value))
             raise RecipeError(
-                f"{where}: {prefix}{name} = {value!r}: wanted one of {', '.join(allowed)}.{suggest(str(value), allowed)}"
+                f"{where}: {prefix}{name} = {shown}: wanted one of {', '.join(allowed)}.{suggest(brief(value), allowed)}"
             )
 
 
@@ -261,7 +262,7 @@ def _readable(error: msgspec.ValidationError, fields: dict[str, Any]) -> str:
     value: Any = fields
     for part in path.split("[")[0].split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return f"{path} = {value!r}: {text[:1].lower()}{text[1:]}" if path else text
+    return f"{brief(path)} = {brief(repr(value))}: {brief(text[:1].lower() + text[1:])}" if path else brief(text)
 
 
 def _without_none(value: Any) -> Any:

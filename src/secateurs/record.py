@@ -1,7 +1,9 @@
 """The folder of a run: recipe, provenance, a journal of every unit of work, checkpoints. Nothing in it is ever half written.
 
-The journal is a file of JSON lines, each synced before the next unit of work begins. A line that was cut short by a crash is
-dropped when the folder is opened again: its unit of work is done once more, with the same outcome.
+The journal is a chain of JSON lines (see `journal`), each synced before the next unit of work begins. A line that was cut short
+by a crash is dropped when the folder is opened again: its unit of work is done once more, with the same outcome. Files of
+tensors name the line that they were written after, and lines hold the digests of the files that they rely on: a file that is
+missing, old or from another run is an error.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,12 +24,25 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from secateurs.decode import Malformed, brief
 from secateurs.errors import RunError
 from secateurs.files import LOCK, write_bytes, write_text
+from secateurs.journal import (
+    JOURNAL,
+    PROVENANCE,
+    Provenance,
+    chained,
+    changed_files,
+    origin_digest,
+    parse_provenance,
+    read_entries,
+    read_kept,
+)
 from secateurs.recipe import Recipe, read_recipe, recipe_fields, write_recipe
-from secateurs.tensorfile import Damaged, dump, parse
+from secateurs.tensorfile import dump
 
-JOURNAL, PROVENANCE, RECIPE = "journal.jsonl", "provenance.json", "recipe.toml"
+RECIPE = "recipe.toml"
+FORMAT = 2  # of the folder: 2 has a chained journal
 
 
 class Record:
@@ -43,12 +58,21 @@ class Record:
         """Note a finished unit of work; on return it is safe."""
         self.entries.append({"unit": unit, **fields})
 
-    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
-        """Keep tensors and plain values under `name`."""
+    def save_tensors(
+        self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None, *, listed: bool = False
+    ) -> None:
+        """Keep tensors and plain values under `name`; `listed`: the next line of the journal holds the file's digest."""
 
-    def load_tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What was kept under `name`, or None."""
+    def load_tensors(self, name: str, kind: Any = dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What was kept under `name`, or None; its plain values must be of the type `kind`."""
         return None
+
+    def file_digests(self, *files: str) -> dict[str, str]:
+        """SHA-256 of files of the folder, for the line of the journal that relies on them."""
+        return {}
+
+    def check_files(self, entry: Mapping[str, Any]) -> None:
+        """Refuse to go on from files that are not those that the entry relies on."""
 
     def delete(self, name: str) -> None:
         """Forget `name`."""
@@ -70,6 +94,7 @@ class RunFolder(Record):
         super().__init__()
         self.path = path
         self._lock = _lock(path)
+        self._digests: list[str] = []  # of the journal: its origin's, then one for each line
         try:
             self._journal = self._open_journal()
         except BaseException:
@@ -91,50 +116,77 @@ class RunFolder(Record):
         """Append a line to the journal and sync it."""
         entry = {"unit": unit, **fields}
         with disk_errors(self.path):
-            self._journal.write(json.dumps(entry, allow_nan=True).encode() + b"\n")
-            self._journal.flush()
-            os.fsync(self._journal.fileno())
+            if len(self._digests) < 2:  # provenance may have been written since the folder was opened
+                self._digests = [origin_digest(self.path)]
+            line, digest = chained(entry, self._digests[-1])
+            size = self._journal.seek(0, os.SEEK_END)
+            try:
+                while line:
+                    line = line[self._journal.write(line) :]
+                os.fsync(self._journal.fileno())
+            except OSError:
+                with suppress(OSError):
+                    self._journal.truncate(size)  # a line that is not safe must not be continued from
+                raise
+        self._digests.append(digest)
         self.entries.append(entry)
 
-    def save_tensors(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
-        """Write `name`.safetensors with `meta` in its header."""
+    def save_tensors(
+        self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None, *, listed: bool = False
+    ) -> None:
+        """Write `name`.safetensors with `meta` in its header, and the line that it follows unless the next one lists it."""
+        header = {"meta": json.dumps(meta or {}), "name": name}
+        if not listed:
+            header["journal"] = self._digests[-1]
         with disk_errors(self.path):
-            write_bytes(self.path / f"{name}.safetensors", dump(tensors, {"meta": json.dumps(meta or {})}))
+            write_bytes(self.path / f"{name}.safetensors", dump(tensors, header))
 
-    def load_tensors(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Read `name`.safetensors; None if there is none; a damaged file is an error."""
+    def load_tensors(self, name: str, kind: Any = dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Read `name`.safetensors; None if there is none; a file that is damaged or of another run is an error."""
         path = self.path / f"{name}.safetensors"
         if not path.exists():
             return None
         try:
-            tensors, header = parse(path.read_bytes())
-            return tensors, json.loads(header["meta"])
-        except (Damaged, KeyError, ValueError) as error:
-            raise RunError(f"{path}: damaged ({error}). Restore it from a copy, or start the run anew.") from error
+            return read_kept(path, name, self._digests, kind)
+        except Malformed as error:
+            raise RunError(f"{path}: {error}. {_advice(name)}") from error
+
+    def file_digests(self, *files: str) -> dict[str, str]:
+        """SHA-256 of files of the folder, by name."""
+        with disk_errors(self.path):
+            return {name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in files}
+
+    def check_files(self, entry: Mapping[str, Any]) -> None:
+        """Refuse to go on from files that are missing, or not those that the entry relies on."""
+        for name, what in changed_files(self.path, entry):
+            raise RunError(f"{self.path / brief(name)}: {what}. {_advice(name)}")
 
     def delete(self, name: str) -> None:
         """Remove `name`.safetensors, if it is there."""
         (self.path / f"{name}.safetensors").unlink(missing_ok=True)
 
     def _open_journal(self) -> IO[bytes]:
-        path = self.path / JOURNAL
         with disk_errors(self.path):
-            file = path.open("a+b")
-        file.seek(0)
-        data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
-            try:
-                self.entries.append(json.loads(line))
-            except ValueError as error:
-                file.close()
-                raise RunError(
-                    f"{path}, line {number}: damaged ({error}). Restore the file from a copy, or start anew."
-                ) from error
-        if len(whole) < len(data):  # the last line was being written when the process died
-            file.truncate(len(whole))
-        file.seek(0, os.SEEK_END)
+            file = (self.path / JOURNAL).open("a+b", buffering=0)
+        try:
+            found = read_entries(self.path)
+            if found.notes:
+                raise RunError(found.notes[0])
+            file.truncate(found.size)  # a last line that was being written when the process died
+        except BaseException:
+            file.close()
+            raise
+        self.entries, self._digests = list(found.entries), list(found.digests)
         return file
+
+
+def _advice(name: str) -> str:
+    if "training" in name:
+        return "Delete it and resume: this training starts again from its first epoch, with the same result."
+    return (
+        f"Restore it from a copy. Or delete {JOURNAL} and all of checkpoints/ but start.safetensors, and resume: the run "
+        f"begins again, and uses what was measured."
+    )
 
 
 def create_folder(path: Path, recipe: Recipe, provenance: Mapping[str, Any]) -> RunFolder:
@@ -147,7 +199,8 @@ def create_folder(path: Path, recipe: Recipe, provenance: Mapping[str, Any]) -> 
     try:
         with disk_errors(path):
             write_recipe(path / RECIPE, recipe)
-            write_text(path / PROVENANCE, json.dumps({**provenance, "recipe_sha256": recipe_digest(recipe)}, indent=1) + "\n")
+            known = {"format": FORMAT, **provenance, "recipe_sha256": recipe_digest(recipe)}
+            write_text(path / PROVENANCE, json.dumps(known, indent=1) + "\n")
     except BaseException:
         folder.close()
         raise
@@ -157,34 +210,36 @@ def create_folder(path: Path, recipe: Recipe, provenance: Mapping[str, Any]) -> 
 def open_folder(path: Path) -> tuple[RunFolder, Recipe, dict[str, Any]]:
     """Take up a run that was started in `path`: its folder, recipe and provenance."""
     provenance = read_provenance(path)
-    recipe = read_recipe(path / RECIPE)
-    if recipe_digest(recipe) != provenance.get("recipe_sha256"):
+    if provenance.get("format") != FORMAT:
         raise RunError(
-            f"{path / RECIPE}: was changed since the run started, so its earlier steps would not fit the later ones. Undo the "
-            f"change, or start a new run with the changed recipe."
+            f"{path / PROVENANCE}: got folder format {provenance.get('format')!r}, wanted {FORMAT}: another release wrote it. "
+            f"Start a new run."
         )
-    return RunFolder(path), recipe, provenance
+    missing = sorted(Provenance.__annotations__.keys() - provenance.keys())
+    if missing:
+        raise RunError(f"{path / PROVENANCE}: damaged (no {', '.join(missing)}). Restore it from a copy, or start a new run.")
+    folder = RunFolder(path)
+    try:
+        recipe = read_recipe(path / RECIPE)
+        if recipe_digest(recipe) != provenance.get("recipe_sha256"):
+            raise RunError(
+                f"{path / RECIPE}: was changed since the run started, so its earlier steps would not fit the later ones. Undo "
+                f"the change, or start a new run with the changed recipe."
+            )
+    except BaseException:
+        folder.close()
+        raise
+    return folder, recipe, provenance
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
     """What was recorded when the run was started."""
     try:
-        found = json.loads((path / PROVENANCE).read_text())
+        return parse_provenance(path)
     except OSError as error:
         raise RunError(f"{path}: not the folder of a run: no {PROVENANCE} ({error.strerror}).") from error
-    except ValueError as error:
-        raise RunError(f"{path / PROVENANCE}: damaged ({error}).") from error
-    assert isinstance(found, dict)
-    return found
-
-
-def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The entries of a run that may be going on elsewhere: reads without holding the folder."""
-    try:
-        data = (path / JOURNAL).read_bytes()
-    except OSError as error:
-        raise RunError(f"{path}: not the folder of a run: no {JOURNAL} ({error.strerror}).") from error
-    return [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+    except Malformed as error:
+        raise RunError(f"{path / PROVENANCE}: damaged ({error}). Restore it from a copy, or start a new run.") from error
 
 
 def recipe_digest(recipe: Recipe) -> str:

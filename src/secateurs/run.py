@@ -24,7 +24,7 @@ from secateurs.graph import Graph, trace
 from secateurs.journey.ending import find_outcome
 from secateurs.journey.itinerary import sites_of_round, target_reached, why_division_ends, why_rounds_end
 from secateurs.journey.judging import Judge
-from secateurs.journey.keeping import keep_outcome, keep_start, keep_step, standing_kept
+from secateurs.journey.keeping import keep_description, keep_outcome, keep_start, keep_step, standing_kept
 from secateurs.journey.outfit import Outfit, Whereabouts
 from secateurs.journey.schooling import finetune_, refresh_, retrain_
 from secateurs.journey.standing import Standing, refitted, with_cut
@@ -108,7 +108,7 @@ def resume(
             raise RunError(f"{path}: was started with another recipe. Resume without one, or start a new run.")
         check_data(path, data, known)
         check_measures(path, {"loss": loss_fn, "metric": metric}, known)
-        start = load_start(path, model, data)
+        start = load_start(path, model, data, known)
         tools = Tools(loss_fn, metric, device, open_store(record, store or known.get("store")), cache_bytes)
         run = Run(Workshop(start, data, stored, tools), record, watch=watch)
         run.restore(model)
@@ -292,5 +292,6 @@ class Run:
 
     def restore(self, model: nn.Module) -> None:
         """Take up what the journal and the checkpoints say was done."""
+        keep_description(self.record, self.original)
         self.steps = [step_from(entry) for entry in self.record.units("step")]
         self._standing = standing_kept(self.record, model, self.original)

@@ -1,16 +1,67 @@
-"""What a part of the torture reports."""
+"""What a torture part has tried and found, and how its cases are spread over processes."""
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+
+MEMORY = 8 << 30  # bytes of address space a worker may have: a file that makes it allocate more is a failure
+CHUNK = 200  # cases handed to a worker at once
 
 
 @dataclass(frozen=True)
 class Tally:
-    """How many cases a part tried, how each ended (by kind), and a line for every failure."""
+    """Counts by outcome, and a line for each failure that says how to make it again."""
 
     part: str
     tried: int
     outcomes: dict[str, int]
     failures: tuple[str, ...]
     seconds: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one case in a word; `failure` says what was wrong, empty if nothing was."""
+
+    outcome: str
+    failure: str = ""
+
+
+def tally(part: str, case: Callable[[int], Verdict], count: int, seed: int, *, workers: int, chunk: int = CHUNK) -> Tally:
+    """Try `count` cases, numbered from `seed` × 1,000,000; in this process if `workers` is 1 or less."""
+    began = time.monotonic()
+    first = seed * 1_000_000
+    pieces = [range(n, min(n + chunk, first + count)) for n in range(first, first + count, chunk)]
+    if workers <= 1:
+        found = [_tried(case, piece) for piece in pieces]
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=_limited) as pool:
+            found = list(pool.map(_tried, [case] * len(pieces), pieces))
+    outcomes: Counter[str] = Counter()
+    failures: list[str] = []
+    for counted, failed in found:
+        outcomes.update(counted)
+        failures += failed
+    return Tally(part, count, dict(sorted(outcomes.items())), tuple(failures), time.monotonic() - began)
+
+
+def _tried(case: Callable[[int], Verdict], numbers: range) -> tuple[Counter[str], list[str]]:
+    outcomes: Counter[str] = Counter()
+    failures = []
+    for number in numbers:
+        verdict = case(number)
+        outcomes["failure" if verdict.failure else verdict.outcome] += 1
+        if verdict.failure:
+            failures.append(f"{case.__module__}.{case.__name__}({number}): {verdict.outcome}: {verdict.failure}")
+    return outcomes, failures
+
+
+def _limited() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

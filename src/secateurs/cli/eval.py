@@ -103,7 +103,7 @@ def _of_run(run: Path) -> tuple[Origin, dict[str, Origin]]:
 
     from secateurs.record import read_provenance
 
-    origin = origin_of(read_provenance(run)["origin"], run)
+    origin = origin_of(read_provenance(run).get("origin", {}), run)
     files = {name: run / path for name, path in (("before", "checkpoints/start.safetensors"), ("pruned", "pruned.safetensors"))}
     found = {name: replace(origin, weights=str(path)) for name, path in files.items() if path.exists()}
     if not found:

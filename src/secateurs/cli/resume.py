@@ -41,7 +41,7 @@ def resume(
     from secateurs.record import read_provenance
     from secateurs.run import resume as take_up
 
-    origin = origin_of(read_provenance(run)["origin"], run)
+    origin = origin_of(read_provenance(run).get("origin", {}), run)
     device = device or origin.device
     check_device(device)
     examples = load_data(origin)

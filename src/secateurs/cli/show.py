@@ -38,8 +38,9 @@ def show(
 
 
 def _show_run(run: Path, *, as_json: bool) -> None:
+    from secateurs.journal import read_journal
     from secateurs.recipe import read_recipe, recipe_fields
-    from secateurs.record import RECIPE, read_journal, read_provenance
+    from secateurs.record import RECIPE, read_provenance
 
     provenance, entries = read_provenance(run), read_journal(run)
     recipe = read_recipe(run / RECIPE)
@@ -50,7 +51,7 @@ def _show_run(run: Path, *, as_json: bool) -> None:
         known = {"folder": str(run), "state": state, "at": _at(run, entries), "provenance": provenance}
         print_json({**known, "recipe": recipe_fields(recipe), "steps": steps, "outcome": outcome})
         return
-    _say_origin(provenance["origin"], provenance["data"]["name"], provenance["started"])
+    _say_origin(provenance)
     if steps:
         print_steps(steps)
     if ends:
@@ -61,7 +62,7 @@ def _show_run(run: Path, *, as_json: bool) -> None:
 
 
 def _show_training(run: Path, *, as_json: bool) -> None:
-    from secateurs.record import read_journal
+    from secateurs.journal import read_journal
 
     known = training_folder.read(run)
     epochs = _units(read_journal(run), "epoch") if (run / "journal.jsonl").exists() else []
@@ -69,7 +70,7 @@ def _show_training(run: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({"folder": str(run), "state": state, "provenance": known, "epochs": epochs})
         return
-    _say_origin(known["origin"], known["data"]["name"], known["started"])
+    _say_origin(known)
     print_table(("epoch", "loss", "accuracy while training", "accuracy on the search set"), map(_epoch_row, epochs))
     if state == "finished":
         say(f"Finished. The weights: {training_folder.weights_file(run)}")
@@ -90,7 +91,7 @@ def _at(run: Path, entries: Entries) -> str:
     after = entries[max((n for n, entry in enumerate(entries) if entry["unit"] == "step"), default=-1) + 1 :]
     epochs = _units(after, "epoch")
     if epochs:
-        what = "retraining" if epochs[-1]["phase"] == "retrain" else f"fine-tuning after step {steps + 1}"
+        what = "retraining" if epochs[-1].get("phase") == "retrain" else f"fine-tuning after step {steps + 1}"
         return f"{what}: {len(epochs)} epochs are done"
     if _units(after, "cut"):
         return f"at step {steps + 1}: the cut is found"
@@ -115,8 +116,10 @@ def _units(entries: Entries, unit: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in entry.items() if key != "unit"} for entry in entries if entry["unit"] == unit]
 
 
-def _say_origin(origin: Mapping[str, Any], data: str, started: str) -> None:
-    say(f"{origin.get('model', 'a model given in Python')} on {data}, started {started.replace('T', ' ')}")
+def _say_origin(provenance: Mapping[str, Any]) -> None:
+    model = provenance.get("origin", {}).get("model", "a model given in Python")
+    data, started = provenance.get("data", {}).get("name", "unknown data"), provenance.get("started", "at an unknown time")
+    say(f"{model} on {data}, started {started.replace('T', ' ')}")
 
 
 def _say_how_to_go_on(run: Path, state: str) -> None:

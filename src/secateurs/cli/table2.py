@@ -21,7 +21,7 @@ from secateurs.experiments.table2 import Asked, Job, row_of, take_up
 from secateurs.experiments.table2_findings import findings
 from secateurs.experiments.table2_tables import Table, page, sheets, tables, told
 from secateurs.files import write_text
-from secateurs.record import PROVENANCE
+from secateurs.journal import PROVENANCE
 from secateurs.report import write_report
 
 SUBJECT = Origin("resnet20", "cifar10")

@@ -6,8 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from secateurs.decode import Malformed, checked, decode_json, read_text_file
 from secateurs.errors import RunError
 from secateurs.files import write_bytes, write_text
 
@@ -25,6 +26,33 @@ WEIGHTS = "weights"
 _CHECKPOINT = "checkpoints/training"
 
 
+class SetOrigin(TypedDict):
+    """One set of examples."""
+
+    count: int
+    sha256: str
+
+
+class TrainingData(TypedDict):
+    """The data that a training was started with."""
+
+    name: str
+    sha256: str
+    origin: dict[str, Any]
+    sets: dict[str, SetOrigin]
+
+
+class Training(TypedDict):
+    """What training.json holds."""
+
+    origin: dict[str, Any]
+    settings: dict[str, Any]
+    data: TrainingData
+    trained_on: list[dict[str, Any]]
+    versions: dict[str, str]
+    started: str
+
+
 def is_training(path: Path) -> bool:
     """Whether the folder holds a training."""
     return (path / TRAINING).is_file()
@@ -33,7 +61,8 @@ def is_training(path: Path) -> bool:
 def create(path: Path, origin: Origin, settings: TrainSettings, data: Data) -> None:
     """Start a training in `path`, which must not hold one, nor a run."""
     from secateurs.cli.inputs import training_sets
-    from secateurs.record import PROVENANCE, disk_errors, environment
+    from secateurs.journal import PROVENANCE
+    from secateurs.record import disk_errors, environment
 
     if is_training(path) or (path / PROVENANCE).exists():
         raise RunError(
@@ -54,10 +83,12 @@ def create(path: Path, origin: Origin, settings: TrainSettings, data: Data) -> N
 def read(path: Path) -> dict[str, Any]:
     """What was recorded when the training was started."""
     try:
-        found = json.loads((path / TRAINING).read_text())
-    except (OSError, ValueError) as error:
-        raise RunError(f"{path / TRAINING}: cannot be read ({error}).") from error
-    assert isinstance(found, dict)
+        found: dict[str, Any] = decode_json(read_text_file(path / TRAINING), dict[str, Any])
+        checked(found, Training)
+    except OSError as error:
+        raise RunError(f"{path / TRAINING}: cannot be read ({error.strerror}).") from error
+    except Malformed as error:
+        raise RunError(f"{path / TRAINING}: damaged ({error}). Restore it from a copy, or start a new training.") from error
     return found
 
 
@@ -111,9 +142,9 @@ def weights_file(path: Path) -> Path:
 def pedigree(path: Path, data: Data) -> Pedigree:
     """What the header of the trained weights says, from what the folder says and the data it was trained on."""
     from secateurs.data import SETS
+    from secateurs.journal import read_journal
     from secateurs.models import Pedigree, TrainingSet
     from secateurs.models.pedigree import scaling_fields
-    from secateurs.record import read_journal
 
     known = read(path)
     origin, found = known["origin"], known["data"]
@@ -121,7 +152,7 @@ def pedigree(path: Path, data: Data) -> Pedigree:
     # our own sets say what makes their split again, defaults and all; of others only what was given is known
     options = found["origin"] if origin["data"] in SETS else origin["data_options"]
     trained = TrainingSet(origin["data"], options, found["sets"]["train"]["count"], found["sets"]["train"]["sha256"])
-    earlier = [TrainingSet(**entry) for entry in known.get("trained_on", ())]
+    earlier: list[TrainingSet] = checked(known["trained_on"], list[TrainingSet])
     return Pedigree(
         model=origin["model"],
         model_options=origin["model_options"],
@@ -139,8 +170,9 @@ def pedigree(path: Path, data: Data) -> Pedigree:
 
 def _state(folder: RunFolder) -> TrainState | None:
     from secateurs.training import TrainState
+    from secateurs.training.state import StateMeta
 
-    found = folder.load_tensors(_CHECKPOINT)
+    found = folder.load_tensors(_CHECKPOINT, StateMeta)
     return None if found is None else TrainState(*found)
 
 

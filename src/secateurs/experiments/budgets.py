@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import asdict, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from secateurs.data.examples import Examples
+from secateurs.decode import MAX_TOML_BYTES, Malformed, brief, decode_toml, read_text_file
 from secateurs.errors import InvalidInput, RecipeError, suggest
 from secateurs.methods import NO_TRAINING, Budget
 from secateurs.recipe import settings_from
@@ -47,14 +47,16 @@ def named_budget(name: str, examples: Examples, *, sites: int) -> Budget:
 def read_budget(path: Path) -> Budget:
     """The budget in a TOML file, named as the file is; `between` says its `steps`, and has a constant rate."""
     try:
-        tables = tomllib.loads(path.read_text())
+        tables: dict[str, Any] = decode_toml(read_text_file(path, max_bytes=MAX_TOML_BYTES))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}).") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not TOML ({error}).") from error
+    except Malformed as error:
+        raise RecipeError(f"{path}: {error}.") from error
     unknown = [name for name in tables if name not in ("between", "after")]
     if unknown or not all(isinstance(table, dict) for table in tables.values()):
-        raise RecipeError(f"{path}: got {', '.join(map(repr, unknown or tables))}, wanted the tables 'between' and 'after'.")
+        raise RecipeError(
+            f"{path}: got {brief(', '.join(map(repr, unknown or tables)))}, wanted the tables 'between' and 'after'."
+        )
     between = tables.get("between")
     if between is not None:
         between = {"schedule": "constant", "epochs": between.get("steps", 1), **between}  # the steps say when it ends

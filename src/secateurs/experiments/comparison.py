@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import nn
 
@@ -22,6 +22,7 @@ from secateurs.artefact import load, save
 from secateurs.costs import cost
 from secateurs.data.examples import Examples
 from secateurs.data.splits import Data, subset
+from secateurs.decode import Malformed, decode_json, read_text_file
 from secateurs.errors import InvalidInput, RunError
 from secateurs.evaluate import Device, Evaluation, evaluate
 from secateurs.experiments.budgets import budget_fields, named_budget
@@ -37,6 +38,26 @@ from secateurs.sites import Shortcut, find_sites
 from secateurs.tensorfile import digest
 
 ROWS, GUARD, NETWORK, WORK = "rows.jsonl", "comparison.json", "pruned.safetensors", "work"
+
+
+class _Base(TypedDict):
+    model: str
+    weights_sha256: str
+    data_sha256: str
+    shortcut: str
+
+
+class _Budget(TypedDict):
+    name: str
+    between: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
+class _Guard(TypedDict):
+    """What comparison.json holds: what the runs beside it were started with."""
+
+    base: _Base
+    budgets: dict[str, _Budget]
 
 
 @dataclass(frozen=True)
@@ -196,7 +217,10 @@ class Comparison:
         path = self.runs / GUARD
         known: dict[str, Any] = {"base": self.base, "budgets": {}}
         if path.exists():
-            known = json.loads(path.read_text())
+            try:
+                known = decode_json(read_text_file(path), _Guard)
+            except Malformed as error:
+                raise RunError(f"{path}: damaged ({error}). Restore it from a copy, or give another --runs.") from error
         check_base(known["base"], self.base, f"{self.runs} (--runs)")
         for budget in budgets:
             for found in known["budgets"].values():

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from secateurs.decode import brief
 from secateurs.errors import RunError
 from secateurs.experiments.rows import read_rows
 
@@ -161,7 +162,7 @@ def _row_from(fields: dict[str, Any], where: str) -> Row:
     try:
         return msgspec.convert(fields, Row)
     except msgspec.ValidationError as error:
-        raise RunError(f"{where}: is no row of a comparison ({error}).") from error
+        raise RunError(f"{where}: is no row of a comparison ({brief(error)}). Remove it: it will be made again.") from error
 
 
 def _who(row: Row) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from secateurs.decode import Malformed, decode_json
 from secateurs.errors import RunError
 
 
@@ -15,22 +16,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """All rows of the file, in order; none where there is no file. A last line that a killed run left unfinished is skipped."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")
-    rows = []
-    for number, line in enumerate(lines, 1):
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror}).") from error
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(data[: data.rfind(b"\n") + 1].split(b"\n"), 1):
         if not line:
             continue
         try:
-            row = json.loads(line)
-        except ValueError as error:
-            if number == len(lines):  # without the line end that completes it
-                continue
-            raise RunError(
-                f"{path}, line {number}: is no JSON ({error}). Remove the line: its run will be done again."
-            ) from error
-        if not isinstance(row, dict):
-            raise RunError(f"{path}, line {number}: got {type(row).__name__}, wanted an object with the figures of a run")
-        rows.append(row)
+            rows.append(decode_json(line, dict[str, Any]))
+        except Malformed as error:
+            raise RunError(f"{path}, line {number}: damaged ({error}). Remove the line: its run will be done again.") from error
     return rows
 
 

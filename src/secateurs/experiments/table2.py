@@ -16,8 +16,9 @@ from secateurs.costs import cost, table
 from secateurs.data.splits import Data
 from secateurs.evaluate import Device, Evaluation
 from secateurs.experiments.table2_paper import Column, Layer
+from secateurs.journal import PROVENANCE
 from secateurs.recipe import Recipe, recipe_fields
-from secateurs.record import PROVENANCE, read_provenance, recipe_digest
+from secateurs.record import read_provenance, recipe_digest
 from secateurs.run import Run, prune, resume
 from secateurs.sites import find_sites
 from secateurs.steps import Outcome, Progress

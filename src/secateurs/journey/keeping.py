@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -22,22 +23,29 @@ RETRAINED = "checkpoints/retrained"
 
 def keep_start(record: Record, graph: Graph) -> None:
     """Keep the network as it came; where it is kept, it has been described."""
+    keep_description(record, graph)
     if record.path is not None:
-        record.append("network", **describe(graph))
         _save(record.path, START, graph)
+
+
+def keep_description(record: Record, graph: Graph) -> None:
+    """Describe the untouched network in the journal, once."""
+    if record.path is not None and not record.units("network"):
+        record.append("network", **describe(graph))
 
 
 def keep_step(record: Record, standing: Standing, step: Step) -> None:
     """Write a step down, with a checkpoint in place of the earlier one if the network changed."""
-    earlier = _latest_cut(record)
+    earlier, files = _latest_cut(record), {}
     if step.removed and record.path is not None:
         _save(record.path, _checkpoint(step.number), standing.graph)
-        record.save_tensors(_momentum(step.number), standing.momentum)
-    record.append("step", **step_fields(step))
+        record.save_tensors(_momentum(step.number), standing.momentum, listed=True)
+        files = record.file_digests(f"{_checkpoint(step.number)}.safetensors", f"{_momentum(step.number)}.safetensors")
+    record.append("step", **step_fields(step), files=files)
     record.delete(TRAINING)
     if step.removed and earlier is not None:
-        record.delete(_checkpoint(earlier))
-        record.delete(_momentum(earlier))
+        record.delete(_checkpoint(earlier["number"]))
+        record.delete(_momentum(earlier["number"]))
 
 
 def standing_kept(record: Record, model: nn.Module, original: Graph) -> Standing:
@@ -46,21 +54,24 @@ def standing_kept(record: Record, model: nn.Module, original: Graph) -> Standing
     if not steps:
         return standing
     if latest is not None and record.path is not None:
-        path = record.path / f"{_checkpoint(latest)}.safetensors"
-        graph, found = load(model, path, example_input=original.example), record.load_tensors(_momentum(latest))
+        record.check_files(latest)
+        path = record.path / f"{_checkpoint(latest['number'])}.safetensors"
+        graph, found = load(model, path, example_input=original.example), record.load_tensors(_momentum(latest["number"]))
         standing = Standing(graph, momentum={} if found is None else found[0])
     return replace(standing, accuracy=steps[-1]["accuracy"], loss=steps[-1]["loss"])
 
 
 def keep_retrained(record: Record, standing: Standing) -> None:
     """Keep the weights of the retrained network."""
-    record.save_tensors(RETRAINED, standing.graph.module.state_dict())
-    record.append("retrained", accuracy=standing.accuracy, loss=standing.loss)
+    record.save_tensors(RETRAINED, standing.graph.module.state_dict(), listed=True)
+    files = record.file_digests(f"{RETRAINED}.safetensors")
+    record.append("retrained", accuracy=standing.accuracy, loss=standing.loss, files=files)
     record.delete(TRAINING)
 
 
 def load_retrained_(record: Record, graph: Graph) -> None:
     """Give the network the weights that it had after retraining."""
+    record.check_files(record.units("retrained")[0])
     found = record.load_tensors(RETRAINED)
     if found is None:
         raise RunError(f"{record.path}: the retrained weights are missing. Restore checkpoints/ from a copy.")
@@ -75,12 +86,12 @@ def keep_outcome(record: Record, outcome: Outcome) -> None:
     with disk_errors(record.path):
         outcome.graph.plan.save(record.path / "plan.json")
     if not record.units("end"):
-        record.append("end", **outcome_fields(outcome))
+        record.append("end", **outcome_fields(outcome), files=record.file_digests("plan.json", "pruned.safetensors"))
 
 
-def _latest_cut(record: Record) -> int | None:
-    """The number of the latest step that changed the network."""
-    cuts: list[int] = [entry["number"] for entry in record.units("step") if entry["removed"]]
+def _latest_cut(record: Record) -> dict[str, Any] | None:
+    """The entry of the latest step that changed the network."""
+    cuts = [entry for entry in record.units("step") if entry["removed"]]
     return cuts[-1] if cuts else None
 
 

@@ -18,6 +18,7 @@ from secateurs.journey.outfit import Outfit
 from secateurs.journey.standing import Standing, measured
 from secateurs.record import Record
 from secateurs.training import EpochRecord, TrainSettings, TrainState, recalibrate_, train_
+from secateurs.training.state import StateMeta
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ def _note_epochs(record: Record, lesson: Lesson, state: TrainState) -> None:
 
 def _training_state(record: Record, lesson: Lesson) -> TrainState | None:
     """Where the lesson was stopped, if it was."""
-    found = record.load_tensors(TRAINING)
-    if found is None or (found[1]["phase"], found[1]["step"]) != (lesson.phase, lesson.step):
+    found = record.load_tensors(TRAINING, StateMeta)
+    if found is None or (found[1].get("phase"), found[1].get("step")) != (lesson.phase, lesson.step):
         return None
     tensors, meta = found
     return TrainState(tensors, {key: value for key, value in meta.items() if key not in ("phase", "step")})

@@ -45,9 +45,8 @@ def provenance(
     origin: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What a run folder keeps of where network, data and figures come from, as plain values."""
-    weights = {name: tensor.detach().cpu() for name, tensor in graph.module.state_dict().items()}
     return {
-        "model": {"class": graph.plan.model, "weights_sha256": digest(weights), "leaves": list(graph.leaves)},
+        "model": {"class": graph.plan.model, "weights_sha256": _weights_digest(graph), "leaves": list(graph.leaves)},
         "data": data.record(),
         "seed": recipe.seed,
         "measures": {role: called(measure) for role, measure in measures.items()},
@@ -58,11 +57,15 @@ def provenance(
     }
 
 
+def _weights_digest(graph: Graph) -> str:
+    return digest({name: tensor.detach().cpu() for name, tensor in graph.module.state_dict().items()})
+
+
 def check_data(path: Path, data: Data, known: Mapping[str, Any]) -> None:
     """Refuse data that the run in `path` was not started with; `known` is its provenance."""
-    if data.digest() != known["data"]["sha256"]:
+    if data.digest() != known["data"].get("sha256"):
         raise RunError(
-            f"{path}: was started on other data ({known['data']['name']}): contents or split have changed. Give the "
+            f"{path}: was started on other data ({known['data'].get('name')}): contents or split have changed. Give the "
             f"data it was started with, or start a new run."
         )
 
@@ -76,12 +79,18 @@ def check_measures(path: Path, measures: Mapping[str, Measure], known: Mapping[s
         raise RunError(f"{path}: was started with another {was}. Give what it was started with, or start a new run.")
 
 
-def load_start(path: Path, model: nn.Module, data: Data) -> Graph:
-    """The network that the run in `path` was started with, whatever the weights of `model`."""
+def load_start(path: Path, model: nn.Module, data: Data, known: Mapping[str, Any]) -> Graph:
+    """The network that the run in `path` was started with, whatever the weights of `model`; `known` is its provenance."""
     example, file = example_for(model, data), path / f"{START}.safetensors"
     if not file.exists():
         raise RunError(f"{path}: was stopped before its first checkpoint. Delete the folder and start the run again.")
-    return load(model, file, example_input=example)
+    graph = load(model, file, example_input=example)
+    if _weights_digest(graph) != known["model"].get("weights_sha256"):
+        raise RunError(
+            f"{file}: holds other weights than the run was started with: it was swapped. Restore it from a copy, or start a "
+            f"new run."
+        )
+    return graph
 
 
 def open_store(record: Record, path: str | Path | None) -> Store:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from secateurs.cutting import Looking, find_site_cut
+from secateurs.errors import RunError
 from secateurs.graph import Graph
 from secateurs.journey.outfit import Outfit
 from secateurs.journey.standing import Standing, with_cut
@@ -52,7 +53,7 @@ def find_cut(outfit: Outfit, standing: Standing, place: Place, ranking: Ranking)
     if known:
         judge.counts_from(standing)
         judge.answers = [bool(answer) for answer in known[0]["answers"]]
-        return _cut_from(known[0], place.site.channels)
+        return _cut_from(known[0], place.site)
     cut, judge.answers = _look_for_cut(outfit, standing, place, ranking)
     record.append("cut", step=outfit.step, site=place.site.name, answers=list(judge.answers), **_cut_fields(cut))
     return cut
@@ -160,9 +161,14 @@ def _cut_fields(cut: Cut) -> dict[str, Any]:
     return {name: getattr(cut, name) for name in names}
 
 
-def _cut_from(entry: Mapping[str, Any], channels: int) -> Cut:
+def _cut_from(entry: Mapping[str, Any], site: Site) -> Cut:
     removed = tuple(int(i) for i in entry["removed"])
-    keep = torch.ones(channels, dtype=torch.bool)
+    if entry["site"] != site.name or len(set(removed)) < len(removed) or max(removed, default=0) >= site.channels:
+        raise RunError(
+            f"journal.jsonl: the cut of step {entry['step']} does not fit site {site.name!r} of {site.channels} channels. "
+            f"Restore the run from a copy, or start a new one."
+        )
+    keep = torch.ones(site.channels, dtype=torch.bool)
     keep[list(removed)] = False
     evaluated = tuple((int(m), float(a)) for m, a in entry["evaluated"])
     figures = (entry["baseline"], entry["accuracy"], entry["drop"])

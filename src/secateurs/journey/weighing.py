@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from secateurs.allocation import Division
+from secateurs.decode import brief
 from secateurs.dividing import Course, Divided, course_fields, course_from, find_division, measure_course
+from secateurs.errors import RunError
 from secateurs.journey.itinerary import sites_of_round
 from secateurs.journey.outfit import Outfit
 from secateurs.journey.visiting import allowed_widths, rank
@@ -59,6 +61,12 @@ def divide(outfit: Outfit, courses: Mapping[str, Course]) -> Division:
         )
         _note(outfit, found)
     entry = record.units("division")[0]
+    wrong = [name for name, m in entry["removed"].items() if name not in courses or m >= len(courses[name].ranking.order)]
+    if wrong:
+        raise RunError(
+            f"journal.jsonl: the division does not fit site {brief(repr(wrong[0]))}. Restore the run from a copy, or "
+            f"start a new one."
+        )
     return Division(entry["removed"], entry["saved"], entry["loss"])
 
 

@@ -20,7 +20,7 @@ from secateurs.methods.task import Pruned, Task, Trained
 from secateurs.methods.work import Standing, Work
 from secateurs.training import TrainSettings, TrainState, learning_rate, train_
 from secateurs.training.schedule import steps_in_epoch, total_steps
-from secateurs.training.state import capture
+from secateurs.training.state import StateMeta, capture
 
 Phase = Literal["finetune", "retrain"]
 AtEpoch = Callable[[int, int], None]
@@ -144,8 +144,8 @@ def _trained(work: Work, standing: Standing, stretch: Stretch, at_epoch: AtEpoch
 
 def _state(work: Work, number: int) -> TrainState | None:
     """The last epoch that was kept of the stretch of that number."""
-    found = work.record.load_tensors(_TRAINING)
-    if found is None or found[1]["stretch"] != number:
+    found = work.record.load_tensors(_TRAINING, StateMeta)
+    if found is None or found[1].get("stretch") != number:
         return None
     tensors, meta = found
     return TrainState(tensors, {key: value for key, value in meta.items() if key != "stretch"})

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -104,7 +104,7 @@ class Work:
 
     def standing(self) -> Standing | None:
         """The standing that was written down last; None at the beginning."""
-        found = self.record.load_tensors(_STANDING)
+        found = self.record.load_tensors(_STANDING, _StandingMeta)
         if found is None:
             return None
         tensors, meta = found
@@ -113,6 +113,18 @@ class Work:
         graph.module.load_state_dict(_under(_WEIGHTS, tensors))
         trained = tuple(Trained(**stretch) for stretch in meta["trained"])
         return Standing(graph, _under(_MOMENTUM, tensors), trained, **{name: meta[name] for name in _FIGURES})
+
+
+class _StandingMeta(TypedDict):
+    """The plain values of a standing."""
+
+    passes: int
+    search_seconds: float
+    training_seconds: float
+    note: str
+    state: dict[str, Any]
+    trained: list[Trained]
+    plan: str
 
 
 _FIGURES = ("passes", "search_seconds", "training_seconds", "note", "state")

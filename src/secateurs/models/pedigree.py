@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from secateurs.data import Data, load
 from secateurs.data.examples import Examples
 from secateurs.data.splits import shared_inputs
+from secateurs.decode import Malformed, brief, checked, decode_json
 from secateurs.errors import ArtefactError, SecateursError
+from secateurs.tensorfile import Damaged
+from secateurs.tensorfile import read_header as read_tensor_header
 
 MARK, VERSION = "secateurs_weights", "1"
 _WORDS = ("model", "data_sha256")  # fields that are text, and no JSON in a header
@@ -64,12 +65,11 @@ def read_pedigree(path: Path) -> Pedigree | None:
         return None
     try:
         known = {field.name: header[field.name] for field in fields(Pedigree) if field.name in header}
-        values: dict[str, Any] = {name: text if name in _WORDS else json.loads(text) for name, text in known.items()}
-        values["trained_on"] = tuple(TrainingSet(**entry) for entry in values["trained_on"])
-        return Pedigree(**{"scaling": None, **values})
-    except (ValueError, TypeError, KeyError) as error:
+        values: dict[str, Any] = {name: text if name in _WORDS else decode_json(text) for name, text in known.items()}
+        return checked({"scaling": None, **values}, Pedigree)
+    except Malformed as error:
         raise ArtefactError(
-            f"{path}: its header does not say how the weights were trained as this release writes it ({error}). "
+            f"{path}: its header does not say how the weights were trained as this release writes it ({brief(error)}). "
             f"Train or download them again."
         ) from error
 
@@ -79,10 +79,9 @@ def read_header(path: Path) -> dict[str, str]:
     if path.suffix != ".safetensors" or not path.is_file():
         return {}
     try:
-        with safe_open(path, "pt") as file:
-            return dict(file.metadata() or {})
-    except SafetensorError:
-        return {}  # whoever reads its tensors says what is wrong with it
+        return read_tensor_header(path)[0]
+    except (Damaged, OSError):
+        return {}  # reading its tensors says what is wrong with it
 
 
 def scaling_fields(examples: Examples) -> dict[str, Any] | None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from secateurs.decode import brief
 from secateurs.errors import ArtefactError, InvalidInput, suggest
 from secateurs.fetch import Progress, fetch
 from secateurs.home import home
 from secateurs.models.pedigree import MARK, TrainingSet, read_header, read_pedigree
 from secateurs.models.registry import build
 from secateurs.models.resnet import ResNet, resnet
-from secateurs.tensorfile import parse
+from secateurs.tensorfile import Damaged, first_non_finite, parse
 
 PUBLIC_MEAN = (0.485, 0.456, 0.406)
 """Means of red, green, blue (of pixels in [0, 1]) that the public weights were trained with."""
@@ -94,6 +94,9 @@ def load_weights_(model: nn.Module, path: Path) -> None:
     """
     found = _without_prefix(_read(path))
     _check_fit(model.state_dict(), found, path)
+    wrong = first_non_finite(found)
+    if wrong is not None:
+        raise ArtefactError(f"{path}: {wrong!r} holds NaN or infinite values. Give finite weights.")
     # A fresh dict leaves the file's version marks behind: with them torch would insist on num_batches_tracked.
     model.load_state_dict(dict(found), strict=True)
 
@@ -110,9 +113,15 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
 def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
     try:
-        # only our own files: what others call a digest is theirs
-        return parse(path.read_bytes())[0] if MARK in read_header(path) else dict(safetensors.torch.load_file(path))
-    except Exception as error:  # the Rust reader raises its own class, or OSError, by the kind of damage
+        # only our own files are signed: what others call a digest is theirs
+        ours = MARK in read_header(path)
+        tensors, header = parse(path.read_bytes(), signed=ours)
+        if ours and "digest" not in header:
+            raise Damaged("its digest is gone: the file was changed or damaged")
+        return tensors
+    except OSError as error:
+        raise ArtefactError(f"{path}: cannot be read ({error.strerror}).") from error
+    except Damaged as error:
         raise ArtefactError(f"{path} is not a whole safetensors file: {error}. Copy or download it again.") from error
 
 
@@ -132,7 +141,7 @@ def _read_torch(path: Path) -> Mapping[str, Tensor]:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return brief(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
 def _without_prefix(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -166,4 +175,4 @@ def _shape(tensor: Tensor) -> str:
 def _some(items: Iterable[str], at_most: int = 5) -> str:
     listed = list(items)
     more = f", and {len(listed) - at_most} more" if len(listed) > at_most else ""
-    return ", ".join(listed[:at_most]) + more
+    return brief(", ".join(listed[:at_most]), 300) + more

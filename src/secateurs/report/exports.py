@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from secateurs.decode import Malformed, brief, decode_json, read_text_file
 from secateurs.files import write_text
 from secateurs.report.markup import Child, Html
 from secateurs.report.parts import copyable, table
@@ -57,6 +58,10 @@ class ExportRecord:
         )
 
 
+class _Exports(TypedDict):
+    exports: list[dict[str, Any]]
+
+
 def note_exports(folder: Path, exports: Iterable[Mapping[str, Any]]) -> None:
     """Keep the figures of exports in the run's folder; a newer export of the same kind takes the place of an older one."""
     notes: list[str] = []
@@ -69,20 +74,21 @@ def read_exports(folder: Path, notes: list[str]) -> tuple[ExportRecord, ...]:
     """What was noted; a damaged file is named in `notes` and left out."""
     try:
         return tuple(record_of(one) for one in _noted(folder, notes))
-    except (KeyError, TypeError, ValueError) as error:
-        notes.append(f"{FILE}: damaged ({type(error).__name__}: {error}): exports are not shown.")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        notes.append(f"{FILE}: damaged ({type(error).__name__}: {brief(error)}): exports are not shown.")
         return ()
 
 
-def _noted(folder: Path, notes: list[str]) -> list[Mapping[str, Any]]:
+def _noted(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     try:
-        found = json.loads((folder / FILE).read_text())["exports"]
-    except OSError:  # nothing has been exported
+        return decode_json(read_text_file(folder / FILE), _Exports)["exports"]
+    except FileNotFoundError:  # nothing has been exported
         return []
-    except (ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        notes.append(f"{FILE}: cannot be read ({error.strerror}): exports are not shown.")
+    except Malformed as error:
         notes.append(f"{FILE}: damaged ({error}): exports are not shown.")
-        return []
-    return [one for one in found if isinstance(one, Mapping)]
+    return []
 
 
 def record_of(fields: Mapping[str, Any]) -> ExportRecord:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,19 +12,25 @@ from torch import Tensor
 from secateurs.errors import SecateursError
 from secateurs.importance import Importance, PairImportance, fit_importance, fit_pairs, scores
 from secateurs.report.records import Ranking
-from secateurs.tensorfile import parse
 
 InMemory: TypeAlias = "Importance | PairImportance"
 _SHOWN = 120  # masks in the picture of predicted against realised scores
 
 
-def ranking_from(file: Path, recipe: Mapping[str, Any]) -> Ranking:
-    """The importances kept in `file`; OSError if there is no such file, ValueError if it cannot be used.
+class RankingMeta(TypedDict):
+    """Plain values beside the tensors of a ranking."""
+
+    site: str
+    original: list[int]  # the site's channels in the numbers of the untouched network
+    criterion: str
+    note: str
+
+
+def ranking_from(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], recipe: Mapping[str, Any]) -> Ranking:
+    """The importances that a run kept of a ranking; ValueError if they cannot be used.
 
     Some criteria, such as obs, give an order and no importances: then there are none.
     """
-    tensors, header = parse(file.read_bytes())
-    meta = json.loads(header.get("meta", "{}"))
     fitted = _fitted(tensors, recipe)
     if "coef" in tensors:
         coef, stderr = tensors["coef"], tensors.get("stderr")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from secateurs.errors import RunError
+from secateurs.decode import MAX_TOML_BYTES, Malformed, brief, decode_toml, read_text_file
+from secateurs.errors import RecipeError, RunError
 from secateurs.files import is_held
+from secateurs.journal import Journal, changed_files, parse_provenance, read_entries, read_kept
+from secateurs.recipe import Recipe, recipe_from
 from secateurs.report.entries import division_of, end_of, events_of, step_of, units, where_it_stands
 from secateurs.report.exports import read_exports
-from secateurs.report.ranking import InMemory, ranking_from, ranking_of
+from secateurs.report.ranking import InMemory, RankingMeta, ranking_from, ranking_of
 from secateurs.report.records import Ranking, RunRecord, State
 from secateurs.report.structure import nodes_from
 from secateurs.report.weights import layers_of
@@ -25,12 +27,11 @@ def read_run(folder: str | Path) -> RunRecord:
     """All that the folder of a run tells, finished or not; `RunError` if it is none."""
     path = Path(folder)
     notes: list[str] = []
-    entries = _journal(path, notes)
+    journal = _journal(path, notes)
+    entries = journal.entries
     provenance = _provenance(path, notes)
     recipe, text = _recipe(path, notes)
-    rankings = {
-        int(e["number"]): _ranking(path, int(e["number"]), recipe, notes) for e in units(entries, "step") if "number" in e
-    }
+    rankings = {e["number"]: _ranking(path, e, journal.digests, recipe, notes) for e in units(entries, "step")}
     return assemble(entries, path=path, provenance=provenance, recipe=recipe, text=text, rankings=rankings, notes=notes)
 
 
@@ -99,64 +100,55 @@ def _last(
     return None
 
 
-def _journal(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The entries up to the first damaged line."""
+def _journal(path: Path, notes: list[str]) -> Journal:
+    """The journal up to its first damaged line."""
     if (path / "training.json").exists():
         raise RunError(f"{path}: the folder of a training, not of a pruning run. See it with: secateurs show {path}")
-    try:
-        data = (path / "journal.jsonl").read_bytes()
-    except OSError as error:
-        raise RunError(
-            f"{path}: not the folder of a run: no journal.jsonl ({error.strerror}). Give a folder that secateurs prune wrote."
-        ) from error
-    entries: list[dict[str, Any]] = []
-    for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
-        try:
-            entry = json.loads(line)
-        except ValueError as error:
-            notes.append(f"journal.jsonl, line {number}: damaged ({error}). What came after it is not shown.")
-            break
-        if isinstance(entry, dict) and "unit" in entry:
-            entries.append(entry)
-    if not entries:
+    found = read_entries(path)
+    notes += [f"{note} What came after it is not shown." if "damaged" in note else note for note in found.notes]
+    for entry in units(found.entries, "end")[-1:]:
+        notes += [f"{name}: {what}." for name, what in changed_files(path, entry)]
+    if not found.entries:
         notes.append("The journal is empty: nothing has been measured yet.")
-    return entries
+    return found
 
 
 def _provenance(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads((path / "provenance.json").read_text())
+        return parse_provenance(path)
     except OSError as error:
         notes.append(f"provenance.json: cannot be read ({error.strerror}): model, data and versions are not known.")
-        return {}
-    except ValueError as error:
+    except Malformed as error:
         notes.append(f"provenance.json: damaged ({error}): model, data and versions are not known.")
-        return {}
-    return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _recipe(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
     """As plain fields, so that the recipe of another release can still be shown."""
+    known = {field.name for field in fields(Recipe)}
     try:
-        text = (path / "recipe.toml").read_text()
-        return tomllib.loads(text), text
+        text = read_text_file(path / "recipe.toml", max_bytes=MAX_TOML_BYTES)
+        found: dict[str, Any] = decode_toml(text)
+        recipe_from({name: value for name, value in found.items() if name in known})  # a field of the wrong type is an error
+        return found, text.decode()
     except OSError as error:
         notes.append(f"recipe.toml: cannot be read ({error.strerror}): what was asked is not known.")
-    except ValueError as error:
+    except (Malformed, RecipeError) as error:
         notes.append(f"recipe.toml: damaged ({error}): what was asked is not known.")
     return {}, ""
 
 
-def _ranking(path: Path, number: int, recipe: Mapping[str, Any], notes: list[str]) -> Ranking | None:
-    file = path / f"ensembles/{number:04d}.safetensors"
+def _ranking(
+    path: Path, step: Mapping[str, Any], digests: Sequence[str], recipe: Mapping[str, Any], notes: list[str]
+) -> Ranking | None:
+    """The importances of a step; what is wrong with their file is named in `notes`."""
+    name = f"ensembles/{step['number']:04d}"
     try:
-        return ranking_from(file, recipe)
-    except OSError as error:
-        notes.append(
-            f"ensembles/{file.name}: cannot be read ({error.strerror}): the importances of step {number} are not shown."
-        )
-    except ValueError as error:
-        notes.append(f"ensembles/{file.name}: damaged ({error}): the importances of step {number} are not shown.")
+        tensors, meta = read_kept(path / f"{name}.safetensors", name, digests, RankingMeta)
+        return ranking_from(tensors, meta, recipe)
+    except (Malformed, ValueError, RuntimeError, IndexError) as error:
+        what = f"the importances of step {step['number']} are not shown"
+        notes.append(f"{name}.safetensors: {error if isinstance(error, Malformed) else f'damaged ({brief(error)})'}: {what}.")
     return None
 
 

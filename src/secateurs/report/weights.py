@@ -7,10 +7,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from secateurs.report.records import Layer
 from secateurs.report.structure import Node
+from secateurs.tensorfile import Damaged, read_header
 
 _Shapes = dict[str, tuple[int, ...]]
 
@@ -37,6 +36,9 @@ def layers_of(folder: Path, nodes: Sequence[Node], cuts: Sequence[int], notes: l
         return ()
     pictured = {node.name: node for node in nodes if node.is_layer}
     names = [name for name in pictured if f"{name}.weight" in before]
+    if pictured and not names:
+        notes.append("checkpoints/start.safetensors: not the network of this run: the widths of the layers are not shown.")
+        return ()
     if not names:
         weights = [name for name, shape in before.items() if name.endswith(".weight") and len(shape) > 1]
         names = sorted((name.removesuffix(".weight") for name in weights), key=_natural)
@@ -46,7 +48,7 @@ def layers_of(folder: Path, nodes: Sequence[Node], cuts: Sequence[int], notes: l
 def _layer(name: str, node: Node | None, before: _Shapes, after: _Shapes) -> Layer:
     had = before[f"{name}.weight"]
     has = after.get(f"{name}.weight", (0,) * len(had))
-    axis = 0 if node is None else node.axis
+    axis = 0 if node is None or node.axis >= min(len(had), len(has)) else node.axis
     filters = had[axis] if node is None else node.filters
     left = round(filters * has[axis] / had[axis]) if had[axis] else 0
     return Layer(name, filters, left, math.prod(had), math.prod(has), None if node is None else node.macs)
@@ -54,9 +56,8 @@ def _layer(name: str, node: Node | None, before: _Shapes, after: _Shapes) -> Lay
 
 def _shapes(path: Path, notes: list[str]) -> _Shapes | None:
     try:
-        with safe_open(path, framework="numpy") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+        return read_header(path)[1]
+    except (OSError, Damaged) as error:
         what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         notes.append(f"{path.parent.name}/{path.name}: {what}: the widths of the layers are not shown.")
         return None

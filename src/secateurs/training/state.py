@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,18 @@ class TrainState:
     def momentum(self) -> dict[str, Tensor]:
         """Momentum by parameter name."""
         return _under(_MOMENTUM, self.tensors)
+
+
+class StateMeta(TypedDict):
+    """The plain values of a checkpoint, and what its run or method adds to them."""
+
+    epochs: list[EpochRecord]
+    settings: dict[str, Any]
+    examples: int
+    scaler: dict[str, Any]
+    phase: NotRequired[str]
+    step: NotRequired[int]
+    stretch: NotRequired[int]
 
 
 def capture(

@@ -1,0 +1,107 @@
+"""The one way to read what a file says: JSON or TOML of limited size and depth, checked against a type.
+
+All text that comes from a file goes through `decode_json` or `decode_toml`, so that a damaged or hostile file is a `Malformed`
+with one short line, never a RecursionError, a KeyError or a full memory. Callers turn it into an error that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+T = TypeVar("T")
+
+MAX_BYTES = 64 << 20  # of JSON text, which bounds the number of its elements too
+MAX_TOML_BYTES = 1 << 20
+MAX_DEPTH = 32  # of nested lists and objects; our own files have at most 6
+
+
+class Malformed(ValueError):
+    """Text that is not JSON or TOML, is too large or too deep, or has a field of the wrong type."""
+
+
+def decode_json(text: bytes | str, kind: type[T] | Any = Any, *, max_bytes: int = MAX_BYTES) -> T:
+    """The value that JSON `text` describes, of the type `kind`: any that msgspec knows (dataclasses, TypedDicts, Literals).
+
+    NaN and infinities are read, as Python's json writes them. A key that occurs twice is refused: readers would differ.
+    """
+    return cast(T, _decode(text, "JSON", lambda plain: json.loads(plain, object_pairs_hook=_unique), kind, max_bytes))
+
+
+def decode_toml(text: bytes | str, kind: type[T] | Any = dict[str, Any]) -> T:
+    """The value that TOML `text` describes, of the type `kind`."""
+    return cast(T, _decode(text, "TOML", tomllib.loads, kind, MAX_TOML_BYTES))
+
+
+def checked(value: Any, kind: type[T] | Any) -> T:
+    """Plain values converted to the type `kind`; `Malformed` names the first field that does not fit."""
+    try:
+        return cast(T, msgspec.convert(value, kind))
+    except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as error:  # the latter from a dataclass's own checks
+        raise Malformed(brief(error)) from error
+
+
+def read_text_file(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
+    """The bytes of a file of text; `Malformed` if it is larger than `max_bytes`, OSError if it cannot be read."""
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise Malformed(f"larger than {max_bytes:,} bytes")
+    return data
+
+
+def brief(what: object, limit: int = 160) -> str:
+    """Text for an error message: one line of at most `limit` characters, the middle left out."""
+    text = " ".join(str(what).encode("utf-8", "replace").decode().split())
+    half = (limit - 3) // 2
+    return text if len(text) <= limit else f"{text[:half]} … {text[-half:]}"
+
+
+def _decode(text: bytes | str, language: str, parse: Callable[[str], Any], kind: Any, max_bytes: int) -> Any:
+    if len(text) > max_bytes:
+        raise Malformed(f"larger than {max_bytes:,} bytes")
+    try:
+        value = parse(text.decode() if isinstance(text, bytes) else text)
+    except RecursionError as error:
+        raise Malformed(f"not {language} that is read here: nested deeper than {MAX_DEPTH}") from error
+    except Malformed:
+        raise
+    except ValueError as error:  # of the parser, of decoding UTF-8, of numbers with thousands of digits
+        raise Malformed(f"not {language} ({brief(error)})") from error
+    _check_depth_and_text(value)
+    return value if kind is Any else checked(value, kind)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise Malformed(f"the key {brief(repr(twice), 60)} occurs twice")
+    return found
+
+
+def _check_depth_and_text(value: Any) -> None:
+    """Refuse values nested too deep, and text with halves of surrogate pairs, which nothing can write again."""
+    level, depth = [value], 0
+    while level:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise Malformed(f"nested deeper than {MAX_DEPTH}")
+        below: list[Any] = []
+        for inner in level:
+            if isinstance(inner, dict):
+                below += inner.keys()
+                below += inner.values()
+            elif isinstance(inner, list):
+                below += inner
+            elif isinstance(inner, str) and not inner.isascii():
+                try:
+                    inner.encode()
+                except UnicodeEncodeError as error:
+                    raise Malformed(f"text that is not Unicode ({brief(ascii(inner), 60)})") from error
+        level = below
