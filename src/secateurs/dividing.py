@@ -69,7 +69,7 @@ def measure_course(workshop: Workshop, place: Place, ranking: Ranking, widths: S
             f"site {site.name!r}: the loss of the uncut network on {len(measured.examples)} search examples is {losses[0]}. "
             f"Check its outputs and the examples for NaN."
         )
-    most = _saved(workshop, compact(workshop.original, {site.name: cuts_along(ranking.order, counts[-1:])[0]}))
+    most = _saved(workshop, compact(workshop.original, {site.name: cuts_along(ranking.order, counts[-1:])[0]}, verify=False))
     saved = [most * count / max(counts[-1], 1) for count in counts]
     return Course(ranking, site.original, Curve(site.name, counts, tuple(losses), tuple(saved)))
 
@@ -203,7 +203,8 @@ def _reaches(workshop: Workshop, courses: Mapping[str, Course], division: Divisi
         site, m = workshop.site(workshop.original, name), division.removed[name]
         if m and site is not None:
             masks[name] = course.keep(m, site)
-    before, after = cost(workshop.original), cost(compact(workshop.original, masks) if masks else workshop.original)
+    smaller = compact(workshop.original, masks, verify=False) if masks else workshop.original
+    before, after = cost(workshop.original), cost(smaller)
     parameters, macs = 1 - after.parameters / before.parameters, 1 - after.macs / max(before.macs, 1)
     recipe = workshop.recipe
     return macs >= (recipe.target_macs or 0.0) and parameters >= (recipe.target_parameters or 0.0)

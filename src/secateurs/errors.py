@@ -42,6 +42,10 @@ class NotEqual(SecateursError):
     """The compacted network does not compute what the masked one does."""
 
 
+class Unproved(SecateursError):
+    """Compacted and masked network could not be compared: every output is zero, or none is finite."""
+
+
 class PlanError(SecateursError):
     """A plan is damaged, of another version, or does not fit the network."""
 

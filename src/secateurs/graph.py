@@ -88,9 +88,9 @@ class Shape:
         return self.dims is not None
 
 
-def shape_of(node: fx.Node) -> Shape:
-    """The recorded shape of what `node` gave for the example input."""
-    shape = node.meta["shape"]
+def shape_of(node: fx.Node, size: int = 0) -> Shape:
+    """The recorded shape of what `node` gave for the example input; for `size` > 0, for an input of another size."""
+    shape = node.meta["shape"] if size == 0 else node.meta["other_shapes"][size - 1]
     assert isinstance(shape, Shape)
     return shape
 
@@ -99,7 +99,8 @@ def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = 
     """Follow `model`'s forward with torch.fx on `example_input` (a tensor, or a tuple of them for several arguments).
 
     The model is copied, never changed; every submodule of the copy keeps its train or eval mode. `leaves` names submodules
-    (by path or class) to be left whole: tracing does not look inside them, and what they touch is not pruned.
+    (by path or class) to be left whole: tracing does not look inside them, and what they touch is not pruned. An example
+    of one is doubled if the model takes a batch of two.
     """
     example = as_example(example_input)
     check_model(model, example)
@@ -107,6 +108,10 @@ def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = 
     modes = {name: module.training for name, module in copied.named_modules()}
     tracer = _Tracer(copied, leaves)
     expected = _run(copied.eval(), example)
+    others = [(example, expected)] if len(example[0]) == 1 else []
+    for doubled, found in other_batches(copied, example, 2) if others else []:
+        example, expected = doubled, found  # a batch of one looks like an axis that is not there
+    others = [*(others if others and others[0][0] is not example else []), *other_sizes(copied, example, expected)]
     arguments = _default_arguments(copied, example)
     graph = _follow(tracer, copied, arguments)
     module = fx.GraphModule(copied, graph, class_name=type(model).__name__)
@@ -116,6 +121,7 @@ def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = 
     _note_origin_(module)
     module.eval()
     _check_same(_run(module, example), expected, type(model).__name__)
+    _record_other_sizes_(module, others, type(model).__name__)
     for name, part in module.named_modules():
         part.training = modes.get(name, model.training)
     origin = f"{type(model).__module__}.{type(model).__qualname__}"
@@ -151,6 +157,12 @@ def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
         raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that it was made from.")
     if any(is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
         raise InvalidInput("the model has lazy layers without weights yet. Run it once: model(example_input).")
+    for name in [*dict(model.named_modules()), *dict(model.named_parameters()), *dict(model.named_buffers())]:
+        if any(c in name for c in '"\\') or not name.isprintable():
+            raise InvalidInput(
+                f"the model has a part named {name!r}: torch.fx cannot write quotes, backslashes or line breaks into code. "
+                f"Give that submodule or parameter another name."
+            )
     floating = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.is_floating_point():
@@ -177,12 +189,16 @@ def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
 
 
 def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
-    """Run `module` once in eval mode and note at every node the shape of what it gives."""
+    """Run `module` once in eval mode and record at every node the shape of what it gives."""
     training = {m: m.training for m in module.modules()}
     try:
         module.eval()
         with torch.no_grad():
-            _Recorder(module).run(*like_network(module, copy.deepcopy(example)))
+            recorder = _Recorder(module)
+            recorder.run(*like_network(module, copy.deepcopy(example)))
+        for node, shape in recorder.shapes.items():
+            node.meta["shape"] = shape
+            node.meta.pop("other_shapes", None)  # of a network as it was
     except Exception as error:
         raise Untraceable(
             f"the traced {type(module).__name__} does not run on the example input: {str(error).splitlines()[0]} "
@@ -201,12 +217,88 @@ def like_network(module: nn.Module, example: tuple[Tensor, ...]) -> tuple[Tensor
     return tuple(e.to(first.device, first.dtype) if e.is_floating_point() else e.to(first.device) for e in example)
 
 
+def other_sizes(model: nn.Module, example: tuple[Tensor, ...], expected: Any) -> list[tuple[tuple[Tensor, ...], Any]]:
+    """Inputs like the example that `model` takes in another batch size, and in another image size, with its outputs.
+
+    What a network does to its channels must not depend on sizes, and an example alone cannot tell a batch of 2 from 2 groups.
+    `expected` is what the model gives for the example. Empty for a network that takes one size only: one that fails, or
+    whose outputs no longer are as many as its inputs (view(-1, 512) makes more rows of a larger image).
+    """
+    found = other_batches(model, example, len(example[0]) + 1)
+    images = [e for e in example if e.dim() > 2 and e.is_floating_point()]
+    large = all(n % 2 == 0 and n >= 64 for e in images for n in e.shape[2:])
+    for factor in ((0.5, 2) if large else (2,)) if images else ():  # half an image is a quarter of the work
+        resized = tuple(_resized(e, factor) for e in (found[0][0] if found else example))
+        outputs = _attempt(model, resized)
+        if outputs is not None and _goes_by_batch(outputs, resized) == _goes_by_batch(expected, example):
+            return [*found, (resized, outputs)]
+    return found
+
+
+def _goes_by_batch(outputs: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
+    """Which of the outputs have an entry for each input of the batch."""
+    return [t.shape[:1] == inputs[0].shape[:1] for t in tensors_in(outputs)]
+
+
+def other_batches(model: nn.Module, example: tuple[Tensor, ...], count: int) -> list[tuple[tuple[Tensor, ...], Any]]:
+    """The example repeated to a batch of `count`, with the model's outputs; empty if it does not take that."""
+    batch = example[0].shape[0] if example[0].dim() > 1 else 0
+    if batch == 0:
+        return []
+    index = torch.arange(count, device=example[0].device) % batch
+    repeated = tuple(e.index_select(0, index) if e.dim() and e.shape[0] == batch else e for e in example)
+    outputs = _attempt(model, repeated)
+    return [] if outputs is None else [(repeated, outputs)]
+
+
+def _resized(tensor: Tensor, factor: float) -> Tensor:
+    """The tensor with all axes behind the channels `factor` times as long."""
+    if tensor.dim() < 3 or not tensor.is_floating_point():
+        return tensor
+    for axis in range(2, tensor.dim()):
+        index = torch.arange(int(tensor.shape[axis] * factor), device=tensor.device) % tensor.shape[axis]
+        tensor = tensor.index_select(axis, index)
+    return tensor
+
+
+def _attempt(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+    """What the model gives for `inputs`; None where it does not take them."""
+    try:
+        with torch.no_grad():  # a GraphModule that fails prints to the user's terminal; an interpreter does not
+            run = fx.Interpreter(model).run if isinstance(model, fx.GraphModule) else model
+            return run(*copy.deepcopy(inputs))
+    except Exception:  # a network for one size only: then nothing is to be known about others
+        return None
+
+
+def _record_other_sizes_(module: fx.GraphModule, others: list[tuple[tuple[Tensor, ...], Any]], name: str) -> None:
+    """Record at every node what it gives for inputs of other sizes; the model's own outputs for them must come out."""
+    for inputs, expected in others:
+        recorder = _Recorder(module)
+        try:
+            with torch.no_grad():
+                result = recorder.run(*copy.deepcopy(inputs))
+        except Exception as error:
+            raise Untraceable(
+                f"the traced {name} does not run on another size of input, {tuple(inputs[0].shape)}, though the model does: "
+                f"{str(error).splitlines()[0]} Its forward takes another path there: mark the submodule as a leaf."
+            ) from error
+        if all(bool(torch.isfinite(t).all()) for t in tensors_in(expected) if t.is_floating_point() and not t.is_meta):
+            _check_same(result, expected, name)
+        for node, shape in recorder.shapes.items():
+            node.meta["other_shapes"] = (*node.meta.get("other_shapes", ()), shape)
+
+
 class _Recorder(fx.Interpreter):
-    """Runs a graph and writes down what each node gives."""
+    """Runs a graph and collects the shape of what each node gives."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.shapes: dict[fx.Node, Shape] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        n.meta["shape"] = Shape(tuple(result.shape)) if isinstance(result, Tensor) else Shape(None, _plain(result))
+        self.shapes[n] = Shape(tuple(result.shape)) if isinstance(result, Tensor) else Shape(None, _plain(result))
         return result
 
 
@@ -261,6 +353,7 @@ def _default_arguments(model: nn.Module, example: tuple[Tensor, ...]) -> dict[st
 def _follow(tracer: _Tracer, model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
     try:
         graph = tracer.trace(model, concrete_args=arguments or None)
+        graph._tracer_cls = None  # our tracer takes arguments, but unpickling a GraphModule makes a tracer without any
         _forget_arguments_(graph, arguments)
         return graph
     except Exception as error:
@@ -354,8 +447,9 @@ def _filters_a_channel(module: fx.GraphModule, node: fx.Node) -> int:
 def _note_origin_(module: fx.GraphModule) -> None:
     """Note at every node what must survive all cuts: for a call of a function, a name such as 'layer1.0.add'."""
     seen: dict[str, int] = {}
+    for node in reversed(module.graph.nodes):  # no way leads from it to an output
+        node.meta["unread"] = node.op != "output" and all(user.meta["unread"] for user in node.users)
     for node in module.graph.nodes:
-        node.meta["unread"] = not node.users
         node.meta["filters_a_channel"] = _filters_a_channel(module, node)
         if node.op not in ("call_function", "call_method"):
             continue

@@ -195,7 +195,8 @@ def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:
         return
     before, apart, after = source.meta["shape"].dims, first.meta["shape"].dims, last.meta["shape"].dims
     swapped = sorted(a for a in turned.args[1:] if isinstance(a, int))
-    if swapped == [1, 2] and before == after and len(apart) == len(before) + 1 and apart[1] * apart[2] == before[1]:
+    around = (*apart[:1], *apart[3:]) == (*before[:1], *before[2:]) and len(apart) == len(before) + 1
+    if swapped == [1, 2] and before == after and around:
         shuffled = last.args[0]
         _call_module_(module, last, nn.ChannelShuffle(apart[1]), (source,))
         assert isinstance(shuffled, fx.Node)

@@ -6,12 +6,14 @@ or behind the add's activation, as the paper's figure has it. A place that looks
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from secateurs.costs import count_macs
@@ -22,6 +24,11 @@ from secateurs.layers import Align
 from secateurs.sums import spread_sums
 
 Shortcut = Literal["before", "after"]
+
+FUNCTIONAL: dict[Any, bool] = {  # layers in functional form, and whether they are transposed
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, F.linear), False),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), True),
+}
 
 
 @dataclass(frozen=True)
@@ -308,24 +315,40 @@ def _macs(graph: Graph, node: fx.Node, flow: Layer) -> int:
     """MACs of a layer for one example."""
     weight = graph.module.get_submodule(str(node.target)).weight
     assert isinstance(weight, Tensor)
-    out, into = shape_of(node).dims, shape_of(node.all_input_nodes[0]).dims
-    assert out is not None and into is not None
-    places = into if flow.transposed else out
-    axis = flow.in_axis if flow.transposed else flow.axis
-    count = weight.numel()
-    for dim, n in enumerate(places):
-        count *= 1 if dim == axis or (dim == 0 and axis > 0) else n
-    return count
+    places, axis = (node.all_input_nodes[0], flow.in_axis) if flow.transposed else (node, flow.axis)
+    return weight.numel() * _places(places, axis)
+
+
+def _places(node: fx.Node, axis: int) -> int:
+    """How many places of one example a layer's weights are used at: all axes but the batch and the channels."""
+    dims = shape_of(node).dims
+    assert dims is not None
+    return math.prod(n for dim, n in enumerate(dims) if dim != axis and not (dim == 0 and axis > 0))
 
 
 def _opaque_layers(graph: Graph, flows: Flows) -> Iterable[Unprunable]:
-    """Layers that are opaque themselves: called twice, tied, hooked."""
+    """Layers that are opaque themselves: called several times, tied, hooked, or called with computed weights; each once."""
     counted: Counter[str] | None = None
+    seen: set[str] = set()
     for node, flow in flows.of.items():
-        if isinstance(flow, Opaque) and node.op == "call_module":
-            path = str(node.target)
+        path = str(node.target)
+        if node.op == "call_function" and node.target in FUNCTIONAL and isinstance(flow, Opaque):
+            macs = _functional_macs(node, FUNCTIONAL[node.target])
+            yield Unprunable(str(node.meta["name"]), node.name, "its weights are computed while the network runs", macs)
+        elif isinstance(flow, Opaque) and node.op == "call_module" and path not in seen:
+            seen.add(path)
             if any(True for _ in graph.module.get_submodule(path).parameters()):
-                macs = counted or count_macs(graph.module, graph.example)
-                counted = macs
-                inside = sum(n for name, n in macs.items() if name == path or name.startswith(f"{path}."))
+                counted = counted or count_macs(graph.module, graph.example)
+                inside = sum(n for name, n in counted.items() if name == path or name.startswith(f"{path}."))
                 yield Unprunable(path, node.name, flow.reason, inside)
+
+
+def _functional_macs(node: fx.Node, transposed: bool) -> int:
+    """MACs for one example of a convolution or linear layer that is called with its weights as an argument."""
+    weight = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+    assert isinstance(weight, fx.Node)
+    dims = shape_of(weight).dims
+    assert dims is not None
+    source = node.all_input_nodes[0] if transposed else node
+    rank = len(shape_of(source).dims or ())
+    return math.prod(dims) * _places(source, rank - 1 - max(len(dims) - 2, 0))

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from secateurs.compaction import compact, verify
+from secateurs.compaction import compact
 from secateurs.contract import Verdict
 from secateurs.cutting import Jury, Start, certify, classes_of, start_of, summon
 from secateurs.data.examples import Examples, class_labels
@@ -195,10 +195,7 @@ class Workshop:
             graph = copied(graph)
             apply_(graph, repair)
         masks: dict[str | Site, Tensor] = {place.site.name: keep}
-        smaller = compact(graph, masks)
-        if proved:
-            verify(graph, masks, smaller)
-        return Made(smaller, repair)
+        return Made(compact(graph, masks, verify=proved), repair)
 
     def refitted(self, graph: Graph) -> Graph:
         """The network with every layer solved anew against the untouched one, if the recipe wants that; else as it is."""

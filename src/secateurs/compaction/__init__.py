@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -16,11 +18,11 @@ from secateurs.channels import compose, ids
 from secateurs.compaction.additions import with_additions
 from secateurs.compaction.rewrite import rewrite_
 from secateurs.compaction.state import Rewriting
-from secateurs.errors import NotEqual, PlanError
+from secateurs.errors import NotEqual, PlanError, Unproved
 from secateurs.flow import analyse, find_flows
-from secateurs.graph import Graph, record_shapes_, tensors_in
+from secateurs.graph import Graph, like_network, other_sizes, record_shapes_, tensors_in
 from secateurs.layers import Align, Constant
-from secateurs.masking import Masks, copy_module, masked
+from secateurs.masking import Masks, copied, copy_module, device_of, masked
 from secateurs.plan import Plan, PlannedCut
 from secateurs.sites import Site, check_masks, remember_names_, resolve
 from secateurs.sums import fuse_sums_, spread_sums
@@ -28,16 +30,29 @@ from secateurs.sums import fuse_sums_, spread_sums
 __all__ = ["Align", "Constant", "Verification", "compact", "replay", "verify"]
 
 
-def compact(graph: Graph, masks: Masks | Plan) -> Graph:
+def compact(graph: Graph, masks: Masks | Plan, *, verify: bool = True) -> Graph:
     """The network without the channels that `masks` drop: ordinary narrower modules that compute what the masked network does.
 
     `masks` is {site or its name: bool tensor, True = kept}, or a `Plan` (see `replay`). A cut that empties a layer folds its
     branch into a constant where it is added or multiplied to something that still depends on the input; elsewhere it is
-    `EmptyLayer`. The given graph is not changed.
+    `EmptyLayer`. Masks that drop nothing change nothing. The result is compared with the masked network on a small probe
+    (see the function `verify`) unless `verify` is False. The given graph is not changed.
     """
     if isinstance(masks, Plan):
-        return replay(graph, masks)
+        return replay(graph, masks, verify=verify)
     checked = check_masks(graph, masks)
+    if all(bool(mask.all()) for _, mask in checked.values()):
+        return replace(graph, module=copy_module(graph), kept={})
+    smaller = _rewritten(graph, checked)
+    if verify and device_of(graph.module).type != "meta":
+        found = _proof(graph, masks, smaller, batches=1)
+        if not found.conclusive:
+            warnings.warn(str(found), stacklevel=2)
+    return smaller
+
+
+def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]]) -> Graph:
+    """The narrower graph, not yet compared with anything."""
     module = spread_sums(copy_module(graph))
     nodes = {node.name: node for node in module.graph.nodes}
     if not graph.plan.steps:
@@ -63,8 +78,7 @@ def compact(graph: Graph, masks: Masks | Plan) -> Graph:
     there = {node.name for node in module.graph.nodes}
     remaining = {name: found for name, found in remaining.items() if name in there}  # a name can come again for another node
     cuts = [_planned(site, mask) for site, mask in checked.values() if not bool(mask.all())]
-    plan = graph.plan.then(cuts) if cuts else graph.plan
-    return Graph(module, graph.example, plan, graph.leaves, remaining, state.kept)
+    return Graph(module, graph.example, graph.plan.then(cuts), graph.leaves, remaining, state.kept)
 
 
 def _planned(site: Site, keep: Tensor) -> PlannedCut:
@@ -72,8 +86,11 @@ def _planned(site: Site, keep: Tensor) -> PlannedCut:
     return PlannedCut(site.name, removed, site.original_channels)
 
 
-def replay(graph: Graph, plan: Plan) -> Graph:
-    """Make the cuts of `plan`, step by step, on a graph of the untouched network (or one that has had some of them)."""
+def replay(graph: Graph, plan: Plan, *, verify: bool = True) -> Graph:
+    """Make the cuts of `plan`, step by step, on a graph of the untouched network (or one that has had some of them).
+
+    Each step is compared with the masked network unless `verify` is False.
+    """
     for step in plan.steps:
         for cut in step:
             if cut.biases or cut.offsets:
@@ -91,17 +108,37 @@ def replay(graph: Graph, plan: Plan) -> Graph:
             gone = torch.tensor(cut.removed, dtype=torch.long)
             masks[cut.site] = ~torch.isin(torch.tensor(site.original, dtype=torch.long), gone)
         if any(cut.removed for cut in step):
-            graph = compact(graph, masks)
+            graph = compact(graph, masks, verify=verify)
     return graph
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the compacted network's outputs are from the masked one's: largest difference, and the outputs' own size."""
+    """How far the compacted network's outputs are from the masked one's: largest difference, and the outputs' own size.
+
+    `perturbed_difference` and `perturbed_scale` are the same for the network with all its weights changed a little at random,
+    which shows what weights that happen to be zero hide; on inputs of other sizes too. Where no output is finite and other
+    than zero, with either weights, the comparison proves nothing: `conclusive` is False.
+    """
 
     difference: float
     scale: float
     examples: int
+    perturbed_difference: float
+    perturbed_scale: float
+
+    @property
+    def conclusive(self) -> bool:
+        """Whether there was anything to compare."""
+        return self.scale > 0 or self.perturbed_scale > 0
+
+    def __str__(self) -> str:
+        if not self.conclusive:
+            return "nothing is proved: the masked network gives nothing but 0, NaN or infinity on random inputs."
+        return (
+            f"compacted = masked: difference {self.difference:.2g} of {self.scale:.2g} on {self.examples} examples, "
+            f"with changed weights {self.perturbed_difference:.2g} of {self.perturbed_scale:.2g}."
+        )
 
 
 def verify(
@@ -116,48 +153,109 @@ def verify(
     """Prove in float64, in eval mode, that the compacted network gives what the masked one gives; `NotEqual` otherwise.
 
     `compacted` is compacted here if it is not given. Without `inputs`, four random batches like the graph's example are used.
-    The largest difference may be `tolerance` times the largest output.
+    The same is done once more with changed weights and with other sizes of input. The largest difference may be `tolerance`
+    times the largest output. `Unproved` if there is nothing to compare.
     """
-    smaller = compact(graph, masks) if compacted is None else compacted
-    networks = [copy.deepcopy(m).eval() for m in (masked(graph, masks), smaller.module)]
-    batches = _random_batches(graph, seed) if inputs is None else [(inputs,) if isinstance(inputs, Tensor) else inputs]
+    smaller = compact(graph, masks, verify=False) if compacted is None else compacted
+    given = None if inputs is None else ((inputs,) if isinstance(inputs, Tensor) else inputs)
+    found = _proof(graph, masks, smaller, given=given, batches=4, seed=seed, tolerance=tolerance)
+    if not found.conclusive:
+        raise Unproved(f"{found} Check its weights, or give `inputs` for which its outputs are something else.")
+    return found
+
+
+def _proof(
+    graph: Graph,
+    masks: Masks,
+    smaller: Graph,
+    *,
+    batches: int,
+    given: tuple[Tensor, ...] | None = None,
+    seed: int = 0,
+    tolerance: float = 1e-10,
+) -> Verification:
+    """Compare the networks as they are, then the same cut of the network with changed weights, also at other sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    probes = [given] if given is not None else [_random_like(graph.example, generator) for _ in range(batches)]
+    difference, scale = _compared(masked(graph, masks), smaller.module, probes, tolerance)
+    changed = _perturbed(graph, generator)
+    network = masked(changed, masks)
+    like_example = _random_like(like_network(network, graph.example), generator)
+    with torch.no_grad():
+        outputs = network.eval()(*like_example)
+    others = [inputs for inputs, _ in other_sizes(network, like_example, outputs)]
+    twin = compact(changed, masks, verify=False).module
+    perturbed = _compared(network, twin, [like_example, *others], tolerance)
+    return Verification(difference, scale, sum(len(probe[0]) for probe in probes), *perturbed)
+
+
+def _compared(
+    wanted: fx.GraphModule, got: fx.GraphModule, probes: list[tuple[Tensor, ...]], tolerance: float
+) -> tuple[float, float]:
+    """The largest difference between the outputs of two networks, and the largest output; `NotEqual` beyond the tolerance."""
+    networks = [copy.deepcopy(module).eval() for module in (wanted, got)]
     try:
-        worst, scale = _differences([n.double() for n in networks], batches, torch.float64)
-    except RuntimeError:  # a network that casts to a type of its own cannot run in float64
-        dtype = next((t.dtype for t in graph.example if t.is_floating_point()), torch.float32)
+        worst, scale = _differences([n.double() for n in networks], probes, torch.float64)
+    except (RuntimeError, TypeError):  # a network that casts to a type of its own, or a device without float64
+        dtype = next((t.dtype for t in wanted.parameters() if t.is_floating_point()), torch.float32)
         tolerance = max(tolerance, 1e-4)
-        worst, scale = _differences([n.to(dtype) for n in networks], batches, dtype)
+        worst, scale = _differences([n.to(dtype) for n in networks], probes, dtype)
     if not worst <= tolerance * scale:
         raise NotEqual(
             f"the compacted network differs from the masked one by {worst:.3g} where outputs reach {scale:.3g} "
             f"(tolerance {tolerance:.1g}). Please report the network: this must not happen."
         )
-    return Verification(worst, scale, sum(len(b[0]) for b in batches))
-
-
-def _differences(networks: list[fx.GraphModule], batches: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[float, float]:
-    """The largest difference between the outputs of two networks, and the largest output; NaN where either is."""
-    worst = scale = 0.0
-    for batch in batches:
-        batch = tuple(b.to(dtype) if b.is_floating_point() else b for b in batch)
-        with torch.no_grad():
-            wanted, got = (tensors_in(network(*batch)) for network in networks)
-        for a, b in zip(wanted, got, strict=True):
-            if a.shape != b.shape:
-                raise NotEqual(f"the compacted network gives shape {tuple(b.shape)}, the masked one {tuple(a.shape)}.")
-            if a.numel():
-                worst = max(float((a.double() - b.double()).abs().nan_to_num(nan=math.inf).max()), worst)
-                scale = max(float(a.double().abs().max()), scale)
     return worst, scale
 
 
-def _random_batches(graph: Graph, seed: int) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [tuple(_like(e, generator) for e in graph.example) for _ in range(4)]
+def _differences(networks: list[fx.GraphModule], probes: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[float, float]:
+    """The largest difference between the outputs of two networks, and the largest output of the first.
+
+    What is NaN or infinite in the first must be so in the second, and is not compared otherwise.
+    """
+    worst = scale = 0.0
+    for probe in probes:
+        inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in probe)
+        with torch.no_grad():
+            wanted, got = (tensors_in(network(*inputs)) for network in networks)
+        for a, b in zip(wanted, got, strict=True):
+            if a.shape != b.shape:
+                raise NotEqual(f"the compacted network gives shape {tuple(b.shape)}, the masked one {tuple(a.shape)}.")
+            if a.is_complex():
+                a, b = torch.view_as_real(a), torch.view_as_real(b)
+            finite = a.isfinite()
+            if not torch.equal(finite, b.isfinite()):
+                worst = math.inf
+            if bool(finite.any()):
+                a, b = a[finite].double(), b[finite].double()
+                worst, scale = max(float((a - b).abs().max()), worst), max(float(a.abs().max()), scale)
+    return worst, scale
 
 
-def _like(example: Tensor, generator: torch.Generator) -> Tensor:
-    """Random values for a float input; integer inputs (indices) stay as they are, since they must stay in range."""
-    if not example.is_floating_point():
-        return example
-    return torch.randn(example.shape, generator=generator, dtype=torch.float64).to(example.device)
+def _random_like(example: tuple[Tensor, ...], generator: torch.Generator) -> tuple[Tensor, ...]:
+    """Random values for float inputs; integer inputs (indices) stay as they are, since they must stay in range."""
+    return tuple(
+        torch.randn(e.shape, generator=generator).to(e.device, e.dtype) if e.is_floating_point() else e for e in example
+    )
+
+
+def _perturbed(graph: Graph, generator: torch.Generator) -> Graph:
+    """The graph with every weight and BatchNorm statistic a little off, by a tenth of its tensor's size: none stays 0 or 1."""
+    changed = copied(graph)
+    statistics = {
+        tensor: name
+        for part in changed.module.modules()
+        for name, tensor in part.named_buffers(recurse=False)
+        if name in ("running_mean", "running_var")
+    }
+    with torch.no_grad():
+        for tensor in [*changed.module.parameters(), *statistics]:
+            if not tensor.is_floating_point():
+                continue
+            size = float(tensor.abs().mean()) if tensor.numel() else 0.0
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype) / 10
+            if statistics.get(tensor) == "running_var":
+                tensor.mul_(noise.exp())
+            else:
+                tensor.add_(noise * (size or 1.0))
+    return changed

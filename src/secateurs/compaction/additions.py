@@ -70,6 +70,6 @@ def _add_offset_(module: fx.GraphModule, reader: SumReader) -> fx.Node:
         behind = module.graph.call_module(name, (add,))
     for user in users:
         user.replace_input_with(add, behind)
-    passed_on = ("shape", "original_channels", "unread", "site_names")
+    passed_on = ("shape", "other_shapes", "original_channels", "unread", "site_names")
     behind.meta = {key: add.meta[key] for key in passed_on if key in add.meta}
     return behind

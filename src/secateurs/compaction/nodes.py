@@ -18,7 +18,7 @@ from secateurs.naming import name_of_alignment
 
 @singledispatch
 def narrow_node(flow: Flow, node: fx.Node, state: Rewriting) -> None:
-    """Rewrite `node` for the channels that its inputs still carry, and note what it carries itstate."""
+    """Rewrite `node` for the channels that its inputs still carry, and record the layout of its output."""
     raise AssertionError(f"no way to narrow {flow}")
 
 
@@ -87,8 +87,10 @@ def _join(flow: Join, node: fx.Node, state: Rewriting) -> None:
         for i, w in zip(inputs, flow.widths, strict=True)
         if w == flow.width and i not in state.constants
     ]
+    live = state.live_at(node)
     same = bool(wide) and all(torch.equal(w, wide[0]) for w in wide[1:]) and not any(i in state.constants for i in inputs)
-    wanted = wide[0] if same else state.live_at(node)
+    # a term that is broadcast over the channels (a scalar, a one-channel map) makes something of channels that are absent
+    wanted = wide[0] if same and not bool((live & ~wide[0]).any()) else live
     for source, axis, width in zip(inputs, flow.in_axes, flow.widths, strict=True):
         if source in state.constants:
             insert_constant(state, node, source, wanted, flow)

@@ -21,7 +21,7 @@ def rewrite_(state: Rewriting) -> None:
         if node in state.flows.of:
             _visit(state, node, state.flows.of[node])
         fix_sizes(state, node)
-    _erase_unused(state.module)
+    _erase_unused(state)
     state.module.graph.lint()
     state.module.delete_all_unused_submodules()
     state.module.recompile()
@@ -31,6 +31,9 @@ def _visit(state: Rewriting, node: fx.Node, flow: Flow) -> None:
     inputs = state.flows.inputs[node]
     touched = node in state.live.zero or node in state.live.need
     if not touched and not any(state.changed(i) for i in inputs):
+        return
+    if node.meta.get("unread") and any(state.is_empty(i) for i in inputs):
+        state.vanish(node)  # nobody reads it, so it need not be kept alive by constants
         return
     if flow.axis is None and not isinstance(flow, Opaque):
         for source in inputs:
@@ -66,8 +69,10 @@ def _drop_masked(state: Rewriting, node: fx.Node) -> None:
     state.layout[node] = wanted
 
 
-def _erase_unused(module: fx.GraphModule) -> None:
-    """Erase what nobody reads any more; what nobody ever read stays."""
-    for node in reversed(list(module.graph.nodes)):
-        if not node.users and node.op not in ("placeholder", "output") and not node.meta.get("unread"):
-            module.graph.erase_node(node)
+def _erase_unused(state: Rewriting) -> None:
+    """Erase what nobody reads any more. What never reached an output stays, unless nothing is left of it."""
+    for node in reversed(list(state.module.graph.nodes)):
+        if node.users or node.op in ("placeholder", "output"):
+            continue
+        if not node.meta.get("unread") or node in state.standing_for or state.is_empty(node):
+            state.module.graph.erase_node(node)

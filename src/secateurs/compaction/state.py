@@ -78,7 +78,7 @@ class Rewriting:
 
     def vanish(self, node: fx.Node) -> None:
         """Nobody needs it, or all of it is zero: leave it without readers."""
-        self.layout[node] = none_of(self.flows.width(node))
+        self.layout[node] = none_of(0 if self.flows.of[node].axis is None else self.flows.width(node))
         origin = next((self.emptied_by[i] for i in self.flows.inputs[node] if i in self.emptied_by), None)
         self.emptied_by[node] = self.sites.get(node) or origin or str(node.meta.get("name", node.target))
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
@@ -62,10 +63,33 @@ def find_flows(module: fx.GraphModule) -> Flows:
         inputs[node] = tuple(_tensor_inputs(node))
         axes = tuple(flows[i].axis for i in inputs[node])
         called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        flows[node] = _flow(Op(node, called, inputs[node], axes), shared)
+        flows[node] = _flow_at_all_sizes(Op(node, called, inputs[node], axes), shared)
         for source in inputs[node]:
             users.setdefault(source, []).append(node)
     return Flows(flows, inputs, {node: tuple(found) for node, found in users.items()})
+
+
+def _flow_at_all_sizes(op: Op, shared: Mapping[str, str]) -> Flow:
+    """The flow of an op, which must be the same for every size of input; where it is not, that is noted for good."""
+    varies = op.node.meta.get("varies")
+    if varies is None:
+        flow = _flow(op, shared)
+        sizes = 0 if isinstance(flow, Opaque | Source) else len(op.node.meta.get("other_shapes", ()))
+        if all(_same(flow, _flow(replace(op, size=size), shared)) for size in range(1, sizes + 1)):
+            return flow
+        varies = op.node.meta["varies"] = f"{op.label} treats channels differently for another batch or image size"
+    return Opaque(varies)
+
+
+def _same(one: Flow, other: Flow) -> bool:
+    """Whether two flows say the same of channels; how arguments are corrected is not compared."""
+    if type(one) is not type(other):
+        return False
+    for field in fields(one):
+        a, b = getattr(one, field.name), getattr(other, field.name)
+        if field.name != "resize" and not (torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b):
+            return False
+    return True
 
 
 def _flow(op: Op, shared: Mapping[str, str]) -> Flow:
@@ -195,7 +219,11 @@ def _is_read_through(node: fx.Node) -> bool:
 
 
 def analyse(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> Liveness:
-    """What masks (True = kept) behind the given nodes make zero further on, and unneeded further back."""
+    """What masks (True = kept) behind the given nodes make zero further on, and unneeded further back.
+
+    A channel that nothing reads even without masks stays: only what the masks make dead is dead, so that the masks
+    say all that there is to say about a cut.
+    """
     zero = _find_zeros(flows, masks)
     return Liveness(zero, _find_needs(flows, masks, zero))
 
@@ -231,9 +259,12 @@ def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.
         if node not in masks and not any(u in need or u in zero or _narrows(flows.of[u]) for u in users):
             continue
         width = flows.width(node)
-        wanted = none_of(width)
+        wanted, read = none_of(width), none_of(width)
         for user in users:
             wanted = wanted | _wanted_by(flows, user, node, need, zero, width)
+            read = read | _wanted_by(flows, user, node, {}, {}, width)
+        if bool(wanted.any()):
+            wanted = wanted | ~read
         if node in masks:
             wanted = wanted & masks[node]
         if not bool(wanted.all()):

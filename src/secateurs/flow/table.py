@@ -9,27 +9,36 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from secateurs.flow.kinds import Flow
-from secateurs.graph import RULED, ruled_class, shape_of
+from secateurs.graph import RULED, Shape, ruled_class, shape_of
 
 
 @dataclass(frozen=True)
 class Op:
-    """One node as its rule sees it: the module it calls, if any, its tensor inputs with their shapes and channel axes."""
+    """One node as its rule sees it: the module it calls, if any, its tensor inputs with their shapes and channel axes.
+
+    `size` says for which input shapes are told: 0 for the example, 1 and more for inputs of other sizes. A rule is asked
+    about each of them and must give the same answer.
+    """
 
     node: fx.Node
     module: nn.Module | None
     inputs: tuple[fx.Node, ...]
     axes: tuple[int | None, ...]
+    size: int = 0
+
+    def shape_of(self, node: fx.Node) -> Shape:
+        """What any node of the network gives."""
+        return shape_of(node, self.size)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the tensor inputs for the example."""
-        return tuple(dims for node in self.inputs if (dims := shape_of(node).dims) is not None)
+        """Shapes of the tensor inputs."""
+        return tuple(dims for node in self.inputs if (dims := self.shape_of(node).dims) is not None)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the output for the example."""
-        dims = shape_of(self.node).dims
+        """Shape of the output."""
+        dims = self.shape_of(self.node).dims
         assert dims is not None
         return dims
 
@@ -47,7 +56,7 @@ class Op:
         """An argument by position (0 is the tensor the op is called on) or name; nodes that give numbers as their value."""
         node = self.node
         value = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-        return resolved(value)
+        return resolved(value, self.size)
 
     @property
     def label(self) -> str:
@@ -55,13 +64,13 @@ class Op:
         return describe(self.node, self.module)
 
 
-def resolved(value: Any) -> Any:
-    """Arguments with the sizes that nodes gave for the example in place of those nodes; tensor nodes stay."""
+def resolved(value: Any, size: int = 0) -> Any:
+    """Arguments with the numbers that nodes gave in place of those nodes; tensor nodes stay."""
     if isinstance(value, fx.Node):
-        shape = shape_of(value)
+        shape = shape_of(value, size)
         return value if shape.is_tensor else shape.value
     if isinstance(value, tuple | list):
-        return tuple(resolved(v) for v in value)
+        return tuple(resolved(v, size) for v in value)
     return value
 
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from secateurs.flow.kinds import Channelwise, Flow, Moved
 from secateurs.flow.rules.common import channelwise, opaque
 from secateurs.flow.table import Op, rule
-from secateurs.graph import Shape, shape_of
+from secateurs.graph import Shape
 
 SPLITS = (torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split")
 
@@ -28,13 +28,13 @@ def getitem(op: Op) -> Flow:
     """A part of a split, or a slice; an index that picks single channels or uses a tensor is opaque."""
     source, index = op.node.args[0], op.argument(1, "index")
     assert isinstance(source, fx.Node)
-    if not shape_of(source).is_tensor:
+    if not op.shape_of(source).is_tensor:
         return _part(op, source, index)
     if op.axis is None:
         return opaque(op, "takes a part of a tensor whose channels are unknown")
-    items = _expanded(index, len(op.shapes[0]))
-    if items is None:
+    if not _is_plain(index):
         return opaque(op, "is indexed by something else than slices")
+    items = _expanded(index, len(op.shapes[0]))
     position = axis = out_axis = 0
     for place, item in enumerate(items):
         if item is None:
@@ -51,7 +51,8 @@ def getitem(op: Op) -> Flow:
     picked = torch.arange(op.width)[chosen]
     if len(picked) == op.width:
         return Channelwise(out_axis, op.axis, op.width, keeps_zero=True)
-    plain = tuple(slice(None) if place == position else item for place, item in enumerate(items))
+    written = _expanded(op.node.args[1], len(op.shapes[0]))  # sizes that were computed stay computed
+    plain = tuple(slice(None) if place == position else item for place, item in enumerate(written))
 
     def whole(node: fx.Node, width: int) -> None:
         node.args = (node.args[0], plain)
@@ -59,13 +60,17 @@ def getitem(op: Op) -> Flow:
     return Moved(out_axis, op.axis, op.width, picked, "before", whole)
 
 
-def _expanded(index: Any, rank: int) -> list[Any] | None:
-    """An index as one slice, number or None for each axis; None where it holds anything else."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if any(not (isinstance(i, int | slice) or i is None or i is Ellipsis) or isinstance(i, bool) for i in items):
-        return None
+def _is_plain(index: Any) -> bool:
+    """Whether an index holds nothing but numbers, slices between numbers, None and the ellipsis."""
+    items = index if isinstance(index, tuple) else (index,)
     if any(isinstance(part, fx.Node) for i in items if isinstance(i, slice) for part in (i.start, i.stop, i.step)):
-        return None
+        return False
+    return all((isinstance(i, int | slice) or i is None or i is Ellipsis) and not isinstance(i, bool) for i in items)
+
+
+def _expanded(index: Any, rank: int) -> list[Any]:
+    """An index as one slice, number or None for each axis."""
+    items = list(index) if isinstance(index, tuple) else [index]
     used = sum(i is not None and i is not Ellipsis for i in items)
     if Ellipsis not in items:
         items.append(Ellipsis)
@@ -75,7 +80,7 @@ def _expanded(index: Any, rank: int) -> list[Any] | None:
 
 def _part(op: Op, source: fx.Node, index: Any) -> Flow:
     """Part `index` of a chunk or split, as a slice of what was split."""
-    given = shape_of(source).value
+    given = op.shape_of(source).value
     if source.target not in SPLITS or not isinstance(index, int) or not isinstance(given, tuple) or op.axis is None:
         return opaque(op, "takes a part of what no rule describes")
     whole = op.shapes[0]

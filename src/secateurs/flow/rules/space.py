@@ -47,8 +47,11 @@ def reduction(op: Op) -> Flow:
         return opaque(op, "has no channels to keep apart")
     if dims is None or isinstance(dims, bool):
         return opaque(op, "reduces over the channels")
-    over = {d % rank for d in ((dims,) if isinstance(dims, int) else dims)}
-    if op.axis in over:
+    listed = (dims,) if isinstance(dims, int) else dims
+    if not isinstance(listed, tuple) or not all(isinstance(d, int) for d in listed):
+        return opaque(op, "reduces over axes that are not fixed")
+    over = {d % rank for d in listed}
+    if not over or op.axis in over:  # torch takes an empty list of axes for all of them
         return opaque(op, "reduces over the channels")
     axis = op.axis if keepdim else op.axis - sum(d < op.axis for d in over)
     return Channelwise(axis, op.axis, op.width, keeps_zero=True)
@@ -74,8 +77,12 @@ def pad(op: Op) -> Flow:
         return opaque(op, "pads the channels with something else than zeros")
     index = torch.cat([torch.full((before,), -1), torch.arange(op.width), torch.full((after,), -1)])
 
+    written: Any = op.node.args[1] if len(op.node.args) > 1 else op.node.kwargs["pad"]
+    if isinstance(written, fx.Node):
+        return opaque(op, "takes the amounts of its padding from elsewhere")
+
     def without_channels(node: fx.Node, width: int) -> None:
-        kept = list(amounts)
+        kept = list(written)  # amounts that were computed stay computed
         kept[2 * from_right : 2 * from_right + 2] = [0, 0]
         node.args = (node.args[0], tuple(kept), "constant", value)
         node.kwargs = {}
