@@ -228,6 +228,15 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     run.close()
 
 
+def test_an_interrupted_run_can_be_resumed_in_the_same_process(tmp_path: Path) -> None:
+    def interrupt(progress: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(network(), small_data(), QUICK, folder=tmp_path / "run", watch=interrupt).finish()
+    assert resume(tmp_path / "run", network(), small_data()).finish().stopped
+
+
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     started(tmp_path)
     with pytest.raises(RunError, match="holds a run already"):

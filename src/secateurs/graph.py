@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -108,7 +109,7 @@ def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = 
     modes = {name: module.training for name, module in copied.named_modules()}
     tracer = _Tracer(copied, leaves)
     expected = _run(copied.eval(), example)
-    others = [(example, expected)] if len(example[0]) == 1 else []
+    others = [(example, expected)] if example[0].shape[:1] == (1,) else []
     for doubled, found in other_batches(copied, example, 2) if others else []:
         example, expected = doubled, found  # a batch of one looks like an axis that is not there
     others = [*(others if others and others[0][0] is not example else []), *other_sizes(copied, example, expected)]
@@ -224,7 +225,7 @@ def other_sizes(model: nn.Module, example: tuple[Tensor, ...], expected: Any) ->
     `expected` is what the model gives for the example. Empty for a network that takes one size only: one that fails, or
     whose outputs no longer are as many as its inputs (view(-1, 512) makes more rows of a larger image).
     """
-    found = other_batches(model, example, len(example[0]) + 1)
+    found = other_batches(model, example, 1 + math.prod(example[0].shape[:1]))
     images = [e for e in example if e.dim() > 2 and e.is_floating_point()]
     large = all(n % 2 == 0 and n >= 64 for e in images for n in e.shape[2:])
     for factor in ((0.5, 2) if large else (2,)) if images else ():  # half an image is a quarter of the work
@@ -242,7 +243,7 @@ def _goes_by_batch(outputs: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
 
 def other_batches(model: nn.Module, example: tuple[Tensor, ...], count: int) -> list[tuple[tuple[Tensor, ...], Any]]:
     """The example repeated to a batch of `count`, with the model's outputs; empty if it does not take that."""
-    batch = example[0].shape[0] if example[0].dim() > 1 else 0
+    batch = example[0].shape[0] if example[0].dim() else 0
     if batch == 0:
         return []
     index = torch.arange(count, device=example[0].device) % batch

@@ -138,7 +138,9 @@ class Run:
     def __iter__(self) -> Iterator[Step]:
         try:
             yield from self._walk()
-        except Exception:
+        except GeneratorExit:  # a loop that was left may be taken up again
+            raise
+        except BaseException:  # Ctrl-C too: the run can then be resumed in the same process
             self.close()
             raise
 

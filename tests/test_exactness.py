@@ -1,0 +1,384 @@
+"""Edges where a compacted network could differ from the masked one without a word: terms that are broadcast over the
+channels, sizes taken from one example, cuts that remove nothing, layers that nobody reads, and proofs that prove nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import operator
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nets import Net, assert_compact_is_masked, assert_same, random_keep, random_tensor, randomise_, run, traced
+from secateurs import compact, find_sites, load, masked, replay, rule, save, trace, verify
+from secateurs.errors import InvalidInput, NotEqual, Unproved
+from secateurs.flow import Flow, Op, channelwise
+from secateurs.flow.table import RULES
+from secateurs.graph import RULED
+
+KEEP = torch.tensor([1, 1, 0, 1, 0, 1, 1, 0]).bool()
+
+
+def conv(into: int, out: int, kernel: int = 3, **options: Any) -> nn.Conv2d:
+    return nn.Conv2d(into, out, kernel, **({"padding": kernel // 2} | options))
+
+
+def assert_same_state(one: nn.Module, other: nn.Module) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# ---- terms that are broadcast over the channels -------------------------------------------------------------------------
+
+TERMS: dict[str, tuple[int, ...]] = {
+    "a scalar": (),
+    "one number": (1,),
+    "a vector along the last axis": (6,),
+    "a map": (6, 6),
+    "a map of one channel": (1, 1, 6, 6),
+    "one number a channel": (8, 1, 1),
+    "one number a channel, with a batch axis": (1, 8, 1, 1),
+}
+JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "x + p": operator.add,
+    "p + x": lambda x, p: p + x,
+    "x - p": operator.sub,
+    "p - x": lambda x, p: p - x,
+    "x * p": operator.mul,
+    "maximum": torch.maximum,
+    "minimum": lambda x, p: torch.minimum(p, x),
+    "rsub": torch.rsub,
+    "scale * relu(x)^2 + bias": lambda x, p: p * F.relu(x) ** 2 + p,
+}
+
+
+@pytest.mark.parametrize("term", TERMS)
+@pytest.mark.parametrize("join", JOINS)
+@pytest.mark.parametrize("kind", [nn.Parameter, lambda t: t])
+def test_a_broadcast_term_revives_removed_channels(term: str, join: str, kind: Callable[[Tensor], Tensor]) -> None:
+    parts = {"a": conv(3, 8), "b": conv(8, 2), "p": kind(torch.ones(TERMS[term]))}
+
+    def inside(net: Net, x: Tensor) -> Tensor:
+        return net.b(JOINS[join](F.relu(net.a(x)), net.p))
+
+    def last(net: Net, x: Tensor) -> Tensor:
+        return JOINS[join](net.a(x), net.p)
+
+    for body in (inside,) if join == "x * p" else (inside, last):  # a product that is the output hands zeros out
+        graph = traced(Net(body, **copy.deepcopy(parts)), random_tensor(2, 3, 6, 6))
+        smaller = assert_compact_is_masked(graph, {"a": KEEP}, (random_tensor(5, 3, 6, 6, seed=1),))
+        assert smaller.module.a.out_channels == 5
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_map_of_one_channel_from_a_layer_revives_removed_channels(first: bool) -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        a, one = F.relu(net.a(x)), net.one(x)
+        return net.b(one + a if first else a + one)
+
+    graph = traced(Net(body, a=conv(3, 8), one=conv(3, 1), b=conv(8, 2)), random_tensor(2, 3, 6, 6))
+    smaller = assert_compact_is_masked(graph, {"a": KEEP})
+    again = random_keep([site for site in find_sites(smaller) if site.name == "a"], 1)
+    assert_compact_is_masked(smaller, again)
+
+
+def test_expand_as_takes_values_of_its_first_and_channels_of_its_second() -> None:
+    graph = traced(
+        Net(lambda net, x: net.b(net.one(x).expand_as(F.relu(net.a(x)))), a=conv(3, 8), one=conv(3, 1), b=conv(8, 2)),
+        random_tensor(2, 3, 6, 6),
+    )
+    for seed in range(3):
+        assert_compact_is_masked(graph, random_keep(find_sites(graph), seed))
+
+
+# ---- sizes of the example -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: x.reshape(x.shape[0] * 2, 4, 6, 6).relu().reshape(x.shape[0], 8, 6, 6),
+        lambda x: x.reshape(x.shape[0] * 2, -1, 6, 6).relu().reshape(x.shape[0], 8, 6, 6),
+        lambda x: x.view(x.shape[0] * 2, -1, 36).relu().reshape(x.shape),
+        lambda x: x.reshape(2, x.shape[0] * 4, 6, 6).relu().reshape(x.shape[0], 8, 6, 6),
+        lambda x: x.reshape(x.shape[0] * 8, 6, 6).unsqueeze(0).relu().reshape(x.shape[0], 8, 6, 6),
+    ],
+)
+def test_channels_that_move_into_the_batch_hold_for_every_batch(body: Callable[[Tensor], Tensor], batch: int) -> None:
+    net = Net(lambda net, x: net.o(body(F.relu(net.c(x)))), c=conv(3, 8), o=conv(8, 2))
+    graph = traced(net, random_tensor(batch, 3, 6, 6))
+    for seed in range(3):
+        masks = random_keep(find_sites(graph), seed)
+        assert_compact_is_masked(graph, masks, *((random_tensor(n, 3, 6, 6, seed=n),) for n in (1, 2, 3, 4)))
+
+
+def test_a_pad_of_channels_that_depends_on_the_image_is_refused() -> None:
+    """A 6 x 6 image pads 2 channels, an 8 x 8 image 4: the channels of such a tensor have no fixed number."""
+    net = Net(lambda net, x: F.pad(net.c(x), (0, 0, 0, 0, 0, x.shape[2] - 4)).mean(1), c=conv(3, 8))
+    graph = traced(net, random_tensor(2, 3, 6, 6))
+    assert not find_sites(graph)
+    assert "another batch or image size" in find_sites(graph).unprunable[0].reason
+
+
+def test_a_pad_of_space_that_depends_on_the_image_still_does_after_a_cut() -> None:
+    """Rows are padded by half of the image's width while the channels get two zeros more: a shortcut of odd sizes."""
+    net = Net(lambda net, x: net.b(F.pad(F.relu(net.a(x)), (0, 0, 0, x.shape[3] // 2, 0, 2))), a=conv(3, 8), b=conv(10, 2))
+    graph = traced(net, random_tensor(2, 3, 6, 6))
+    assert_compact_is_masked(graph, {"a": KEEP}, (random_tensor(2, 3, 8, 8),), (random_tensor(1, 3, 5, 10),))
+
+
+def test_a_computed_position_stays_computed_after_a_cut() -> None:
+    net = Net(lambda net, x: net.b(F.relu(net.a(x))[:, 2:, x.shape[2] // 2]), a=conv(3, 8), b=nn.Conv1d(6, 2, 1))
+    graph = traced(net, random_tensor(2, 3, 6, 6))
+    assert_compact_is_masked(graph, {"a": KEEP}, (random_tensor(2, 3, 10, 6),))
+
+
+def test_an_example_of_one_is_doubled_where_the_model_takes_two() -> None:
+    assert trace(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(1, 3)).example[0].shape == (2, 3)
+    alone = Net(lambda net, x: net.a(x).view(1, 4), a=nn.Linear(3, 4))
+    assert trace(alone, torch.randn(1, 3)).example[0].shape == (1, 3)
+
+
+# ---- cuts that remove nothing, and channels that nobody reads -----------------------------------------------------------
+
+
+class HalfRead(nn.Module):
+    """Half of the channels of `a` are never read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o = conv(3, 8), conv(4, 5), conv(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(F.relu(self.b(F.relu(self.a(x)[:, :4]))))
+
+
+@pytest.mark.parametrize("masks", [{}, {"b": torch.ones(5).bool()}, {"a": torch.ones(8).bool(), "b": torch.ones(5).bool()}])
+def test_a_cut_that_removes_nothing_changes_nothing(masks: dict[str, Tensor], tmp_path: Path) -> None:
+    graph = traced(HalfRead(), random_tensor(2, 3, 6, 6))
+    same = compact(graph, masks)
+    assert same.plan == graph.plan
+    assert {n: t.shape for n, t in same.module.state_dict().items()} == {n: t.shape for n, t in HalfRead().state_dict().items()}
+    loaded = load(HalfRead(), save(same, tmp_path / "same.safetensors"))
+    assert_same(run(loaded.module, *graph.example), run(graph.module, *graph.example), atol=0)
+
+
+def test_a_cut_removes_what_its_masks_say_and_nothing_else(tmp_path: Path) -> None:
+    graph = traced(HalfRead(), random_tensor(2, 3, 6, 6))
+    smaller = assert_compact_is_masked(graph, {"b": torch.tensor([1, 1, 1, 1, 0]).bool()})
+    assert smaller.module.a.out_channels == 8
+    unread = assert_compact_is_masked(graph, {"a": torch.arange(8) < 5})
+    assert unread.module.a.out_channels == 5
+    assert_same_state(replay(graph, unread.plan).module, unread.module)
+    load(HalfRead(), save(unread, tmp_path / "unread.safetensors"))
+
+
+# ---- layers that nobody reads -------------------------------------------------------------------------------------------
+
+
+def unread_nets() -> Iterator[tuple[str, Net, tuple[int, ...]]]:
+    """Networks with an auxiliary head: it hangs on the network and reaches no output."""
+
+    def with_head(head: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+        def body(net: Net, x: Tensor) -> Tensor:
+            h = F.relu(net.a(x))
+            head(net, h)
+            return net.o(h)
+
+        return body
+
+    yield "linear", Net(with_head(lambda net, h: net.aux(h)), a=nn.Linear(4, 8), aux=nn.Linear(8, 6), o=nn.Linear(8, 2)), (2, 4)
+    shape = (2, 3, 6, 6)
+    heads: dict[str, tuple[Callable[[Net, Tensor], Tensor], nn.Module]] = {
+        "grouped": (lambda net, h: net.aux(h), conv(8, 12, groups=4)),
+        "batch norm": (lambda net, h: net.aux(h), nn.BatchNorm2d(8)),
+        "layer norm": (lambda net, h: net.aux(h), nn.LayerNorm([8, 6, 6])),
+        "a chain": (lambda net, h: net.aux(h), nn.Sequential(conv(8, 6), nn.BatchNorm2d(6), nn.ReLU(), conv(6, 4))),
+        "a shuffle by views": (
+            lambda net, h: h.view(h.shape[0], 2, 4, 6, 6).transpose(1, 2).contiguous().view(h.shape[0], 8, 6, 6) * net.aux,
+            nn.Parameter(torch.ones(1)),  # type: ignore[dict-item]
+        ),
+        "a shuffle behind a grouped layer": (
+            lambda net, h: F.channel_shuffle(net.aux(h), 2),
+            conv(8, 12, groups=4),
+        ),
+    }
+    for name, (head, aux) in heads.items():
+        yield name, Net(with_head(head), a=conv(3, 8), aux=aux, o=conv(8, 2)), shape
+
+
+@pytest.mark.parametrize(("net", "shape"), [pytest.param(net, shape, id=name) for name, net, shape in unread_nets()])
+def test_layers_that_nobody_reads_stand_in_no_ones_way(net: Net, shape: tuple[int, ...]) -> None:
+    """Every site, the unread ones too, down to one channel, to none where that can be, and then every other site."""
+    graph = traced(copy.deepcopy(net), random_tensor(*shape))
+    for site in find_sites(graph):
+        cuts = [torch.arange(site.channels) > 2, torch.arange(site.channels) < 1]
+        if site.name.startswith("aux"):
+            cuts.append(torch.zeros(site.channels).bool())
+        for keep in cuts:
+            once = assert_compact_is_masked(graph, {site.name: keep})
+            for other in find_sites(once):
+                twice = (
+                    assert_compact_is_masked(once, {other.name: torch.arange(other.channels) > 0})
+                    if other.channels > 1
+                    else once
+                )
+                assert_same_state(replay(graph, twice.plan).module, twice.module)
+
+
+def test_an_unread_branch_may_lose_what_it_reads() -> None:
+    """The input is the output; a grouped layer, a layer and a LayerNorm hang on it and are emptied from their beginning."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        net.norm(net.b(net.a(x)))
+        return x
+
+    net = Net(body, a=nn.Conv3d(2, 6, 1, groups=2), b=nn.Conv3d(6, 8, 1), norm=nn.LayerNorm([8, 4, 4, 4]))
+    graph = traced(net, random_tensor(3, 2, 4, 4, 4))
+    for keep in (torch.arange(6) == 5, torch.ones(1).bool(), torch.zeros(1).bool()):
+        graph = assert_compact_is_masked(graph, {"a": keep})
+    assert not list(graph.module.parameters())
+
+
+def test_an_unread_layer_that_loses_all_its_filters_goes() -> None:
+    _, net, shape = next(unread_nets())
+    graph = traced(net, random_tensor(*shape))
+    smaller = assert_compact_is_masked(graph, {"aux": torch.zeros(6).bool()})
+    assert not any("aux" in parameter for parameter, _ in smaller.module.named_parameters())
+    assert [site.name for site in find_sites(smaller)] == ["a"]
+
+
+# ---- reasons ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_layer_without_a_site_has_one_reason_and_its_own_macs() -> None:
+    """A weight-standardised convolution (27 · 8 · 36 MACs), and one that is called three times (64 · 36 each)."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        weight = net.w - net.w.mean((1, 2, 3), keepdim=True)
+        y = F.relu(F.conv2d(x, weight, padding=1))
+        y = net.b(net.b(net.b(y)))
+        return net.o(y.sum(dim=[]) + y.mean((2, 3)))
+
+    net = Net(body, w=nn.Parameter(torch.ones(8, 3, 3, 3)), b=conv(8, 8, 1), o=nn.Linear(8, 2))
+    found = {u.name: u for u in find_sites(traced(net, random_tensor(2, 3, 6, 6))).unprunable}
+    assert set(found) == {"conv2d", "b", "o"}
+    assert found["conv2d"].macs == 27 * 8 * 36
+    assert "computed" in found["conv2d"].reason
+    assert found["b"].macs == 3 * 64 * 36
+    assert "called 3 times" in found["b"].reason
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\nb", "a\\b"])
+def test_names_that_cannot_be_written_into_code_are_refused(name: str) -> None:
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(3, 4))
+    with pytest.raises(InvalidInput, match="Give that submodule or parameter another name"):
+        trace(model, torch.randn(2, 3))
+
+
+# ---- proofs -------------------------------------------------------------------------------------------------------------
+
+
+class Shifted(nn.Module):
+    """Adds 1, which revives zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+@pytest.fixture
+def wrong_rule() -> Iterator[None]:
+    """A user's rule that says that zeros stay zero where they do not."""
+
+    @rule(Shifted)
+    def wrong(op: Op) -> Flow:
+        return channelwise(op, keeps_zero=True)
+
+    yield
+    del RULES[Shifted]
+    RULED.discard(Shifted)
+
+
+@pytest.mark.parametrize("zero_head", [False, True])
+def test_compact_does_not_give_a_wrong_network_away(wrong_rule: None, zero_head: bool) -> None:
+    """Also where all weights of the last layer are 0, so that every output is right today."""
+    net = Net(lambda net, x: net.b(net.s(F.relu(net.a(x)))), a=nn.Linear(4, 8), s=Shifted(), b=nn.Linear(8, 2))
+    randomise_(net)
+    if zero_head:
+        nn.init.zeros_(net.b.weight)
+        nn.init.zeros_(net.b.bias)
+    graph = trace(net, random_tensor(2, 4))
+    with pytest.raises(NotEqual, match="differs from the masked one"):
+        compact(graph, {"a": KEEP})
+    wrong = compact(graph, {"a": KEEP}, verify=False)
+    with pytest.raises(NotEqual):
+        verify(graph, {"a": KEEP}, wrong)
+
+
+def test_a_head_of_zeros_is_proved_with_other_weights() -> None:
+    net = randomise_(Net(lambda net, x: net.b(F.relu(net.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 2)))
+    nn.init.zeros_(net.b.weight)
+    nn.init.zeros_(net.b.bias)
+    found = verify(trace(net, random_tensor(2, 4)), {"a": KEEP})
+    assert found.scale == 0
+    assert found.conclusive
+    assert found.perturbed_difference < 1e-12 < found.perturbed_scale
+
+
+def test_a_proof_that_proves_nothing_says_so() -> None:
+    net = randomise_(Net(lambda net, x: net.b(F.relu(net.a(x))) * 0, a=nn.Linear(4, 8), b=nn.Linear(8, 2)))
+    graph = trace(net, random_tensor(2, 4))
+    with pytest.raises(Unproved, match="nothing is proved"):
+        verify(graph, {"a": KEEP})
+    with pytest.warns(UserWarning, match="nothing is proved"):
+        smaller = compact(graph, {"a": KEEP})
+    assert smaller.module.a.out_features == 5
+
+
+def test_a_proof_leaves_weights_and_modes_alone() -> None:
+    graph = traced(
+        Net(lambda net, x: net.b(net.n(net.a(x))), a=conv(3, 8), n=nn.BatchNorm2d(8), b=conv(8, 2)), random_tensor(2, 3, 6, 6)
+    )
+    graph.module.train()
+    before = copy.deepcopy(graph.module.state_dict())
+    smaller = compact(graph, {"a": torch.ones(8).bool()} if not find_sites(graph) else random_keep(find_sites(graph), 0))
+    assert all(torch.equal(before[name], tensor) for name, tensor in graph.module.state_dict().items())
+    assert all(part.training for part in [*graph.module.modules(), *smaller.module.modules()])
+
+
+def test_a_large_example_is_not_run_whole_to_prove_a_cut() -> None:
+    seen: list[int] = []
+    net = Net(lambda net, x: net.b(F.relu(net.a(x))), a=nn.Linear(4, 8), b=nn.Linear(8, 2))
+    graph = traced(net, random_tensor(64, 4))
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen.append(len(out)) if isinstance(out, Tensor) else None
+    )
+    with warnings.catch_warnings():
+        compact(graph, {"a": KEEP})
+    handle.remove()
+    assert sorted({n for n in seen if n < 64}) == [2, 3]
+
+
+# ---- pickles ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pruned_module_can_be_pickled_and_copied() -> None:
+    body = nn.Sequential(conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), conv(8, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    graph = traced(body, random_tensor(2, 3, 6, 6))
+    smaller = compact(graph, {"0": KEEP})
+    file = io.BytesIO()
+    torch.save(smaller.module, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)  # our own bytes: whole modules are pickles
+    assert_same(run(again, *graph.example), run(masked(graph, {"0": KEEP}), *graph.example))
+    assert_same(run(copy.deepcopy(smaller.module), *graph.example), run(smaller.module, *graph.example), atol=0)
