@@ -249,6 +249,25 @@ def test_an_unread_branch_may_lose_what_it_reads() -> None:
     assert not list(graph.module.parameters())
 
 
+def test_an_assertion_about_a_branch_goes_with_the_branch() -> None:
+    """Two masks without a channel in common leave nothing of a branch, whose layers an assertion still asks about."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        x = F.relu(net.stem(x))
+        y = net.conv1(x)
+        torch._assert(y.ndim == 4, "wanted images")
+        torch._assert(y.shape[1] == 4, "wanted four channels")
+        y = net.conv2(F.relu(y))
+        y = y * net.gate(y.mean((2, 3), keepdim=True)).sigmoid()
+        return net.head(F.relu(y + net.short(x)).mean((2, 3)))
+
+    layers = {name: conv(4, 4, 1) for name in ("conv1", "conv2", "gate", "short")}
+    graph = traced(Net(body, stem=conv(3, 4, 1), **layers, head=nn.Linear(4, 3)), random_tensor(2, 3, 6, 6))
+    low = torch.tensor([1, 1, 0, 0]).bool()
+    smaller = assert_compact_is_masked(graph, {"stem": torch.arange(4) < 3, "conv2": low, "add": ~low})
+    assert "conv1" not in dict(smaller.module.named_modules())
+
+
 def test_an_unread_layer_that_loses_all_its_filters_goes() -> None:
     _, net, shape = next(unread_nets())
     graph = traced(net, random_tensor(*shape))

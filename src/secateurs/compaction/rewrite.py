@@ -70,9 +70,12 @@ def _drop_masked(state: Rewriting, node: fx.Node) -> None:
 
 
 def _erase_unused(state: Rewriting) -> None:
-    """Erase what nobody reads any more. What never reached an output stays, unless nothing is left of it."""
-    for node in reversed(list(state.module.graph.nodes)):
-        if node.users or node.op in ("placeholder", "output"):
-            continue
-        if not node.meta.get("unread") or node in state.standing_for or state.is_empty(node):
+    """Erase what nobody reads any more. What never reached an output stays, unless it or what it reads is gone."""
+    nodes = list(state.module.graph.nodes)
+    gone = {node for node in nodes if node in state.standing_for or state.is_empty(node)}
+    for node in nodes:
+        if node.meta.get("unread") and not gone.isdisjoint(node.all_input_nodes):
+            gone.add(node)
+    for node in reversed(nodes):
+        if not node.users and node.op not in ("placeholder", "output") and (node in gone or not node.meta.get("unread")):
             state.module.graph.erase_node(node)
