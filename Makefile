@@ -2,13 +2,14 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
+SCALE ?= 1
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 LINTED := $(wildcard src tests tools benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test coverage test-slow test-real test-browser bench bench-scoring bench-quality limits clean
+.PHONY: help venv demo check test coverage test-slow test-real test-browser bench bench-scoring bench-quality limits torture clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +63,9 @@ bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accur
 limits: $(STAMP) ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits
 
+torture: $(STAMP) ## Generated networks, damaged files, killed runs, contracts: rewrite docs/reliability.md, an hour (SCALE=0.01: a look)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture --scale $(SCALE) --failures torture-failures $(if $(filter 1 1.0,$(SCALE)),--write docs/reliability.md,--results torture-failures/results.json)
+
 clean: ## Remove the environments and what tools leave behind
-	@rm -rf .venv .venv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	@rm -rf .venv .venv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist torture-failures
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

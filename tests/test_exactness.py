@@ -235,6 +235,15 @@ def test_layers_that_nobody_reads_stand_in_no_ones_way(net: Net, shape: tuple[in
                 assert_same_state(replay(graph, twice.plan).module, twice.module)
 
 
+def test_unread_layers_have_sites_of_their_own_names() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        net.b(net.a(x))
+        return x * 2
+
+    graph = traced(Net(body, a=conv(4, 8, groups=4), b=conv(8, 2, groups=2)), random_tensor(2, 4, 6, 6))
+    assert [(site.name, site.channels) for site in find_sites(graph)] == [("a", 8), ("b", 2)]
+
+
 def test_an_unread_branch_may_lose_what_it_reads() -> None:
     """The input is the output; a grouped layer, a layer and a LayerNorm hang on it and are emptied from their beginning."""
 

@@ -254,7 +254,7 @@ def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.
     for node in reversed(list(flows.of)):
         flow = flows.of[node]
         users = flows.users.get(node, ())
-        if flow.axis is None or not users:
+        if flow.axis is None or not (users or node in masks):
             continue
         if node not in masks and not any(u in need or u in zero or _narrows(flows.of[u]) for u in users):
             continue
@@ -263,7 +263,7 @@ def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.
         for user in users:
             wanted = wanted | _wanted_by(flows, user, node, need, zero, width)
             read = read | _wanted_by(flows, user, node, {}, {}, width)
-        if bool(wanted.any()):
+        if bool(wanted.any()) or not users:
             wanted = wanted | ~read
         if node in masks:
             wanted = wanted & masks[node]
