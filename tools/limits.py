@@ -1,9 +1,9 @@
-"""What surgery can and cannot do to networks of others: the classification models of torchvision.
+"""What surgery can and cannot do to networks of others: the classification models of torchvision, and some of timm.
 
-Run it as `make limits`, or as `tools/limits NAME...` for some models only. Every model gets random weights and random
-BatchNorm statistics, is traced, searched for sites, and loses 30 % of the channels of all sites at once, with both
-shortcut positions; the compacted network must give what the masked one gives. Writes benchmarks/results/limits.jsonl
-and the tables in docs/limits.md.
+Run it as `make limits`, or as `tools/limits NAME...` for some models only (timm's are named timm/NAME). Every model gets
+random weights, constants and BatchNorm statistics, is traced, searched for sites, and loses 30 % of the channels of all
+sites at once, with both shortcut positions; the compacted network must give what the masked one gives. Writes
+benchmarks/results/limits.jsonl and the tables in docs/limits.md.
 """
 
 from __future__ import annotations
@@ -40,11 +40,18 @@ EQUAL = {torch.float64: 1e-10, torch.float32: 1e-4}  # largest difference allowe
 TIMEOUT = 1800  # seconds for one model
 HUGE = 4e8  # parameters above which four copies in float64 need more memory than a small machine has
 
-FAMILIES = (  # in the order of their papers; a model belongs to the longest one that its name starts with
+FAMILIES = (  # in the order of their papers, timm last; a model belongs to the longest one that its name starts with
     *("alexnet", "vgg", "googlenet", "inception", "resnet", "squeezenet", "densenet", "resnext", "wide_resnet"),
     *("shufflenet", "mobilenet_v2", "mnasnet", "mobilenet_v3", "efficientnet_b", "regnet", "vit", "swin_"),
-    *("efficientnet_v2", "convnext", "swin_v2", "maxvit"),
+    *("efficientnet_v2", "convnext", "swin_v2", "maxvit", "timm/"),
 )
+TIMM = {  # timm's name of a model: pixels of its square input. A new line here is all that another model needs
+    "poolformerv2_s12": 64,
+    "convformer_s18": 64,
+    "caformer_s18": 64,
+    "hgnetv2_b0": 64,
+    "swinv2_cr_tiny_224": 224,
+}
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,7 @@ class Refusal:
 class Row:
     """One model: what was found in it, or where it failed."""
 
-    model: str
+    model: str  # timm/NAME for those of timm
     family: str
     parameters: int = 0
     size: int = 0  # pixels of the square input
@@ -105,8 +112,13 @@ def torchvision_models() -> Any:
 
 
 def build(name: str) -> tuple[nn.Module, int]:
-    """The model with torchvision's own initialisation, and the smallest input size of ours that it takes."""
+    """The model with its library's own initialisation, and the smallest input size of ours that it takes."""
     models = torchvision_models()
+    if name.startswith("timm/"):
+        import timm  # after torchvision's ops: it imports torchvision
+
+        name = name.removeprefix("timm/")
+        return timm.create_model(name, pretrained=False), TIMM[name]
     options: dict[str, Any] = {}
     size = 64
     if name in ("inception_v3", "googlenet"):
@@ -119,19 +131,26 @@ def build(name: str) -> tuple[nn.Module, int]:
     return models.get_model(name, weights=None, **options), size
 
 
+@torch.no_grad()
 def randomise_(model: nn.Module, generator: torch.Generator) -> None:
-    """Make every vector and constant random: fresh norms, biases and layer scales, ones or zeros, hide mistakes."""
+    """Leave no constant tensor, and no 0 and no 1 in any tensor: fresh norms, biases, scales and scalars hide mistakes.
+
+    Variances and scales become 0.5 to 1.5, so that activations stay finite; biases and means -0.2 to 0.2.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() or not tensor.numel():
             continue
         word = name.rsplit(".", 1)[-1]
         noise = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
-        if word in ("bias", "in_proj_bias", "running_mean"):
-            tensor.data.copy_(0.4 * noise - 0.2)
-        elif word in ("running_var", "layer_scale") or (word == "weight" and tensor.dim() == 1):
-            tensor.data.copy_(0.5 + noise)
-        elif tensor.min() == tensor.max():  # a head that starts at zero would hide everything before it
-            tensor.data.copy_(0.2 * noise - 0.1)
+        constant = bool(tensor.min() == tensor.max())
+        if word.endswith("bias") or word == "running_mean":
+            tensor.copy_(0.4 * noise - 0.2)
+        elif tensor.dim() <= 1 or word == "layer_scale" or (constant and bool(tensor.any())):
+            tensor.copy_(0.5 + noise)
+        elif tensor.abs().max() < 1e-3:  # a layer that starts at zero, or nearly, would hide everything before it
+            tensor.copy_(0.2 * noise - 0.1)
+        else:
+            tensor.copy_(torch.where((tensor == 0) | (tensor == 1), 0.2 * noise - 0.1, tensor))
 
 
 def random_cut(sites: Iterable[Any], generator: torch.Generator) -> dict[str, Tensor]:
@@ -274,11 +293,11 @@ def model_table(rows: list[Row]) -> str:
     for row in rows:
         outcome = verdict(row)
         if row.before is None or row.after is None:
-            lines.append(f"| {row.model} | | | | | | | {outcome}: {short(row.failure)} |")
+            lines.append(f"| {row.model.removeprefix('timm/')} | | | | | | | {outcome}: {short(row.failure)} |")
             continue
         both = f"{percent(row.before.macs_left, 1)} / {percent(row.after.macs_left, 1)}"
         lines.append(
-            f"| {row.model} | {row.parameters / 1e6:.1f} M | {row.before.sites} / {row.after.sites} | "
+            f"| {row.model.removeprefix('timm/')} | {row.parameters / 1e6:.1f} M | {row.before.sites} / {row.after.sites} | "
             f"{max(row.before.layers, row.after.layers)} of {row.layers} | "
             f"{percent(max(row.before.prunable_macs, row.after.prunable_macs), row.macs)} | {both} | "
             f"{max(row.before.difference, row.after.difference):.0e}{' (float32)' * (row.dtype == 'float32')} | "
@@ -328,14 +347,22 @@ def kind_of(reason: str, network: nn.Module) -> str:
 
 def render(rows: list[Row]) -> str:
     """The generated part of the page."""
-    families = {row.family for row in rows}
-    outcomes = [verdict(row) for row in rows]
-    counts = ", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes), key=outcomes.count, reverse=True))
+    timm = [row for row in rows if row.family == "timm/"]
+    torchvision = [row for row in rows if row.family != "timm/"]
+    families = {row.family for row in torchvision}
     return (
-        f"{len(rows)} models of {len(families)} families (torch {torch.__version__}, torchvision 0.28.0, CPU): "
-        f"{counts}.\n\n"
-        f"{model_table(rows)}\n\n### Every refusal, by reason\n\n{refusal_table(rows)}\n"
+        f"### torchvision\n\n{len(torchvision)} models of {len(families)} families "
+        f"(torch {torch.__version__}, torchvision 0.28.0, CPU): {counted(torchvision)}.\n\n{model_table(torchvision)}\n\n"
+        f"### timm\n\n{len(timm)} models (torch {torch.__version__}, timm 1.0.30, CPU): {counted(timm)}.\n\n"
+        f"{model_table(timm)}\n\n"
+        f"### Every refusal, by reason\n\n{refusal_table(rows)}\n"
     )
+
+
+def counted(rows: list[Row]) -> str:
+    """How many rows have which outcome, the most frequent first."""
+    outcomes = [verdict(row) for row in rows]
+    return ", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes), key=outcomes.count, reverse=True))
 
 
 def update_page(text: str) -> None:
@@ -348,7 +375,7 @@ def update_page(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="torchvision's names of the models; all without it")
+    parser.add_argument("names", nargs="*", help="torchvision's names of models, timm/NAME for timm's; all without it")
     parser.add_argument("--one", metavar="NAME", help="survey one model here and write its row as JSON to the output")
     parser.add_argument("--render", action="store_true", help="only rewrite the page from the saved rows")
     options = parser.parse_args()
@@ -357,8 +384,8 @@ def main() -> int:
         print(json.dumps(asdict(survey(options.one))))
         return 0
     rows = read_rows()
-    known = [] if options.render else torchvision_models().list_models(module=torchvision_models())
-    for name in options.names or known:
+    known = [*torchvision_models().list_models(module=torchvision_models()), *(f"timm/{name}" for name in TIMM)]
+    for name in [] if options.render else options.names or known:
         row = run_apart(name)
         print(f"{name}: {verdict(row)} in {row.seconds:.0f} s {short(row.failure)}", file=sys.stderr)
         rows = in_order([row, *(other for other in rows if other.model != name)])
