@@ -325,6 +325,29 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     same_files(tmp_path / "whole", tmp_path / "full")
 
 
+def test_a_full_disk_says_what_to_do_whatever_was_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipe, provenance, journal, checkpoints, the pruned network and the report: the disk is full at each in turn."""
+    real, left = os.fsync, 0
+
+    def full(handle: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", full)
+    for number in range(0, 200, 3):
+        left, folder = number, tmp_path / str(number)
+        try:
+            prune(network(), DATA, replace(QUICK, max_drop=0.2), folder=folder).finish()
+        except RunError as error:
+            assert str(error).endswith(f"Free some space, then go on with: secateurs resume {folder}")  # noqa: PT017
+        else:
+            break
+    assert number > 20
+
+
 # ---- what decides a result is covered by the journal ---------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from secateurs.decode import Malformed, brief
-from secateurs.errors import RunError
+from secateurs.errors import RunError, SecateursError
 from secateurs.files import LOCK, write_bytes, write_text
 from secateurs.journal import (
     JOURNAL,
@@ -259,17 +259,20 @@ def environment() -> dict[str, Any]:
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Errors of the disk become a `RunError` that says what to do."""
+    """Errors of the disk, our own errors about them included, become a `RunError` that says what to do."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"the disk is full ({error.strerror}). Free some space, then go on with: secateurs resume {path}"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            what = f"cannot be written ({error.strerror}). Choose a folder that you may write to."
+    except (OSError, SecateursError) as error:
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(cause, OSError):
+            raise
+        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            what = f"the disk is full ({cause.strerror}). Free some space, then go on with: secateurs resume {path}"
+        elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            what = f"cannot be written ({cause.strerror}). Choose a folder that you may write to."
         else:
-            what = f"{error.strerror or error}."
-        raise RunError(f"{path}: {what}") from error
+            what = f"{cause.strerror or cause}."
+        raise RunError(f"{path}: {what}") from cause
 
 
 def _lock(path: Path) -> IO[bytes]:

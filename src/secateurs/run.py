@@ -40,7 +40,7 @@ from secateurs.journey.starting import (
 from secateurs.journey.visiting import Visit, find_cut, rank, remove, step_of
 from secateurs.journey.weighing import bound_of_division, divide, file_ranking, find_courses
 from secateurs.recipe import Recipe, recipe_fields
-from secateurs.record import Record, create_folder, open_folder
+from secateurs.record import Record, create_folder, disk_errors, open_folder
 from secateurs.report import Plots, plots, write_report
 from secateurs.sites import Site
 from secateurs.steps import Outcome, Progress, Step, step_from
@@ -271,7 +271,10 @@ class Run:
 
     def report(self) -> Path | None:
         """Write the page of the run as it stands into its folder; a run without a folder has none."""
-        return None if self.record.path is None else write_report(self.record.path)
+        if self.record.path is None:
+            return None
+        with disk_errors(self.record.path):
+            return write_report(self.record.path)
 
     @property
     def plot(self) -> Plots:
