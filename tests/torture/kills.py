@@ -34,9 +34,9 @@ from torch import Tensor, nn
 from secateurs.data import Data, load
 from secateurs.data.splits import subset
 from secateurs.errors import SecateursError
+from secateurs.journal import read_journal
 from secateurs.models import build
 from secateurs.recipe import Recipe
-from secateurs.record import read_journal
 from secateurs.run import Run, prune, resume
 from secateurs.training import TrainSettings
 
@@ -201,7 +201,9 @@ class FullDisk:
         class Connection(sqlite3.Connection):
             def executemany(self, *args: Any) -> Any:
                 if disk.write():
-                    raise sqlite3.OperationalError("database or disk is full")
+                    full = sqlite3.OperationalError("database or disk is full")
+                    full.sqlite_errorcode = sqlite3.SQLITE_FULL  # as SQLite itself sets it
+                    raise full
                 return super().executemany(*args)
 
         sqlite3.connect = functools.partial(sqlite3.connect, factory=Connection)  # type: ignore[assignment]
