@@ -19,7 +19,7 @@ from secateurs.measuring import Bench
 from secateurs.search import Cut, Judgement, Method, find_cut
 
 _CAUTION = 3.0  # of 1 to 4, what removed most in simulated runs (tests/torture/contracts.py)
-CERTIFYING = 0.75  # share of the validation images that certify: the search needs few, a bound narrows with every image
+CERTIFYING = 0.8  # share of the validation images that certify: the search needs few, a bound narrows with every image
 
 
 @dataclass(frozen=True, eq=False)
