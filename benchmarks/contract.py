@@ -28,7 +28,7 @@ def pairs(images: int, lost: int, won: int) -> tuple[Tensor, Tensor]:
 
 
 def print_slack() -> None:
-    print("| certifying images | images that changed | drop seen | slack: first no is final | others | after a no |")
+    print("| certification images | images that changed | drop seen | slack: first no is final | others | after a no |")
     print("| --- | --- | --- | --- | --- | --- |")
     contract = Contract(0.01)
     for images in (500, 1_000, 2_500, 5_000, 10_000):

@@ -110,14 +110,26 @@ def miss(images: int, rates: tuple[float, float], upper: Callable[[int, int], fl
 
 @pytest.mark.parametrize(
     ("images", "rates"),
-    [(12, (0.2, 0.1)), (60, (0.03, 0.01)), (130, (0.05, 0.05)), (400, (0.02, 0.01)), (2_000, (0.004, 0.001))],
+    [
+        *[(12, (0.2, 0.1)), (60, (0.03, 0.01)), (130, (0.05, 0.05)), (400, (0.02, 0.01)), (2_000, (0.004, 0.001))],
+        *[(100, (0.0301, 1e-4)), (1_000, (0.0031, 1e-5)), (150, (0.3, 0.08)), (4_000, (0.0105, 0.0005))],
+    ],
 )
-@pytest.mark.parametrize("confidence", [0.95, 0.999])
+@pytest.mark.parametrize("confidence", [0.9, 0.95, 0.995, 0.999])
 def test_the_bound_holds_over_all_outcomes(images: int, rates: tuple[float, float], confidence: float) -> None:
     def ours(lost: int, won: int) -> float:
         return paired_bound(*pairs(images, lost, won), confidence).upper
 
     assert miss(images, rates, ours) <= 1 - confidence
+
+
+def test_the_score_bound_without_half_an_image_would_not_hold() -> None:
+    def plain(lost: int, won: int) -> float:
+        # Wilson's limit, which the score bound is without images won
+        n, z = 1_000, 1.6449
+        return (lost + z * z / 2 + z * math.sqrt(lost - lost * lost / n + z * z / 4)) / (n + z * z) - won / n
+
+    assert miss(1_000, (0.00275, 1e-7), plain) > 0.06
 
 
 def test_the_normal_bound_would_not_hold() -> None:
