@@ -6,19 +6,19 @@ bound is paired: the same images before and after, so that only images whose ans
 
 A run asks about many networks, and which it asks about depends on earlier answers. That is paid for like this:
 
-- The images are divided once, blindly (`divide_images`). The *steering* ones may be looked at as often as one likes;
-  they choose the candidates. The *certifying* ones only ever answer "yes, within the drop" or "no", and only about
-  candidates that were chosen without them. (Where candidates come in an order fixed beforehand, from small cuts to large
-  ones, no steering images are needed: all of them can certify, and the first "no" ends the climb.)
-- A "yes" is free. As long as all answers are yes, the certifying images have not influenced what is asked next, so the
+- The images are divided once, blindly (`divide_images`). The *search set* may be looked at as often as one likes; it chooses
+  the candidates. The *certification set* only ever answers "yes, within the drop" or "no", and only about candidates that
+  were chosen without it.
+- A "yes" is free. As long as all answers are yes, the certification set has not influenced what is asked next, so the
   whole sequence of candidates was fixed before. Let the first bad one in it be number k. The promise can only break if
   this single candidate gets a yes, and the bound lets that happen with the chance it was given. (If it gets a no, what
-  follows is another sequence: see the next point.)
-- A "no" changes what is asked next, so it opens a new sequence, and every sequence that could have been opened needs a
-  chance of its own. All of them share 1 - confidence: 4/5 for the sequence without a no; a sequence with r of them gets
-  4/5 · (1/5)^r, divided over all places at which they could have come by 1 / (g (g + 1)) for a no that is the g-th answer
-  since the last one. Added up over all sequences, however long, this is exactly 1 - confidence. Nothing needs to be
-  known beforehand about how many looks there will be.
+  follows is another sequence: see the next point.) This is fixed-sequence testing: a run that stops at its first "no" may
+  spend all of 1 - confidence on every candidate (`reserve` 0).
+- A "no" changes what is asked next, so a run that goes on after it opens a new sequence, and every sequence that could have
+  been opened needs a chance of its own. All of them share 1 - confidence: a share of 1 - reserve goes to the sequence without
+  a no; one with r of them gets (1 - reserve) · reserve^r, divided over all places at which they could have come by
+  1 / (g (g + 1)) for a no that is the g-th answer since the last one. Added up over all sequences, however long, this is
+  exactly 1 - confidence. Nothing needs to be known beforehand about how many looks there will be.
 
 Where the drop counts from the untouched network, the promise is about whatever network the run ends with, whatever the
 number of sites. Where it counts from the start of each site, it is that no site loses more than `max_drop` (all of them
@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import NormalDist
 from typing import Literal
 
 import torch
@@ -40,12 +41,15 @@ from secateurs.errors import InvalidInput, NonFinite
 
 How = Literal["pairs", "t", "estimate"]
 
+_NORMAL = NormalDist()
 _DIGITS = 12  # 0.92 - 0.91 is 0.010000000000000009 in binary: a drop of one point must count as 0.01
-_NO = 0.2  # of the chance of error: what a sequence leaves to those with one "no" more
 _FEW = 40  # images below this · ln(1 / chance) are too few for limits to be squared and added
 _RARE = 1e-7  # and smaller chances too small
 _TINY = 1e-300  # stands for a chance that underflows
-_CAUTION = 1.05  # square-and-add uses chance ** this: see `_pairs_slack`
+_CAUTION = 1.05  # square-and-add uses chance ** this: see `_cautious_slack`
+_SCORE_CHANCES = (0.005, 0.1)  # the score bound was enumerated, and holds, between these chances,
+_SCORE_IMAGES = 100  # for this many images or more,
+_SCORE_LARGEST = 0.25  # and up to this drop
 
 
 @dataclass(frozen=True)
@@ -95,12 +99,14 @@ class Contract:
     """What may be lost: `max_drop` over all images, and `worst_class` by any single class, with `confidence`.
 
     Drops are fractions (0.01 = 1 point). With `confidence` None the point estimate decides and nothing is promised about
-    other images.
+    other images. `reserve` is the share of the chance of error that is kept for candidates after a "no"; with 0 the first
+    "no" is final, nothing is accepted after it.
     """
 
     max_drop: float
     confidence: float | None = 0.95
     worst_class: float | None = None
+    reserve: float = 0.2
 
     def __post_init__(self) -> None:
         for name, value in (("max_drop", self.max_drop), ("worst_class", self.worst_class)):
@@ -108,40 +114,63 @@ class Contract:
                 raise InvalidInput(f"{name}: got {value}, wanted a fraction of 0 or more (0.005 is half a point).")
         if self.confidence is not None:
             _check_confidence(self.confidence)
+        if not 0 <= self.reserve < 1:
+            raise InvalidInput(f"reserve: got {self.reserve}, wanted a share of 0 or more and less than 1.")
 
     def chance(self, answers: Sequence[bool] = ()) -> float | None:
         """The chance of error that the next look may take after these answers (True = accepted); None: point estimate."""
         if self.confidence is None:
             return None
-        share, since = 1 - _NO, 0
+        share, since = 1 - self.reserve, 0
         for accepted in answers:
             since += 1
             if not accepted:
-                share, since = share * _NO / (since * (since + 1)), 0
-        return (1 - self.confidence) * share
+                share, since = share * self.reserve / (since * (since + 1)), 0
+        return (1 - self.confidence) * (max(share, _TINY) if self.reserve else share)
 
-    def judge(
+    def judge(self, before: Tensor, after: Tensor, classes: Tensor | None = None, *, answers: Sequence[bool] = ()) -> Verdict:
+        """Whether a network with values `after` (N,) is within the contract, counted from one with `before` (N,).
+
+        `answers` are those that the same images have given before. With a bound on the worst class, `classes` (N,) names
+        every image's class; classes without an image are not judged. A bad network has at least one bound beyond its
+        limit and needs all of them within to be accepted, so every bound may take the whole chance of error.
+        """
+        chance = self.chance(answers)
+        bound = _bound(before, after, chance)
+        by_class = [] if self.worst_class is None else _class_bounds(before, after, classes, chance)
+        return self._verdict(after, bound, by_class)
+
+    def predict(
         self,
         before: Tensor,
         after: Tensor,
         classes: Tensor | None = None,
         *,
+        images: int,
         answers: Sequence[bool] = (),
         share: float = 1.0,
+        caution: float = 0.0,
     ) -> Verdict:
-        """Whether a network with values `after` (N,) is within the contract, counted from one with `before` (N,).
+        """Predict from the search set, before and after, what `images` certification images with these answers will say.
 
-        `answers` are those that the same images have given before. With a bound on the worst class, `classes` (N,) names
-        every image's class; classes without an image are not judged. A bad network has at least one bound beyond its
-        limit and needs all of them within to be accepted, so every bound may take the whole chance of error. `share` is
-        for steering half-way: the bounds must lie within so much of what is allowed in the end.
+        The bound is the one that they would give if answers changed at the same rates among them: a guess that steers the
+        search, never a promise. `caution` is how many standard deviations of that guess are added, so that a "no" becomes
+        unlikely. `share` is how far a run has come: the drop is extrapolated to its end, so that a cut is accepted if a run
+        that keeps losing at this pace ends with a network that is within the contract.
         """
-        chance = self.chance(answers)
-        bound = _bound(before, after, chance)
-        by_class = [] if self.worst_class is None else _class_bounds(before, after, classes, chance)
+        chance, scale = self.chance(answers), images / len(before)
+        bound = _predicted(before, after, chance, scale, share, caution)
+        by_class = []
+        if self.worst_class is not None:
+            for label, mine in _class_members(before, classes):
+                found = _predicted(before[mine], after[mine], chance, scale, share, caution)
+                by_class.append(ClassBound(label, found))
+        return self._verdict(after, bound, by_class)
+
+    def _verdict(self, after: Tensor, bound: DropBound, by_class: Sequence[ClassBound]) -> Verdict:
         limits = [(bound, self.max_drop), *((found.bound, self.worst_class or 0.0) for found in by_class)]
         return Verdict(
-            accepted=all(_within(each.upper, share * limit) for each, limit in limits),
+            accepted=all(_within(each.upper, limit) for each, limit in limits),
             accuracy=float(after.double().mean()),
             bound=bound,
             worst=max(by_class, key=lambda found: found.bound.upper, default=None),
@@ -218,13 +247,56 @@ def _bound(before: Tensor, after: Tensor, chance: float | None) -> DropBound:
 
 
 def _pairs_slack(lost: int, won: int, images: int, chance: float) -> float:
-    """How far the true drop may lie above (lost - won) / images.
+    """How far the true drop may lie above (lost - won) / images: the score bound where it was shown to hold, else a wider one.
+
+    For chances from 0.005 to 0.1, 100 images or more and drops up to 0.25 all outcomes were enumerated over a grid of true
+    rates: the score bound is exceeded with at most the chance it was given (`python -m benchmarks.contract enumerate`).
+    """
+    if chance == 0:
+        return math.inf
+    wide, (least, most) = _cautious_slack(lost, won, images, chance), _SCORE_CHANCES
+    if images < _SCORE_IMAGES:
+        return wide
+    if chance > most:  # a bound for a smaller chance holds for a larger one
+        return min(wide, _pairs_slack(lost, won, images, most))
+    if chance < least:
+        return max(wide, _pairs_slack(lost, won, images, least))
+    estimate, upper = (lost - won) / images, _score_upper(lost, won, images, chance)
+    if lost == 0:  # exact: where a drop is d, no image of N is lost with a chance of at most (1 - d)^N
+        upper = min(upper, 1 - math.pow(chance, 1 / images))
+    return upper - estimate if upper <= _SCORE_LARGEST else max(upper - estimate, wide)
+
+
+def _score_upper(lost: float, won: float, images: float, chance: float) -> float:
+    """The largest drop that the score test for paired proportions (Tango 1998) does not refuse; half an image is added.
+
+    For a drop d, the test compares lost - won with its mean N d in standard deviations; the rate of images won, on which
+    the standard deviation depends, is the most likely one given d. Half an image is the correction for continuity that
+    makes up for counts being whole numbers.
+    """
+    z = _NORMAL.inv_cdf(1 - chance)
+
+    def refused(drop: float) -> bool:
+        linear = (2 * images - lost + won) * drop - lost - won
+        rate_won = (math.sqrt(linear * linear + 8 * images * won * drop * (1 - drop)) - linear) / (4 * images)
+        variance = images * max(2 * rate_won + drop * (1 - drop), 0.0)
+        return lost - won + 0.5 - images * drop < -z * math.sqrt(variance)
+
+    low, high = (lost - won) / images, 1.0
+    while high - low > 1e-13:
+        middle = (low + high) / 2
+        low, high = (low, middle) if middle > 0 and refused(middle) else (middle, high)
+    return high
+
+
+def _cautious_slack(lost: int, won: int, images: int, chance: float) -> float:
+    """The wider bound: for few images, small chances, and drops that no contract allows.
 
     For few images the two exact limits are simply added, each with a part of the chance: always valid, and wide. With
     more they are squared and added (with the correlation of the two counts), which for large counts is the normal bound
     z · sqrt(lost + won) / images, and for none lost or won the exact one. That is no theorem for counts in between, so
     all outcomes were enumerated over a grid of true rates: raising the chance to the power 1.05 was needed, and enough,
-    for every drop of 0 or more and chances down to 1e-7 (`python -m benchmarks.contract enumerate`).
+    for every drop of 0 or more and chances down to 1e-7.
     """
     if chance < _RARE or images < _FEW * math.log(1 / chance):
         above = _upper_limit(lost, images, 0.75 * chance) - lost / images
@@ -237,7 +309,33 @@ def _pairs_slack(lost: int, won: int, images: int, chance: float) -> float:
     return math.sqrt(above**2 + below**2 + 2 * correlation * above * below)
 
 
+def _predicted(before: Tensor, after: Tensor, chance: float | None, scale: float, share: float, caution: float) -> DropBound:
+    """The bound that `scale` times as many images would give at the same rates: see `Contract.predict`.
+
+    From `share` of a run to its end the drop grows in proportion, and the images whose answer changed with its square root:
+    cuts add noise to what a network computes, and noise adds up in squares.
+    """
+    seen = _bound(before, after, None)
+    if chance is None or chance == 0 or not math.isfinite(seen.estimate):
+        return replace(seen, upper=seen.estimate / share if chance is None else math.inf)
+    images, at_end = max(scale * seen.images, 1.0), seen.estimate / share
+    difference = (before - after).double()
+    spread = float(difference.square().mean().sqrt())
+    if _is_binary(before) and _is_binary(after):
+        changed = max((seen.lost + seen.won) / math.sqrt(share), abs(at_end) * seen.images)
+        now = _score_upper(scale * seen.lost, scale * seen.won, images, chance)
+        lost, won = scale * (changed + at_end * seen.images) / 2, scale * (changed - at_end * seen.images) / 2
+        then = _score_upper(lost, won, images, chance)
+    else:
+        slack = _NORMAL.inv_cdf(1 - chance) * spread / math.sqrt(images)
+        now, then = seen.estimate + slack, at_end + slack / math.pow(share, 0.25)
+    unsure = max(spread, math.sqrt(1 / seen.images)) * math.sqrt(1 / seen.images + 1 / images)
+    return replace(seen, upper=max(now + caution * unsure, then), chance=chance, how="pairs" if _is_binary(before) else "t")
+
+
 def _t_slack(before: Tensor, after: Tensor, chance: float) -> float:
+    if chance == 0:
+        return math.inf
     images = len(before)
     values = torch.cat([before, after])
     unseen = (1 - math.pow(chance, 1 / images)) * float(values.max() - values.min())
@@ -325,12 +423,17 @@ def _incomplete_beta(x: float, a: float, b: float) -> float:
 
 
 def _class_bounds(before: Tensor, after: Tensor, classes: Tensor | None, chance: float | None) -> list[ClassBound]:
+    members = _class_members(before, classes)
+    return [ClassBound(label, _bound(before[mine], after[mine], chance)) for label, mine in members]
+
+
+def _class_members(before: Tensor, classes: Tensor | None) -> list[tuple[int, Tensor]]:
+    """Every class that has an image, ascending, and which images (N,) are of it."""
     if classes is None or classes.shape != before.shape:
         got = "none" if classes is None else f"shape {tuple(classes.shape)}"
         raise InvalidInput(f"classes: got {got}, wanted the class of each of the {len(before)} images for worst_class.")
     labels = classes.to(before.device)
-    here = [(label, labels == label) for label in sorted(set(classes.tolist()))]
-    return [ClassBound(label, _bound(before[mine], after[mine], chance)) for label, mine in here]
+    return [(label, labels == label) for label in sorted(set(classes.tolist()))]
 
 
 def _within(drop: float, limit: float) -> bool:

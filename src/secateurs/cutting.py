@@ -1,6 +1,6 @@
-"""One site's cut under a contract: steering images look for it, certifying images have the last word.
+"""One site's cut under a contract: the search set looks for it, the certification set has the last word.
 
-Without a confidence the point estimate decides: all images steer, none certify, and nothing is promised about others.
+Without a confidence the point estimate decides: all images search, none certify, and nothing is promised about others.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from secateurs.errors import InvalidInput
 from secateurs.evaluate import Device, Measure, values
 from secateurs.measuring import Bench
 from secateurs.search import Cut, Judgement, Method, find_cut
+
+_CAUTION = 3.0  # of 1 to 4, what removed most in simulated runs (tests/torture/contracts.py)
+CERTIFYING = 0.8  # share of the validation images that certify: the search needs few, a bound narrows with every image
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,21 +55,21 @@ class Looking:
     widths: Sequence[int] | None = None
 
 
-def summon(search: Examples, contract: Contract, metric: Measure, *, seed: int) -> Jury:
-    """The jury of a run: the images are divided once, blindly. Too few of them to certify anything are an error."""
+def summon(search: Examples, contract: Contract, metric: Measure, *, seed: int, certifying: float = CERTIFYING) -> Jury:
+    """Divide the validation images once, blindly, a share `certifying` to certify. Too few to certify anything: an error."""
     if contract.worst_class is not None and class_labels(search.targets) is None:
         raise InvalidInput(
             f"worst_class = {contract.worst_class}: the targets are no class numbers, so no class can be judged."
         )
     if contract.confidence is None:
         return Jury(contract, metric, search, None)
-    sides = divide_images(len(search), seed=seed)
+    sides = divide_images(len(search), certifying=certifying, seed=seed)
     least = _least_slack(contract, len(sides.certifying))
     if least > contract.max_drop:
         raise InvalidInput(
-            f"max_drop = {contract.max_drop:g} at confidence {contract.confidence:g} cannot be shown with {len(search):,} "
-            f"search images: half of them certify, and even if no answer changed, {least:.2g} could not be ruled out. "
-            f"Allow more, give more search images, or set confidence = 0: the point estimate decides, nothing is promised."
+            f"max_drop={contract.max_drop:g} cannot be certified at {100 * contract.confidence:g} % with {len(search):,} "
+            f"validation images: with the {len(sides.certifying):,} that certify, the smallest provable drop is {least:.2g}. "
+            f"Use more images, a larger max_drop, or confidence=0."
         )
     _check_classes(contract, search.take(sides.certifying))
     return Jury(contract, metric, search.take(sides.steering), search.take(sides.certifying))
@@ -80,8 +83,8 @@ def _check_classes(contract: Contract, certifying: Examples) -> None:
     least = _least_slack(contract, fewest)
     if least > contract.worst_class:
         raise InvalidInput(
-            f"worst_class = {contract.worst_class:g} cannot be shown with {fewest} certifying images of one class: even if no "
-            f"answer changed, {least:.2g} could not be ruled out. Allow more, or give more search images."
+            f"worst_class={contract.worst_class:g} cannot be certified with {fewest:,} certification images of one class: the "
+            f"smallest provable drop is {least:.2g}. Use more images, a larger worst_class, or confidence=0."
         )
 
 
@@ -103,10 +106,19 @@ def start_of(module: nn.Module, jury: Jury, *, batch: int, device: Device) -> St
 
 
 def certify(module: nn.Module, jury: Jury, start: Start, answers: Sequence[bool], *, batch: int, device: Device) -> Verdict:
-    """Ask the certifying images about a whole network, as it is after training."""
+    """Ask the certification images about a whole network."""
     assert jury.certifying is not None
-    after = values(module, jury.certifying, jury.metric, batch=batch, device=device)
+    return certify_values(jury, start, values(module, jury.certifying, jury.metric, batch=batch, device=device), answers)
+
+
+def certify_values(jury: Jury, start: Start, after: Tensor, answers: Sequence[bool]) -> Verdict:
+    """Ask the certification images, with values `after` (N,); `answers` are those that they gave before."""
     return _promise(jury, start, answers).certify(after)
+
+
+def caution_at(done: float) -> float:
+    """Standard deviations of caution when `done` of a run's sites are visited: an early "no" costs the most."""
+    return _CAUTION * (1 - done)
 
 
 def find_site_cut(
@@ -120,13 +132,14 @@ def find_site_cut(
     accuracy_now: float,
     answers: Sequence[bool] = (),
     share: float = 1.0,
+    caution: float = 0.0,
     on_look: Callable[[], None] = lambda: None,
 ) -> tuple[Cut, tuple[bool, ...]]:
-    """The cut of the bench's site along `order`, and the answers of the certifying images so far, `answers` among them.
+    """The cut of the bench's site along `order`, and all answers of the certification images, `answers` among them.
 
     The bench measures the jury's metric. `baseline` is the mean of the network that the drop counts from, `start` its single
-    values (None if only means count); `share` of the allowed drop may be used up to here. Accuracies in the cut are on the
-    steering images.
+    values (None if only means count). `share` of the allowed drop may be used up to here, and `caution` keeps certification
+    from saying no (`Contract.predict`). Accuracies in the cut are on the search images.
     """
     promise = None if start is None or jury.certifying is None else _promise(jury, start, answers)
     measured = bench.on(jury.steering)
@@ -137,7 +150,7 @@ def find_site_cut(
             return float(measured.means(keep[None])[0])
         known = () if promise is None else promise.answers
         after = measured.values(keep[None])[0].double()
-        return jury.contract.judge(start.steering, after, classes_of(jury.steering, jury), answers=known, share=share)
+        return predicted(jury, start, after, answers=known, share=share, caution=caution)
 
     def last_word(keep: Tensor) -> Judgement:
         on_look()
@@ -156,8 +169,25 @@ def find_site_cut(
         round_to=looking.round_to,
         widths=looking.widths,
         certify=None if promise is None else last_word,
+        retries=1 if jury.contract.reserve else 0,
     )
     return cut, tuple(answers) if promise is None else promise.answers
+
+
+def predicted(
+    jury: Jury, start: Start, after: Tensor, *, answers: Sequence[bool] = (), share: float = 1.0, caution: float = 0.0
+) -> Verdict:
+    """What the search images, with values `after` (N,), predict that certification will say: see `Contract.predict`."""
+    images = len(jury.steering if jury.certifying is None else jury.certifying)
+    return jury.contract.predict(
+        start.steering,
+        after,
+        classes_of(jury.steering, jury),
+        images=images,
+        answers=answers,
+        share=share,
+        caution=caution,
+    )
 
 
 def classes_of(examples: Examples, jury: Jury) -> Tensor | None:

@@ -7,6 +7,7 @@ curves follows the frontier of predicted loss against saving; the cuts of one of
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,13 @@ from secateurs.search import Cut
 from secateurs.sites import Site
 from secateurs.workshop import Place, Workshop
 
+_TINY = 1e-12  # sums of shares are rounded
 _GRID = 8  # a curve has so many points between nothing and all filters
-_CLIMB = (0.5, 0.7, 0.85, 1.0)  # of what steering images would allow: what certifying ones are asked about, in this order
+_RUNGS = (0.4, 0.5)  # of the saving at the predicted edge: the first rungs of the climb
+FINE, COARSE = (
+    1.06,
+    1.3,
+)  # what a rung saves, of the one before; coarse where training follows, which a "no" makes harder to certify
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,79 +110,76 @@ class Divided:
     """The division that was chosen, and what led to it."""
 
     division: Division
-    tried: tuple[tuple[float, float, bool], ...]  # saved, accuracy on the steering images, accepted
-    answers: tuple[bool, ...]  # of the certifying images
+    tried: tuple[tuple[float, float, bool], ...]  # saved, accuracy on the search images, predicted to be certified
+    answers: tuple[bool, ...]  # of the certification images
     bound: float | None  # upper bound on the drop of what was chosen; None: not certified
-    by_estimate: float  # saved by the division that a point estimate would have allowed
+    by_estimate: float  # largest saving tried whose drop, as seen on the search images alone, is within what is allowed
     frontier: tuple[tuple[float, float], ...]  # saved, predicted increase of the loss: what one measuring pass tells
 
 
-Remember = Callable[[str, int, Callable[[], dict[str, Any]]], Mapping[str, Any]]
-"""Takes who judged, the place of a division on the frontier, and what measures it; gives what was measured, then or earlier."""
+Trial = Mapping[str, Any]
+"""What was found of one division, as plain values.
 
-
-def _measured_anew(judge: str, place: int, measure: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:
-    return measure()
+By the search images: `accuracy`, `accepted` (predicted to be certified) and `by_estimate` (the drop seen is within what is
+allowed). By the certification images: `accepted` and `upper`, the upper bound on the drop.
+"""
 
 
 def find_division(
-    workshop: Workshop,
-    courses: Mapping[str, Course],
-    start: Start | None,
+    divisions: Sequence[Division],
+    search: Callable[[int], Trial],
+    certify: Callable[[int, Sequence[bool]], Trial] | None,
     *,
-    baseline: float,
-    on_trial: Callable[[int, int], None],
-    remember: Remember = _measured_anew,
+    growth: float = FINE,
+    on_trial: Callable[[int, int], None] = lambda done, of: None,
 ) -> Divided:
-    """The division that saves most within the contract, or just enough for the recipe's target, found by halving.
+    """Choose the division that saves most within the contract; each saves more than the one before, the first nothing.
 
-    All cuts of a division are made and repaired, and the network is judged by the steering images, by estimate. Certifying ones
-    are then asked about divisions of rising size up to that one, an order that they had no part in, so that every yes is free;
-    their first no ends the climb, and what they accepted last is taken. `remember` may know what an earlier trial gave.
+    `search` measures a division, by its index, on the search images. The edge, the largest one that they predict to be
+    certified, is found by halving. The certification images then climb a ladder of divisions (`ladder`) that was laid without
+    them; `certify` takes an index and their answers so far. Every yes is free, the first no ends the climb, and the last
+    division that was accepted is taken. Without `certify` the edge itself is.
     """
-    divisions: Sequence[Division] = (Division({}, 0.0, 0.0),)
-    if courses:
-        divisions = _wanted(workshop, courses, frontier([course.curve for course in courses.values()]))
-    certifying = start is not None and workshop.jury.certifying is not None
-    networks: dict[int, Graph] = {}
-    tried: list[tuple[float, float, bool]] = []
-    verdicts: list[Mapping[str, Any]] = []
-
-    def network(index: int) -> Graph:
-        if index not in networks:
-            networks.clear()  # one at a time: they are as large as the user's
-            networks[index] = with_cuts(workshop, courses, divisions[index])
-        return networks[index]
+    tried: dict[int, Trial] = {}
+    verdicts: list[Trial] = []
 
     def accepted(index: int) -> bool:
-        expected = max(len(divisions).bit_length() + 1, len(tried) + 1)
-        on_trial(len(tried) + 1, expected + len(_CLIMB) * certifying)
-        found = remember("steering", index, lambda: _judged(workshop, network(index), start, baseline))
-        tried.append((divisions[index].saved, found["accuracy"], found["accepted"]))
-        return tried[-1][2]
+        on_trial(len(tried) + 1, max(len(divisions).bit_length() + 1, len(tried) + 1) + (0 if certify is None else 1))
+        tried[index] = search(index)
+        return bool(tried[index]["accepted"])
 
-    def certified(index: int) -> bool:
-        assert start is not None
-        on_trial(len(tried) + len(verdicts) + 1, len(tried) + len(_CLIMB))
-        verdicts.append(remember("certifying", index, lambda: certificate(network(index), start)))
-        return bool(verdicts[-1]["accepted"])
-
-    def certificate(graph: Graph, start: Start) -> dict[str, Any]:
-        found = workshop.certified(graph, start, [bool(verdict["accepted"]) for verdict in verdicts])
-        return {"accepted": found.accepted, "upper": found.upper}
-
-    highest = best = _largest(len(divisions), accepted)
-    if certifying:
-        best = _climbed(divisions, highest, certified)
-    accepted_last = [verdict["upper"] for verdict in verdicts if verdict["accepted"]][-1:]
+    best = _largest(len(divisions), accepted)
+    if certify is not None:
+        rungs, best = ladder(divisions, best, growth), 0
+        for rung in rungs:
+            on_trial(len(tried) + len(verdicts) + 1, len(tried) + len(rungs))
+            verdicts.append(certify(rung, [bool(verdict["accepted"]) for verdict in verdicts]))
+            if not verdicts[-1]["accepted"]:
+                break
+            best = rung
+    bounds = [verdict["upper"] for verdict in verdicts if verdict["accepted"]]
     return Divided(
         division=divisions[best],
-        tried=tuple(tried),
+        tried=tuple((divisions[index].saved, found["accuracy"], bool(found["accepted"])) for index, found in tried.items()),
         answers=tuple(bool(verdict["accepted"]) for verdict in verdicts),
-        bound=accepted_last[0] if accepted_last else None,
-        by_estimate=divisions[highest].saved,
+        bound=bounds[-1] if bounds else None,
+        by_estimate=max((divisions[index].saved for index, found in tried.items() if found["by_estimate"]), default=0.0),
         frontier=tuple((division.saved, division.predicted_loss) for division in divisions),
     )
+
+
+def ladder(divisions: Sequence[Division], edge: int, growth: float = FINE) -> tuple[int, ...]:
+    """Indices of the divisions that certification climbs, ascending: from 0.4 of the saving at `edge` to the largest.
+
+    The search images are few, so the true edge may lie well below the predicted one, or above it.
+    """
+    if len(divisions) < 2:
+        return ()
+    savings = [share * divisions[max(edge, 1)].saved for share in _RUNGS]
+    while savings[-1] < divisions[-1].saved:
+        savings.append(savings[-1] * growth)
+    reached = {bisect_right([each.saved for each in divisions], saving + _TINY) - 1 for saving in savings}
+    return tuple(sorted(reached - {0}))
 
 
 def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Division, *, proved: bool = False) -> Graph:
@@ -190,8 +193,11 @@ def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Divis
     return workshop.refitted(graph) if any(division.removed.values()) else graph
 
 
-def _wanted(workshop: Workshop, courses: Mapping[str, Course], divisions: Sequence[Division]) -> Sequence[Division]:
-    """The divisions up to the first that reaches all targets, by what its cuts really save together; without targets, all."""
+def divisions_for(workshop: Workshop, courses: Mapping[str, Course]) -> Sequence[Division]:
+    """The frontier, up to the first division that reaches all targets by what its cuts really save together; else all of it."""
+    if not courses:
+        return (Division({}, 0.0, 0.0),)
+    divisions = frontier([course.curve for course in courses.values()])
     recipe = workshop.recipe
     if recipe.target_macs is None and recipe.target_parameters is None:
         return divisions
@@ -228,24 +234,14 @@ def _largest(count: int, accepted: Callable[[int], bool]) -> int:
     return passing
 
 
-def _climbed(divisions: Sequence[Division], highest: int, certified: Callable[[int], bool]) -> int:
-    """The last division that is certified on the way up to `highest`; 0, nothing cut, if already the first is not."""
-    steps = {max(i for i in range(highest + 1) if divisions[i].saved <= share * divisions[highest].saved) for share in _CLIMB}
-    reached = 0
-    for index in sorted(steps - {0}):
-        if not certified(index):
-            break
-        reached = index
-    return reached
-
-
-def _judged(workshop: Workshop, graph: Graph, start: Start | None, baseline: float) -> dict[str, Any]:
-    """Accuracy of a network on the steering images, and whether it is within the drop by that estimate."""
+def judged_by_search(workshop: Workshop, graph: Graph, start: Start | None, baseline: float) -> dict[str, Any]:
+    """What the search images say of a network: see `Trial`."""
     if start is None:
         found = workshop.evaluate(graph, workshop.jury.steering).accuracy
-        return {"accuracy": found, "accepted": round(baseline - found, 12) <= workshop.recipe.max_drop}
-    verdict = workshop.steered(graph, start, [])
-    return {"accuracy": verdict.accuracy, "accepted": verdict.by_estimate}
+        within = round(baseline - found, 12) <= workshop.recipe.max_drop
+        return {"accuracy": found, "accepted": within, "by_estimate": within}
+    verdict = workshop.steered(graph, start)
+    return {"accuracy": verdict.accuracy, "accepted": verdict.accepted, "by_estimate": verdict.by_estimate}
 
 
 def _saved(workshop: Workshop, graph: Graph) -> float:

@@ -131,7 +131,10 @@ class Recipe:
 
     def contract(self) -> Contract:
         """What may be lost, and how sure that must be."""
-        return Contract(self.max_drop, self.confidence or None, self.worst_class)
+        # without training, all that is asked after a refusal is more of what was refused: the first "no" may be final
+        trains = self.finetune is not None or self.retrain is not None or self.recalibrate is not None
+        final = self.budget == "run" and not trains
+        return Contract(self.max_drop, self.confidence or None, self.worst_class, reserve=0.0 if final else 0.2)
 
 
 _CHOICES = {

@@ -217,7 +217,7 @@ class Run:
                 self._here.number, self._here.sites = place, len(names)
                 if self._done(number, name):
                     continue
-                if self._reached_target():
+                if self._reached_target() or self._closed():
                     return
                 self._here.round = number
                 yield name
@@ -234,6 +234,11 @@ class Run:
     def _reached_target(self) -> bool:
         self._stopped = target_reached(self._outfit, self.graph)
         return bool(self._stopped)
+
+    def _closed(self) -> bool:
+        if self._outfit.judge.closed:
+            self._stopped = "certification refused a cut, after which no other can be certified"
+        return self._outfit.judge.closed
 
     def _finish(self) -> None:
         """Retrain, then read the test set: once, for the network as it came and as it is now."""

@@ -64,7 +64,7 @@ class Cut:
     accuracy: float  # measured with `keep`; when m is 0, what the caller said it is with nothing removed
     drop: float  # baseline - accuracy, a fraction; negative when the cut helps
     evaluated: tuple[tuple[int, float], ...]  # (m, accuracy) in the order measured, each m once
-    by_estimate: int | None = None  # largest m measured that the point estimate alone accepts; None: not known
+    by_estimate: int | None = None  # largest m measured whose drop, as seen by `measure`, is allowed; None: not known
     bound: float | None = None  # upper bound on the drop of this cut; None without judgements, or when m is 0
     refused: tuple[int, ...] = ()  # the m that the search chose and `certify` refused, in the order asked
 

@@ -58,7 +58,7 @@ class Step:
     compared: tuple[tuple[str, float], ...] = ()  # by a portfolio: criterion and mean loss, best first
     bound: float | None = None  # upper bound on the drop right after the cut, at the recipe's confidence
     images: int = 0  # that the bound comes from
-    by_estimate: int | None = None  # filters that a point estimate would have let go, of the numbers looked at
+    by_estimate: int | None = None  # largest number of filters tried whose drop, as seen on the search images, is allowed
     refused: tuple[int, ...] = ()  # numbers of filters that certifying images refused
     answers: tuple[bool, ...] = ()  # all that they were asked in this step
     loss_cut: float | None = None  # on the search set right after the cut, before any training; None: no cut

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from secateurs.compaction import compact
 from secateurs.contract import Verdict
-from secateurs.cutting import Jury, Start, certify, classes_of, start_of, summon
+from secateurs.cutting import Jury, Start, certify, predicted, start_of, summon
 from secateurs.data.examples import Examples, class_labels
 from secateurs.data.seeding import derive
 from secateurs.data.splits import Data, subset
 from secateurs.divergence import divergence, with_answers
-from secateurs.evaluate import Device, Evaluation, Measure, cross_entropy, evaluate
+from secateurs.evaluate import Device, Evaluation, Measure, cross_entropy, evaluate, values
 from secateurs.graph import Graph
 from secateurs.masking import copied
 from secateurs.measuring import Bench
@@ -92,7 +92,7 @@ class Workshop:
 
     @cached_property
     def jury(self) -> Jury:
-        """The search images, divided into those that steer and those that certify."""
+        """The validation images, divided into those that are searched with and those that certify."""
         seed = derive(self.recipe.seed, "certify")
         return summon(self.search, self.recipe.contract(), self.tools.metric, seed=seed)
 
@@ -226,12 +226,10 @@ class Workshop:
             return None
         return start_of(graph.module, self.jury, batch=self.recipe.batch, device=self.tools.device)
 
-    def steered(self, graph: Graph, start: Start, answers: list[bool]) -> Verdict:
-        """What the steering images say of a network, which they may be asked as often as one likes."""
-        after = self.start(graph)
-        assert after is not None
-        classes = classes_of(self.jury.steering, self.jury)
-        return self.jury.contract.judge(start.steering, after.steering, classes, answers=answers)
+    def steered(self, graph: Graph, start: Start) -> Verdict:
+        """What the search images predict that certification will say of a network; they may be asked as often as one likes."""
+        after = values(graph.module, self.jury.steering, self.jury.metric, batch=self.recipe.batch, device=self.tools.device)
+        return predicted(self.jury, start, after)
 
     def certified(self, graph: Graph, start: Start, answers: list[bool]) -> Verdict:
         """What the certifying images say of a network; the caller adds the answer to those before."""

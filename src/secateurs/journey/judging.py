@@ -50,6 +50,11 @@ class Judge:
         entries = [*self.record.units("division"), *self.record.units("step")]
         return [answer for entry in entries for answer in entry.get("answers", ())]
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be certified any more: the first "no" was final."""
+        return self.jury.certifying is not None and self.jury.contract.chance(self.earlier_answers()) == 0
+
     def allows(self, accuracy: float, *, baseline: float) -> bool:
         """Whether an accuracy is within the drop from `baseline`."""
         return round(baseline - accuracy, 12) <= self.workshop.recipe.max_drop
@@ -60,6 +65,8 @@ class Judge:
         assert counted is not None
         if counted.start is None or self.jury.certifying is None:
             return self.allows(standing.accuracy, baseline=counted.accuracy)
+        if not self.workshop.steered(standing.graph, counted.start).by_estimate:
+            return False  # the search images say so, which costs nothing: certification need not be asked
         verdict = self.workshop.certified(standing.graph, counted.start, [*self.earlier_answers(), *self.answers])
         self.answers.append(verdict.accepted)
         return verdict.accepted

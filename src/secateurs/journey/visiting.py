@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from secateurs.cutting import Looking, find_site_cut
+from secateurs.cutting import Looking, caution_at, find_site_cut
 from secateurs.errors import RunError
 from secateurs.graph import Graph
 from secateurs.journey.outfit import Outfit
@@ -63,7 +63,7 @@ def _look_for_cut(outfit: Outfit, standing: Standing, place: Place, ranking: Ran
     """The cut, and what the certifying images answered on the way."""
     workshop, judge, site = outfit.workshop, outfit.judge, place.site
     recipe, looks = workshop.recipe, count(1)
-    earlier, counted = judge.earlier_answers(), judge.counts_from(standing)
+    earlier, counted, done = judge.earlier_answers(), judge.counts_from(standing), _share_done(outfit)
     cut, answers = find_site_cut(
         workshop.bench(place, workshop.tools.metric),
         ranking.order,
@@ -73,17 +73,17 @@ def _look_for_cut(outfit: Outfit, standing: Standing, place: Place, ranking: Ran
         baseline=counted.accuracy,
         accuracy_now=standing.accuracy,
         answers=earlier,
-        share=_share_of_drop(outfit),
+        # with one budget for all sites and no training between, ever more of the drop may be used
+        share=1.0 if recipe.budget == "site" or recipe.finetune is not None else done,
+        caution=caution_at(done),
         on_look=lambda: outfit.whereabouts.tell("search", next(looks), site.channels.bit_length() + 1, site),
     )
     return cut, list(answers[len(earlier) :])
 
 
-def _share_of_drop(outfit: Outfit) -> float:
-    """What may be used of the drop up to here: with one budget for all sites and no training between, ever more."""
+def _share_done(outfit: Outfit) -> float:
+    """How far the run has come with the site at hand, as a share of all visits; 1 at the last one."""
     recipe, here = outfit.workshop.recipe, outfit.whereabouts
-    if recipe.budget == "site" or recipe.finetune is not None:
-        return 1.0
     return (here.round * here.sites + here.number) / (recipe.rounds * here.sites)
 
 

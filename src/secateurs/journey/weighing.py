@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from secateurs.allocation import Division
 from secateurs.decode import brief
-from secateurs.dividing import Course, Divided, course_fields, course_from, find_division, measure_course
+from secateurs.dividing import (
+    COARSE,
+    FINE,
+    Course,
+    Divided,
+    Trial,
+    course_fields,
+    course_from,
+    divisions_for,
+    find_division,
+    judged_by_search,
+    measure_course,
+    with_cuts,
+)
 from secateurs.errors import RunError
+from secateurs.graph import Graph
 from secateurs.journey.itinerary import sites_of_round
 from secateurs.journey.outfit import Outfit
 from secateurs.journey.visiting import allowed_widths, rank
@@ -48,19 +62,9 @@ def _curve(number: int) -> str:
 
 def divide(outfit: Outfit, courses: Mapping[str, Course]) -> Division:
     """How many filters go at each site: the most that is within the contract, or enough for the target."""
-    record = outfit.record
-    if not record.units("division"):
-        counted = outfit.judge.untouched
-        found = find_division(
-            outfit.workshop,
-            courses,
-            counted.start,
-            baseline=counted.accuracy,
-            on_trial=lambda done, of: outfit.whereabouts.tell("divide", done, of),
-            remember=lambda judge, place, measure: _trial(record, judge, place, measure),
-        )
-        _note(outfit, found)
-    entry = record.units("division")[0]
+    if not outfit.record.units("division"):
+        _note(outfit, _found(outfit, courses))
+    entry = outfit.record.units("division")[0]
     wrong = [name for name, m in entry["removed"].items() if name not in courses or m >= len(courses[name].ranking.order)]
     if wrong:
         raise RunError(
@@ -68,6 +72,39 @@ def divide(outfit: Outfit, courses: Mapping[str, Course]) -> Division:
             f"start a new one."
         )
     return Division(entry["removed"], entry["saved"], entry["loss"])
+
+
+def _found(outfit: Outfit, courses: Mapping[str, Course]) -> Divided:
+    """Try divisions as whole networks. Every trial is journaled: a killed run does not make it again."""
+    workshop, record, counted = outfit.workshop, outfit.record, outfit.judge.untouched
+    divisions, start = divisions_for(workshop, courses), counted.start
+    networks: dict[int, Graph] = {}
+
+    def network(index: int) -> Graph:
+        if index not in networks:
+            networks.clear()  # one at a time: they are as large as the user's
+            networks[index] = with_cuts(workshop, courses, divisions[index])
+        return networks[index]
+
+    def search(index: int) -> Trial:
+        measure = lambda: judged_by_search(workshop, network(index), start, counted.accuracy)  # noqa: E731
+        return _trial(record, "steering", index, measure)
+
+    def certify(index: int, answers: Sequence[bool]) -> Trial:
+        def measure() -> dict[str, Any]:
+            assert start is not None
+            found = workshop.certified(network(index), start, list(answers))
+            return {"accepted": found.accepted, "upper": found.upper}
+
+        return _trial(record, "certifying", index, measure)
+
+    return find_division(
+        divisions,
+        search,
+        None if start is None or workshop.jury.certifying is None else certify,
+        growth=COARSE if workshop.jury.contract.reserve else FINE,
+        on_trial=lambda done, of: outfit.whereabouts.tell("divide", done, of),
+    )
 
 
 def _trial(record: Record, judge: str, place: int, measure: Callable[[], dict[str, Any]]) -> Mapping[str, Any]:

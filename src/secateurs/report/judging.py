@@ -54,13 +54,12 @@ def _of_division(run: RunRecord, division: DivisionRecord, last: StepRecord, all
     )
     if division.bound is not None:
         words += _certified(run, "they cost", division.bound, division.images)
-    if division.by_estimate is not None and division.by_estimate > division.saved:
+    if division.bound is not None and division.by_estimate is not None and division.by_estimate > division.saved:
         words += (
-            f" A point estimate would have let {percent(division.by_estimate)} of the {run.saving} go instead of "
-            f"{percent(division.saved)}, as the sites' curves add it up."
+            f" Of the divisions tried, the largest whose drop, as seen on the search images alone, is within that saves "
+            f"{percent(division.by_estimate)} of the {run.saving}, as the sites' curves add it up; what was certified saves "
+            f"{percent(division.saved)}."
         )
-    elif division.bound is not None:
-        words += " A point estimate would not have let more go."
     return Verdict(kept, _headline(run, kept), words + _at_the_end(run))
 
 

@@ -59,7 +59,7 @@ class StepRecord:
     examples: int = 0  # that the ranking rests on; 0 if that is not known
     bound: float | None = None  # upper bound on the drop right after the cut, at the recipe's confidence
     images: int = 0  # that the bound comes from
-    by_estimate: int | None = None  # filters that a point estimate would have let go
+    by_estimate: int | None = None  # filters; the largest number tried whose drop, as seen on the search images, is allowed
     compared: tuple[tuple[str, float], ...] = ()  # criteria with the mean loss of each, best first
     repaired: tuple[float, float] | None = None  # error of the readers' outputs before and after repair, a share
     ranking: Ranking | None = None
@@ -98,7 +98,7 @@ class DivisionRecord:
     tried: tuple[tuple[float, float, bool], ...]  # saved, accuracy on the images that steer, accepted
     bound: float | None = None  # upper bound on the drop of all cuts together, at the recipe's confidence
     images: int = 0  # that the bound comes from
-    by_estimate: float | None = None  # saved by the division that a point estimate would have allowed
+    by_estimate: float | None = None  # saved by the largest division tried whose drop, as seen on the search images, is allowed
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,10 @@ def _figures(step: StepRecord, run: RunRecord) -> Html:
         ("loss rise predicted", change(predicted)),
         ("loss rise realised", change(realised)),
         ("drop at most", None if step.bound is None else f"{metric.amount(step.bound)} ({step.images:,} images)"),
-        ("by point estimate", None if step.by_estimate is None else f"{step.by_estimate} of {step.channels} filters"),
+        (
+            "within the drop as seen on the search images",
+            None if step.by_estimate is None else f"{step.by_estimate} of {step.channels} filters",
+        ),
         ("error repaired", None if step.repaired is None else f"{percent(step.repaired[0])} → {percent(step.repaired[1])}"),
         ("parameters left", percent(1 - step.parameters_removed)),
         ("MACs left", percent(1 - step.macs_removed)),

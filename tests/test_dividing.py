@@ -1,0 +1,82 @@
+"""Which division of the frontier is taken: the search predicts an edge, certification climbs to it and perhaps beyond."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+
+from secateurs.allocation import Division
+from secateurs.dividing import COARSE, Trial, find_division, ladder
+
+
+def divisions(count: int) -> list[Division]:
+    """Divisions that save 0, 1, 2, … thousandths."""
+    return [Division({"site": i}, i / 1000, i * 1e-4) for i in range(count)]
+
+
+def searched(edge: int, within: int) -> Callable[[int], Trial]:
+    return lambda i: {"accuracy": 1 - i / 1000, "accepted": i <= edge, "by_estimate": i <= within}
+
+
+def certified(limit: int, asked: list[int]) -> Callable[[int, Sequence[bool]], Trial]:
+    def certify(index: int, answers: Sequence[bool]) -> Trial:
+        assert list(answers) == [True] * len(asked)  # nothing is asked after a no
+        asked.append(index)
+        return {"accepted": index <= limit, "upper": index / 1e4}
+
+    return certify
+
+
+@pytest.mark.parametrize("edge", [100, 200, 333])
+@pytest.mark.parametrize("truth", [0.55, 0.8, 1.0, 1.7])
+def test_the_climb_ends_within_a_rung_of_what_can_be_certified(edge: int, truth: float) -> None:
+    asked: list[int] = []
+    limit = round(truth * edge)
+    found = find_division(divisions(600), searched(edge, 2 * edge), certified(limit, asked))
+    assert asked == sorted(asked)
+    assert found.answers == (*[True] * (len(asked) - 1), False)
+    assert limit / 1.06 - 1 <= found.division.removed["site"] <= limit
+    assert found.bound == pytest.approx(found.division.removed["site"] / 1e4)
+
+
+def test_a_first_no_leaves_the_network_as_it_was() -> None:
+    found = find_division(divisions(600), searched(200, 300), certified(10, []))
+    assert (found.division.saved, found.answers, found.bound) == (0, (False,), None)
+
+
+def test_a_prediction_that_nothing_can_go_is_not_the_last_word() -> None:
+    asked: list[int] = []
+    found = find_division(divisions(50), searched(0, 0), certified(30, asked))
+    assert asked[0] == 1
+    assert 27 <= found.division.removed["site"] <= 30
+
+
+def test_without_certification_the_edge_is_taken() -> None:
+    found = find_division(divisions(600), searched(123, 123), None)
+    assert found.division.removed["site"] == 123
+    assert (found.answers, found.bound) == ((), None)
+
+
+def test_the_largest_saving_within_the_drop_on_the_search_images_is_one_that_was_tried() -> None:
+    found = find_division(divisions(600), searched(200, 260), certified(150, []))
+    tried = {round(1000 * saved) for saved, _, _ in found.tried}
+    assert round(1000 * found.by_estimate) == max(i for i in tried if i <= 260)
+
+
+@pytest.mark.parametrize(("growth", "most"), [(1.06, 30), (COARSE, 8)])
+def test_rungs_ascend_by_their_growth_up_to_the_largest(growth: float, most: int) -> None:
+    rungs = ladder(divisions(1000), 500, growth)
+    assert rungs[0] == 200
+    assert rungs[1] == 250
+    assert rungs[-1] == 999
+    assert all(b / a <= growth + 0.01 for a, b in pairwise(rungs[1:]))
+    assert len(rungs) <= most
+    assert len(rungs) >= math.log(999 / 250) / math.log(growth)
+
+
+def test_a_frontier_of_nothing_has_no_rungs() -> None:
+    assert ladder(divisions(1), 0) == ()
+    assert find_division(divisions(1), searched(0, 0), certified(0, [])).division.saved == 0

@@ -1,0 +1,238 @@
+"""Simulated runs under the accuracy contract, on networks whose true drop is known in closed form.
+
+    python -m tests.torture.contracts --count 400 --seed 0
+
+An image is right if its margin is above 0; margins are normal, and every filter removed adds its own normal noise to each
+image's margin. Sites, filters and validation images are drawn for every contract; the split of the images, the bounds, the
+search and the certification are those of real runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from statistics import NormalDist, fmean
+from typing import Any, cast
+
+import torch
+from tests.torture.tally import Tally
+from torch import Tensor
+
+from secateurs.allocation import Curve, Division, frontier
+from secateurs.cutting import Jury, Looking, Start, caution_at, certify_values, find_site_cut, predicted, summon
+from secateurs.data.examples import Examples
+from secateurs.dividing import Trial, counts_of, find_division
+from secateurs.evaluate import correct
+from secateurs.recipe import Recipe
+
+KINDS = ("global", "sequential", "site")
+MARGIN = 1.4  # mean of the margins, in standard deviations: 91.9 % are right
+IMAGES, MAX_DROP = 5_000, 0.01
+SITES, CHANNELS = 19, 16
+HELD_OUT = 1024  # search images that curves are measured on
+UNLIKELY = 0.01  # so many violations or more must have at least this probability at a rate of 1 - confidence
+
+
+class World:
+    """A network of `SITES` sites with `CHANNELS` filters each, and what its validation images do without filters."""
+
+    def __init__(self, seed: int, images: int = IMAGES) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        strength = torch.rand(SITES, generator=generator) + 0.5
+        steps = (torch.arange(1, CHANNELS + 1) / CHANNELS) ** 2
+        sizes = 0.0375 * strength[:, None] * steps  # variance that each filter's noise has
+        self.variances = torch.cat([torch.zeros(SITES, 1), sizes.cumsum(1)], 1).tolist()
+        macs = torch.rand(SITES, generator=generator) + 0.5
+        self.macs: list[float] = (macs / macs.sum()).tolist()  # of each site, as a share of all
+        self.margins = torch.randn(images, generator=generator) + MARGIN
+        noise = torch.randn(SITES, CHANNELS, images, generator=generator) * sizes.sqrt()[:, :, None]
+        self.noise = torch.cat([torch.zeros(SITES, 1, images), noise.cumsum(1)], 1)  # (sites, removed, images)
+
+    def right(self, cuts: Sequence[int], images: Tensor) -> Tensor:
+        """Whether each image is right after `cuts` filters are gone from the first sites, float64."""
+        margins = self.margins[images].clone()
+        for site, m in enumerate(cuts):
+            if m:
+                margins += self.noise[site, m][images]
+        return (margins > 0).double()
+
+    def accuracy(self, cuts: Sequence[int]) -> float:
+        """The true accuracy, on all images there could be."""
+        variance = 1 + math.fsum(self.variances[site][m] for site, m in enumerate(cuts))
+        return NormalDist().cdf(MARGIN / math.sqrt(variance))
+
+    def saved(self, cuts: Sequence[int]) -> float:
+        """The share of the MACs that is gone."""
+        return math.fsum(self.macs[site] * m / CHANNELS for site, m in enumerate(cuts))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A simulated run."""
+
+    drop: float  # true, of the final network; where every site has its own budget, the largest of any site
+    saved: float  # share of the MACs
+
+
+def simulate(kind: str, world: World, confidence: float, *, certifying: float | None = None) -> Ended:
+    """Prune a world as a run of that kind would; confidence 0: by point estimate."""
+    recipe = Recipe(
+        max_drop=MAX_DROP,
+        confidence=confidence,
+        budget="site" if kind == "site" else "run",
+        allocation="global" if kind == "global" else "sequential",
+    )
+    images = Examples(torch.arange(len(world.margins)), torch.zeros(len(world.margins)))
+    more = {} if certifying is None else {"certifying": certifying}
+    jury = summon(images, recipe.contract(), correct, seed=recipe.seed, **more)
+    if kind == "global":
+        cuts = _divided(world, recipe, jury)
+        return Ended(world.accuracy([]) - world.accuracy(cuts), world.saved(cuts))
+    cuts, drops = _site_by_site(world, recipe, jury)
+    drop = max(drops) if kind == "site" else world.accuracy([]) - world.accuracy(cuts)
+    return Ended(drop, world.saved(cuts))
+
+
+def _divided(world: World, recipe: Recipe, jury: Jury) -> list[int]:
+    """Measure curves, then search and certify along the frontier."""
+    few, start = jury.steering.inputs[:HELD_OUT], _start(world, [], jury)
+    counts = counts_of(CHANNELS, recipe.largest_share, recipe.round_to)
+    curves = [
+        Curve(
+            str(site),
+            counts,
+            tuple(float(world.noise[site, m][few].square().mean()) for m in counts),
+            tuple(world.macs[site] * m / CHANNELS for m in counts),
+        )
+        for site in range(SITES)
+    ]
+    divisions = frontier(curves)
+
+    def search(index: int) -> Trial:
+        found = predicted(jury, start, world.right(_cuts(divisions[index]), jury.steering.inputs))
+        return {"accuracy": found.accuracy, "accepted": found.accepted, "by_estimate": found.by_estimate}
+
+    def certify(index: int, answers: Sequence[bool]) -> Trial:
+        assert jury.certifying is not None
+        after = world.right(_cuts(divisions[index]), jury.certifying.inputs)
+        found = certify_values(jury, start, after, answers)
+        return {"accepted": found.accepted, "upper": found.upper}
+
+    return _cuts(find_division(divisions, search, None if jury.certifying is None else certify).division)
+
+
+def _site_by_site(world: World, recipe: Recipe, jury: Jury) -> tuple[list[int], list[float]]:
+    """Algorithm 1: the cuts, and what each cost, truly."""
+    cuts: list[int] = []
+    drops: list[float] = []
+    answers: tuple[bool, ...] = ()
+    for site in range(SITES):
+        earlier = cuts if recipe.budget == "site" else []
+        start = _start(world, earlier, jury)
+        found, answers = find_site_cut(
+            cast(Any, _Bench(world, cuts)),
+            torch.arange(CHANNELS),
+            jury,
+            None if jury.by_means else start,
+            Looking(recipe.search, recipe.largest_share),
+            baseline=float(start.steering.mean()),
+            accuracy_now=float(world.right(cuts, jury.steering.inputs).mean()),
+            answers=answers,
+            share=1.0 if recipe.budget == "site" else (site + 1) / SITES,
+            caution=caution_at((site + 1) / SITES),
+        )
+        drops.append(world.accuracy(cuts) - world.accuracy([*cuts, found.m]))
+        cuts = [*cuts, found.m]
+    return cuts, drops
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Measures masks of the next site on images, as `secateurs.measuring.Bench` does."""
+
+    world: World
+    cuts: list[int]
+    images: Tensor | None = None
+
+    def on(self, examples: Examples) -> _Bench:
+        return _Bench(self.world, self.cuts, examples.inputs)
+
+    def values(self, masks: Tensor) -> Tensor:
+        assert self.images is not None
+        return torch.stack([self.world.right([*self.cuts, int((~mask).sum())], self.images) for mask in masks])
+
+    def means(self, masks: Tensor) -> Tensor:
+        return self.values(masks).mean(1)
+
+
+def _start(world: World, cuts: Sequence[int], jury: Jury) -> Start:
+    certifying = None if jury.certifying is None else world.right(cuts, jury.certifying.inputs)
+    return Start(world.right(cuts, jury.steering.inputs), certifying)
+
+
+def _cuts(division: Division) -> list[int]:
+    return [division.removed[str(site)] for site in range(SITES)]
+
+
+# ---- many of them ----------------------------------------------------------------------------------------------------
+
+
+def _pair(kind: str, seed: int, **options: Any) -> tuple[Ended, Ended]:
+    """A run under the contract, and one by point estimate, on the same images."""
+    torch.set_num_threads(1)
+    world = World(seed)
+    return simulate(kind, world, 0.95, **options), simulate(kind, world, 0.0)
+
+
+def ended(kind: str, seeds: Sequence[int], workers: int = 1, **options: Any) -> list[tuple[Ended, Ended]]:
+    """Runs under the contract and by point estimate, one pair for every seed."""
+    each = partial(_pair, kind, **options)
+    if workers == 1:
+        return [each(seed) for seed in seeds]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(each, seeds, chunksize=8))
+
+
+def tail(violations: int, count: int, rate: float = 0.05) -> float:
+    """The probability of so many violations or more."""
+    return 1 - math.fsum(math.comb(count, k) * rate**k * (1 - rate) ** (count - k) for k in range(violations))
+
+
+def run(count: int, seed: int, workers: int = 2) -> Tally:
+    """Simulate `count` contracts of every kind; a failure is a number of violations that 5 % cannot explain."""
+    began, outcomes, failures = time.monotonic(), {}, []
+    for kind in KINDS:
+        pairs = ended(kind, range(seed, seed + count), workers)
+        violated = sum(held.drop > MAX_DROP + 1e-12 for held, _ in pairs)
+        used = fmean(held.drop for held, _ in pairs) / MAX_DROP
+        ratio = fmean(held.saved for held, _ in pairs) / fmean(guessed.saved for _, guessed in pairs)
+        outcomes |= {f"{kind}: kept": count - violated, f"{kind}: violated": violated}
+        outcomes |= {f"{kind}: % of the allowed drop used": round(100 * used)}
+        outcomes |= {f"{kind}: % of the MACs that the point estimate removes": round(100 * ratio)}
+        if tail(violated, count) < UNLIKELY:
+            failures.append(f"{kind}: {violated} of {count} contracts were violated, where 5 % are allowed")
+    return Tally("contracts", count * len(KINDS), outcomes, tuple(failures), time.monotonic() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=400)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    asked = parser.parse_args()
+    found = run(asked.count, asked.seed, asked.workers)
+    print(f"{found.tried} contracts in {found.seconds:.0f} s")
+    for name, number in found.outcomes.items():
+        print(f"{name}: {number}")
+    for line in found.failures:
+        print(f"FAILED {line}")
+
+
+if __name__ == "__main__":
+    main()
