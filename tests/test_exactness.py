@@ -90,6 +90,21 @@ def test_a_map_of_one_channel_from_a_layer_revives_removed_channels(first: bool)
     assert_compact_is_masked(smaller, again)
 
 
+def test_grouped_layers_along_another_axis_keep_their_groups() -> None:
+    """A linear layer works along the width, the grouped ones behind it along the height: 8 places that are no channels."""
+    linear, depthwise = nn.Linear(6, 8), nn.Conv1d(8, 8, 3, padding=1, groups=8, bias=False)
+    net = Net(lambda net, x: net.d(net.l(F.relu(net.a(x))[:, :2].flatten(1, 2))), a=conv(2, 4), l=linear, d=depthwise)
+    graph = traced(net, random_tensor(2, 2, 4, 6))
+    assert [site.name for site in find_sites(graph)] == []
+
+    grouped = nn.ConvTranspose1d(6, 2, 4, 2, 1, groups=2, bias=False)
+    net = Net(lambda net, x: net.o(net.g(x + net.l(x)).mean(2)), l=nn.Linear(8, 8), g=grouped, o=nn.Linear(2, 2))
+    graph = traced(net, random_tensor(2, 6, 8))
+    assert [site.name for site in find_sites(graph, "after")] == ["g"]
+    smaller = assert_compact_is_masked(graph, {"g": torch.tensor([False, True])})
+    assert [site.name for site in find_sites(smaller, "after")] == ["g"]
+
+
 def test_expand_as_takes_values_of_its_first_and_channels_of_its_second() -> None:
     graph = traced(
         Net(lambda net, x: net.b(net.one(x).expand_as(F.relu(net.a(x)))), a=conv(3, 8), one=conv(3, 1), b=conv(8, 2)),

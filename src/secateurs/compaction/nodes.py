@@ -67,6 +67,7 @@ def _layer(flow: Layer, node: fx.Node, state: Rewriting) -> None:
     inputs, outputs, groups = carried, live, flow.groups
     if flow.groups > 1:
         inputs, outputs, groups = balanced(flow, carried, live)
+    if flow.groups > 1 and not flow.reads_all:
         state.align(node, source, inputs, flow.in_axis)
     elif not flow.reads_all:
         state.redirect(node, source)
@@ -165,10 +166,11 @@ def _blocks(flow: Blocks, node: fx.Node, state: Rewriting) -> None:
 def balanced(flow: Layer, carried: Tensor, live: Tensor) -> tuple[Tensor, Tensor, int]:
     """Layouts of a grouped layer's inputs and outputs with as many channels in every group left, and how many groups are left.
 
-    A group without live filters goes as a whole. Elsewhere dead channels stay where another group has more live ones.
+    A group without live filters goes as a whole, unless the layer reads along another axis than its input's channels, which
+    cannot be aligned. Elsewhere dead channels stay where another group has more live ones.
     """
     outs, ins = live.view(flow.groups, -1), carried.view(flow.groups, -1)
-    alive = outs.any(1)
+    alive = all_of(flow.groups) if flow.reads_all else outs.any(1)
     outs, ins = _fill(outs, alive), _fill(ins, alive)
     return ins.flatten(), outs.flatten(), int(alive.sum())
 

@@ -320,9 +320,10 @@ def revivals(flows: Flows, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
             continue
         if isinstance(flow, Opaque):
             yield node, flow.reason
+        elif isinstance(flow, Layer) and flow.reads_all:
+            yield node, f"{node.target!s} reads along another axis than the channels'"
         elif isinstance(flow, Layer) and not node.meta.get("filters_a_channel", flow.depthwise):
-            if flow.reads_all:
-                yield node, f"{node.target!s} reads along another axis than the channels'"
+            continue
         elif flow.axis is not None:
             found = flow.zeros([zero.get(i) for i in ins])
             if _revives(flow, zero.get(ins[0]), found):

@@ -92,4 +92,6 @@ def concatenation(op: Op) -> Flow:
 def align(op: Op) -> Flow:
     """An alignment of an earlier cut, to be merged with what comes now."""
     layer: Any = op.module
+    if op.axis not in (None, layer.axis):
+        return opaque(op, "aligns another axis than the channels'")
     return Moved(layer.axis, layer.axis, op.shapes[0][layer.axis], torch.tensor(layer.take), "gather")
