@@ -222,6 +222,7 @@ def unread_nets() -> Iterator[tuple[str, Net, tuple[int, ...]]]:
             lambda net, h: h.view(h.shape[0], 2, 4, 6, 6).transpose(1, 2).contiguous().view(h.shape[0], 8, 6, 6) * net.aux,
             nn.Parameter(torch.ones(1)),  # type: ignore[dict-item]
         ),
+        "a part of a split": (lambda net, h: net.aux(h.split([4, 4], 1)[0]), conv(4, 6, groups=2)),
         "a shuffle behind a grouped layer": (
             lambda net, h: F.channel_shuffle(net.aux(h), 2),
             conv(8, 12, groups=4),
@@ -271,6 +272,18 @@ def test_an_unread_branch_may_lose_what_it_reads() -> None:
     for keep in (torch.arange(6) == 5, torch.ones(1).bool(), torch.zeros(1).bool()):
         graph = assert_compact_is_masked(graph, {"a": keep})
     assert not list(graph.module.parameters())
+
+
+def test_an_unread_grouped_layer_keeps_what_its_mask_keeps() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        net.g(net.a(x))
+        return x * 2
+
+    graph = traced(Net(body, a=conv(3, 5), g=conv(5, 15, groups=5)), random_tensor(2, 3, 6, 6))
+    keep = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0]).bool()
+    smaller = compact(graph, {"g": keep})
+    assert [(site.name, site.original) for site in find_sites(smaller)] == [("g", (3, 4, 5, 6, 7, 12, 13))]
+    assert smaller.module.g.groups == 3
 
 
 def test_an_assertion_about_a_branch_goes_with_the_branch() -> None:

@@ -17,6 +17,7 @@ from secateurs.naming import name_of_alignment
 
 def rewrite_(state: Rewriting) -> None:
     """Rewrite the whole graph in place, node by node in order."""
+    state.last |= {node for node in state.module.graph.nodes if not node.users}
     for node in list(state.module.graph.nodes):
         if node in state.flows.of:
             _visit(state, node, state.flows.of[node])
@@ -65,17 +66,21 @@ def _drop_masked(state: Rewriting, node: fx.Node) -> None:
         take = positions(carried, wanted)
         gather = state.insert(name_of_alignment(node), Align(take, state.axis_of(node)), (current,))
     hand_site_on(node, gather)  # the site is what the gather lets through
+    if node in state.last:
+        state.last.add(gather)
+        gather.meta["unread"] = True
     state.standing_for[node] = gather
     state.layout[node] = wanted
 
 
 def _erase_unused(state: Rewriting) -> None:
-    """Erase what nobody reads any more. What never reached an output stays, unless it or what it reads is gone."""
+    """Erase what nobody reads any more. What nobody ever read stays, unless nothing is left of it or of what it reads."""
     nodes = list(state.module.graph.nodes)
-    gone = {node for node in nodes if node in state.standing_for or state.is_empty(node)}
+    gone = {node for node in nodes if state.is_empty(node)}
     for node in nodes:
         if node.meta.get("unread") and not gone.isdisjoint(node.all_input_nodes):
             gone.add(node)
+    stays = state.last - gone - state.standing_for.keys()
     for node in reversed(nodes):
-        if not node.users and node.op not in ("placeholder", "output") and (node in gone or not node.meta.get("unread")):
+        if not node.users and node.op not in ("placeholder", "output") and node not in stays:
             state.module.graph.erase_node(node)

@@ -35,6 +35,7 @@ class Rewriting:
     constants: dict[fx.Node, Tensor] = field(default_factory=dict)  # nodes that give the same for every input
     emptied_by: dict[fx.Node, str] = field(default_factory=dict)  # the layer that is to blame for a node without channels
     size_queries: dict[fx.Node, fx.Node] = field(default_factory=dict)  # x.shape of a narrower x
+    last: set[fx.Node] = field(default_factory=set)  # nodes that nobody ever read
     kept: dict[str, Kept] = field(default_factory=dict)  # by parameter: the entries that survive
 
     def carried(self, node: fx.Node, width: int) -> Tensor:
