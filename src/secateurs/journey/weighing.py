@@ -24,8 +24,8 @@ def find_courses(outfit: Outfit) -> dict[str, Course]:
     unknown = [name for name in listed if name not in places]
     if unknown:
         raise RunError(
-            f"journal.jsonl: the first round has site {brief(repr(unknown[0]))}, which the network has not. Restore the run from "
-            f"a copy, or start a new one."
+            f"journal.jsonl: the first round has site {brief(repr(unknown[0]))}, which the network has not. Restore the run "
+            f"from a copy, or start a new one."
         )
     names = sorted(listed, key=places.index)
     found = {}
