@@ -478,6 +478,16 @@ def test_a_field_of_the_wrong_type_is_named(tmp_path: Path, unit: str, field: st
         resume(tmp_path, network(), DATA)
 
 
+@pytest.mark.parametrize(("unit", "field"), [("trial", "accuracy"), ("curve", "order"), ("division", "removed")])
+def test_a_line_of_a_division_without_a_field_is_named(tmp_path: Path, unit: str, field: str) -> None:
+    recipe = Recipe(max_drop=0.2, confidence=0, criterion="l1", allocation="global")
+    prune(network(), DATA, recipe, folder=tmp_path).finish()
+    entries = [{k: v for k, v in e.items() if e["unit"] != unit or k != field} for e in entries_of(tmp_path)]
+    write_entries(tmp_path, entries)
+    with pytest.raises(RunError, match=rf"journal\.jsonl, line \d+: damaged \('{unit}': .*{field}"):
+        resume(tmp_path, network(), DATA)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)

@@ -434,6 +434,9 @@ def _entry(body: bytes) -> dict[str, Any]:
         raise Malformed(f"unknown unit {brief(repr(unit), 40)}")
     try:
         checked(entry, LINES[unit])
+        figure = {"steering": "accuracy", "certifying": "upper"}.get(entry.get("judge", ""))
+        if unit == "trial" and figure not in entry:
+            raise Malformed(f"Object missing required field `{figure}`")
     except Malformed as error:
         raise Malformed(f"{unit!r}: {error}") from error
     return entry

@@ -34,7 +34,7 @@ from secateurs.tensorfile import digest, dump
 from secateurs.training import TrainSettings
 
 from .mutations import damaged, edited
-from .tally import Tally, Verdict, tally
+from .tally import Tally, Verdict, scratch, tally
 
 SECONDS, CHARACTERS = 5.0, 600
 
@@ -104,13 +104,6 @@ def _named(provenance: dict[str, Any], training: dict[str, Any]) -> list[tuple[s
 @cache
 def untouched() -> Any:
     return trace(network(), torch.zeros(2, 4))
-
-
-@cache
-def scratch() -> Path:
-    """A folder for this process, in memory where there is such a place."""
-    place = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="torture-", dir=place if place.is_dir() else None))
 
 
 def case(number: int) -> Verdict:

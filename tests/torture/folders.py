@@ -13,7 +13,6 @@ import json
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -37,7 +36,7 @@ from secateurs.training import TrainSettings
 
 from .journals import DIGEST, write_bodies
 from .mutations import damaged, edited
-from .tally import Tally, Verdict, tally
+from .tally import Tally, Verdict, scratch, tally
 
 CHARACTERS, SECONDS = 600, 120
 SHORT = TrainSettings(epochs=2, batch=32, lr=0.02)
@@ -78,13 +77,6 @@ def network(seed: int = 0) -> nn.Module:
 
 class Stop(BaseException):
     """Ends a run at once, as Ctrl-C does."""
-
-
-@cache
-def scratch() -> Path:
-    """A folder for this process, in memory where there is such a place."""
-    place = Path("/dev/shm")
-    return Path(tempfile.mkdtemp(prefix="torture-", dir=place if place.is_dir() else None))
 
 
 @cache

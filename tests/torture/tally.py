@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing.util import Finalize
+from pathlib import Path
 
 MEMORY = 8 << 30  # bytes of address space a worker may have: a file that makes it allocate more is a failure
 CHUNK = 200  # cases handed to a worker at once
@@ -61,6 +66,15 @@ def _tried(case: Callable[[int], Verdict], numbers: range) -> tuple[Counter[str]
         if verdict.failure:
             failures.append(f"{case.__module__}.{case.__name__}({number}): {verdict.outcome}: {verdict.failure}")
     return outcomes, failures
+
+
+@cache
+def scratch() -> Path:
+    """A folder for this process that goes when it ends, in memory where there is such a place."""
+    place = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="torture-", dir=place if place.is_dir() else None))
+    Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=1)  # in the processes of a pool, too
+    return folder
 
 
 def _limited() -> None:

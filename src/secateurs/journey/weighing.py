@@ -34,7 +34,14 @@ def find_courses(outfit: Outfit) -> dict[str, Course]:
     """The order and the curve of every site of the untouched network, by name, in network order."""
     workshop, here = outfit.workshop, outfit.whereabouts
     places = [site.name for site in find_sites(workshop.original, workshop.recipe.shortcut)]
-    names = sorted(sites_of_round(outfit, workshop.original, 0), key=places.index)
+    listed = sites_of_round(outfit, workshop.original, 0)
+    unknown = [name for name in listed if name not in places]
+    if unknown:
+        raise RunError(
+            f"journal.jsonl: the first round has site {brief(repr(unknown[0]))}, which the network has not. Restore the run "
+            f"from a copy, or start a new one."
+        )
+    names = sorted(listed, key=places.index)
     found = {}
     for number, name in enumerate(names, 1):
         here.number, here.sites = number, len(names)
