@@ -22,7 +22,7 @@ from secateurs.errors import RunError
 from secateurs.evaluate import evaluate
 from secateurs.experiments import table2_paper
 from secateurs.experiments.rows import append_row, read_rows
-from secateurs.experiments.table2 import Asked, column_of
+from secateurs.experiments.table2 import Asked, Row, column_of
 from secateurs.experiments.table2_findings import findings
 from secateurs.experiments.table2_tables import page, sheets, tables
 from secateurs.models import build
@@ -67,8 +67,15 @@ def row(variant: str, *, like: str | None = None, asked: Mapping[str, Any] = ASK
         "after": {"accuracy": 0.9142, "correct": 9142},
     }
     return {
+        "table": "table2",
         "variant": variant,
         "asked": dict(asked),
+        "identity": {"data": "d", "recipe": "r", "weights": "w"},
+        "model": "secateurs.models.resnet.ResNet",
+        "data": {"name": "cifar10"},
+        "seed": 0,
+        "machine": {"threads": 2},
+        "cuts": 19,
         "layers": layers,
         "counted as in the paper": {
             "parameters": {"before": 268_336, "after": round(268_336 * (1 - parameters))},
@@ -280,6 +287,23 @@ def test_our_variant_is_a_portfolio_with_repair_whatever_the_others_are() -> Non
     assert replace(ours, criterion="l1", repair="none") == plain
     assert (ours.criterion, ours.repair, ours.target_parameters) == ("portfolio", "least-squares", 0.3)
     assert Asked("builtin", "2core", 0.3, "l1", True, None, 0).changes("AB")["repair"] == "least-squares"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layers", [{"name": "conv1"}]),
+        ("test", {"count": 0}),
+        ("macs", {"before": 0, "after": 0}),
+        ("seconds", "long"),
+        ("asked", 3),
+    ],
+)
+def test_a_row_with_a_field_that_does_not_fit_is_named(tmp_path: Path, field: str, value: object) -> None:
+    append_row(tmp_path / "rows.jsonl", row("BF"))
+    append_row(tmp_path / "rows.jsonl", {**row("BB"), field: value})
+    with pytest.raises(RunError, match=rf"rows.jsonl, line 2: damaged .*{field}"):
+        read_rows(tmp_path / "rows.jsonl", Row)
 
 
 def test_rendering_needs_rows_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from secateurs.cli.results import follow, holding
 from secateurs.cli.terminal import clock, percent, print_json, print_table, say
 from secateurs.errors import RunError
 from secateurs.experiments.rows import append_row, read_rows
-from secateurs.experiments.table2 import Asked, Job, row_of, take_up
+from secateurs.experiments.table2 import Asked, Job, Row, row_of, take_up
 from secateurs.experiments.table2_findings import findings
 from secateurs.experiments.table2_tables import Table, page, sheets, tables, told
 from secateurs.files import write_text
@@ -103,7 +103,7 @@ def table2(
         asked = Asked(named, budget, target, criterion, repair, max_drop, seed)
         check_device(device)
         _run(asked, variants, replace(SUBJECT, weights=weights, device=device, seed=seed).settled(), out, runs, quiet=as_json)
-    rows = read_rows(out / ROWS)
+    rows = read_rows(out / ROWS, Row)
     if not rows:
         raise RunError(f"{out / ROWS}: no rows to make tables of. Leave out --render, or name the folder with --out.")
     write_text(out / TABLES, page(rows))
@@ -121,7 +121,7 @@ def _run(asked: Asked, variants: tuple[str, ...], origin: Origin, out: Path, run
     recipes = {name: chosen_recipe(file, {**changes, **asked.changes(name)}) for name in variants}
     data = load_data(origin)
     jobs = [Job(name, asked, recipe, build_model(origin), data) for name, recipe in recipes.items()]
-    left = [job for job in jobs if not job.done(read_rows(out / ROWS))]
+    left = [job for job in jobs if not job.done(read_rows(out / ROWS, Row))]
     with display(quiet=quiet) as shown:
         for note in data.notes:
             shown.line(f"Note: {note}.")

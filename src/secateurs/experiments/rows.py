@@ -12,8 +12,11 @@ from secateurs.decode import Malformed, decode_json
 from secateurs.errors import RunError
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All rows of the file, in order; none where there is no file. A last line that a killed run left unfinished is skipped."""
+def read_rows(path: Path, kind: Any = dict[str, Any]) -> list[dict[str, Any]]:
+    """Read all rows of the file, in order, each of the type `kind`; none where there is no file.
+
+    A last line that a killed run left unfinished is skipped.
+    """
     if not path.exists():
         return []
     try:
@@ -25,7 +28,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            rows.append(decode_json(line, dict[str, Any]))
+            rows.append(decode_json(line, kind))
         except Malformed as error:
             raise RunError(f"{path}, line {number}: damaged ({error}). Remove the line: its run will be done again.") from error
     return rows

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
+import msgspec
 from torch import nn
 
 from secateurs.costs import cost, table
@@ -33,6 +34,79 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "BF+": {"shortcut": "before", "direction": "forward", "criterion": "portfolio", "repair": "least-squares"},
 }
 """Fields of the recipe that make a variant: mask before or after the shortcut, forward or backward."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Some = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+
+
+class Change(TypedDict):
+    """A cost before and after."""
+
+    before: Some
+    after: Count
+
+
+class Counted(TypedDict):
+    """Costs as the paper counts them."""
+
+    parameters: Change
+    macs: Change
+
+
+class Measured(TypedDict):
+    """Accuracy of one network on one set."""
+
+    accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)]
+    correct: Count
+
+
+class Accuracies(TypedDict):
+    """Accuracy before and after on a set of `count` examples."""
+
+    count: Some
+    before: Measured
+    after: Measured
+
+
+class LayerFields(TypedDict):
+    """The fields of a `Layer`."""
+
+    name: str
+    filters: Some
+    removed: Count
+    weights: Some
+    macs: Count
+    share: float
+
+
+Row = TypedDict(
+    "Row",
+    {
+        "table": Literal["table2"],
+        "variant": str,
+        "asked": dict[str, Any],
+        "identity": dict[str, str],
+        "model": str,
+        "data": dict[str, Any],
+        "recipe": dict[str, Any],
+        "seed": int,
+        "versions": dict[str, str],
+        "machine": dict[str, Any],
+        "layers": list[LayerFields],
+        "counted as in the paper": Counted,
+        "parameters": Change,
+        "macs": Change,
+        "search": Accuracies,
+        "test": Accuracies,
+        "stopped": str,
+        "rounds": Count,
+        "cuts": Count,
+        "seconds": Annotated[float, msgspec.Meta(ge=0, le=1e12)],
+        "resumed": bool,
+    },
+)
+"""A line of rows.jsonl."""
 
 
 @dataclass(frozen=True)
