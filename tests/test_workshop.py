@@ -299,5 +299,5 @@ def test_what_the_search_measures_is_what_the_run_makes(name: str, options: dict
 
 def test_fewer_search_images_than_a_promise_needs_are_an_error_before_any_work(data: Data, trained: Plain) -> None:
     few = Data("few", data.train, subset(data.search, 31, seed=0), data.test)
-    with pytest.raises(InvalidInput, match=r"max_drop=0.05 cannot be certified at 95 % with 31 validation images: with the 23"):
+    with pytest.raises(InvalidInput, match=r"max_drop=0.05 cannot be certified at 95 % with 31 validation images: with the 25"):
         prune(trained, few, Recipe(max_drop=0.05))
