@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import io
 import operator
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -423,6 +424,26 @@ def test_a_large_example_is_not_run_whole_to_prove_a_cut() -> None:
         compact(graph, {"a": KEEP})
     handle.remove()
     assert sorted({n for n in seen if n < 64}) == [2, 3]
+
+
+# ---- interrupts ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupt_while_tracing_waits_for_its_end() -> None:
+    """torch.fx patches itself while it traces; interrupted at the wrong moment it stays patched."""
+    finished: list[bool] = []
+
+    class Interrupting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x, Tensor):  # torch.fx follows
+                signal.raise_signal(signal.SIGINT)
+                finished.append(True)
+            return super().forward(x) + 1
+
+    with pytest.raises(KeyboardInterrupt):
+        trace(nn.Sequential(Interrupting(3, 4)), torch.randn(2, 3))
+    assert finished
+    assert find_sites(trace(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(2, 3)))
 
 
 # ---- pickles ------------------------------------------------------------------------------------------------------------

@@ -9,8 +9,11 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import signal
+import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -353,12 +356,29 @@ def _default_arguments(model: nn.Module, example: tuple[Tensor, ...]) -> dict[st
 
 def _follow(tracer: _Tracer, model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
     try:
-        graph = tracer.trace(model, concrete_args=arguments or None)
+        with _interrupts_deferred():
+            graph = tracer.trace(model, concrete_args=arguments or None)
         graph._tracer_cls = None  # our tracer takes arguments, but unpickling a GraphModule makes a tracer without any
         _forget_arguments_(graph, arguments)
         return graph
     except Exception as error:
         raise Untraceable(_untraceable(model, error)) from error
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C wait for the end of the block: torch.fx, interrupted while it traces, may trace nothing more afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        raise KeyboardInterrupt
 
 
 def _forget_arguments_(graph: fx.Graph, arguments: dict[str, Any]) -> None:
