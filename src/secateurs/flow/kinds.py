@@ -160,6 +160,7 @@ class Moved:
 
     `how` says what carries it out on a narrower tensor: "gather" replaces the op, "before" gathers ahead of the op (whose
     arguments `resize` then corrects), "same" is the op itself, which spreads each channel over a block of equal size.
+    `added`: an earlier cut put it there, so what it leaves out is dead, not just unread.
     """
 
     axis: int
@@ -168,6 +169,7 @@ class Moved:
     index: Tensor
     how: Literal["gather", "before", "same"]
     resize: ResizeArgs | None = None
+    added: bool = False
 
     @property
     def width(self) -> int:

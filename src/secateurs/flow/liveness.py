@@ -262,7 +262,8 @@ def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.
         wanted, read = none_of(width), none_of(width)
         for user in users:
             wanted = wanted | _wanted_by(flows, user, node, need, zero, width)
-            read = read | _wanted_by(flows, user, node, {}, {}, width)
+            added = getattr(flows.of[user], "added", False)
+            read = read | (all_of(width) if added else _wanted_by(flows, user, node, {}, {}, width))
         if bool(wanted.any()) or not users:
             wanted = wanted | ~read
         if node in masks:

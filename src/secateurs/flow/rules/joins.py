@@ -94,4 +94,4 @@ def align(op: Op) -> Flow:
     layer: Any = op.module
     if op.axis not in (None, layer.axis):
         return opaque(op, "aligns another axis than the channels'")
-    return Moved(layer.axis, layer.axis, op.shapes[0][layer.axis], torch.tensor(layer.take), "gather")
+    return Moved(layer.axis, layer.axis, op.shapes[0][layer.axis], torch.tensor(layer.take), "gather", added=True)
