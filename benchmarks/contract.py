@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secateurs.contract import Contract, paired_bound
+from secateurs.selection.contract import Contract, paired_bound
 
 # ---- slack -----------------------------------------------------------------------------------------------------------
 
@@ -48,7 +48,7 @@ def print_slack() -> None:
 
 def uppers(images: int, most: int, chance: float) -> np.ndarray:
     """The bound for every (lost, won) up to `most`."""
-    from secateurs import contract
+    from secateurs.selection import contract
 
     table = np.full((most + 1, most + 1), np.inf)
     for lost in range(most + 1):

@@ -19,11 +19,11 @@ from benchmarks.quality_ladder import Ladder
 from benchmarks.quality_setup import BATCH, STEERING, Method, Subject
 from benchmarks.render import with_part
 from secateurs import cost, find_sites
+from secateurs._util.files import write_text
 from secateurs.data.splits import split
-from secateurs.dividing import measure_course
-from secateurs.evaluate import Measure, accuracy, cross_entropy
-from secateurs.files import write_text
-from secateurs.store import Store
+from secateurs.metrics import Measure, accuracy, cross_entropy
+from secateurs.pruning.global_allocation import measure_course
+from secateurs.scoring.cache import Store
 
 PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
 TARGETS = (0.05, 0.1, 0.15, 0.2)

@@ -20,19 +20,19 @@ from torch import Tensor
 
 from benchmarks.conditions import Conditions, conditions
 from secateurs import Graph, Site, find_sites, fit_importance, sample_masks, trace
+from secateurs._util.download import home
+from secateurs._util.files import write_text
+from secateurs.config import FAST
 from secateurs.data import Data, Examples, load_cifar10, subset
-from secateurs.data.seeding import derive, generator_for
-from secateurs.engine import split_for
-from secateurs.evaluate import correct, cross_entropy
-from secateurs.files import write_text
-from secateurs.gradients import Pairs, gains
-from secateurs.home import home
-from secateurs.importance import Importance, rank_correlation
-from secateurs.measuring import Bench
+from secateurs.data.dataset import derive, generator_for
+from secateurs.metrics import correct, cross_entropy
 from secateurs.models import example_input, load_public
-from secateurs.scoring import FAST, score_site
-from secateurs.scoring.by_slopes import GRADIENT_PASS
-from secateurs.store import Store
+from secateurs.scoring import score_site
+from secateurs.scoring.cache import Store
+from secateurs.scoring.engine import split_for
+from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.importance import Importance, rank_correlation
+from secateurs.scoring.slopes import GRADIENT_PASS, Pairs, gains
 
 RESULT = Path(__file__).parent / "results" / "estimators.json"
 PAGE = Path(__file__).parent.parent / "docs" / "scoring.md"

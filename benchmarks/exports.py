@@ -23,12 +23,12 @@ from benchmarks.conditions import Conditions, conditions
 from benchmarks.layout import HALF, measure_order, measure_widths, randomly, render_order, render_widths
 from benchmarks.render import PAGE, with_part
 from secateurs import Graph, cost, load, save, trace
+from secateurs._util.files import write_text
 from secateurs.export import Exported, prepared, to_onnx, to_pt2, to_source
 from secateurs.export.deliver import TIMED_BATCHES, WARMUP
 from secateurs.export.prepare import resized
-from secateurs.files import write_text
+from secateurs.graph.latency import SpeedUp, in_turns, median, speedup, undisturbed
 from secateurs.models import build, example_input
-from secateurs.timing import SpeedUp, in_turns, median, speedup, undisturbed
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "exports.json"
 COMMAND = "python -m benchmarks.exports"

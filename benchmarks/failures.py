@@ -22,19 +22,20 @@ from torch.nn import functional
 
 from benchmarks.conditions import conditions
 from secateurs import find_sites, fit_importance, sample_masks, scores, trace
+from secateurs._util.download import home
+from secateurs._util.files import write_text
+from secateurs.config import FAST, Transform
 from secateurs.criteria import criterion
+from secateurs.criteria.ranking import cuts_along
 from secateurs.data import Examples, load, subset
-from secateurs.data.seeding import derive, generator_for
-from secateurs.engine import split_for
-from secateurs.evaluate import correct, cross_entropy
-from secateurs.files import write_text
-from secateurs.home import home
-from secateurs.importance import Importance, PairImportance, Transform, fit_pairs, order
-from secateurs.measuring import Bench
+from secateurs.data.dataset import derive, generator_for
+from secateurs.metrics import correct, cross_entropy
 from secateurs.models import example_input, load_public
-from secateurs.ranking import cuts_along
-from secateurs.scoring import FAST, score_site
-from secateurs.store import Store
+from secateurs.scoring import score_site
+from secateurs.scoring.cache import Store
+from secateurs.scoring.engine import split_for
+from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.importance import Importance, PairImportance, fit_pairs, order
 
 RESULT = Path(__file__).parent / "results" / "failures.json"
 PAGE = Path(__file__).parents[1] / "docs" / "quality.md"

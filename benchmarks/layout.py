@@ -15,8 +15,8 @@ from secateurs import Graph, Site, compact, cost, find_sites, trace
 from secateurs.export import Exported, Prepared, prepared, to_onnx, to_source
 from secateurs.export.plain import plain_module
 from secateurs.export.prepare import PROFILED_BATCH, measure_alignment, resized
+from secateurs.graph.latency import SpeedUp
 from secateurs.models import build, example_input
-from secateurs.timing import SpeedUp
 
 Shortcut = Literal["before", "after"]
 POSITIONS: tuple[Shortcut, ...] = ("before", "after")

@@ -22,16 +22,16 @@ from benchmarks.conditions import conditions
 from benchmarks.render import with_part
 from benchmarks.signals import COMPARED, SHARES, SITES, Setting, percent, remaining, setting
 from secateurs import find_sites, fit_importance, sample_masks, scores
+from secateurs._util.download import home
+from secateurs._util.files import write_text
 from secateurs.criteria import criterion
 from secateurs.data import subset
-from secateurs.data.seeding import derive, generator_for
-from secateurs.evaluate import cross_entropy
-from secateurs.files import write_text
-from secateurs.home import home
-from secateurs.importance import fit_pairs, order
-from secateurs.measuring import Bench
-from secateurs.sites import Site
-from secateurs.store import Store
+from secateurs.data.dataset import derive, generator_for
+from secateurs.graph.sites import Site
+from secateurs.metrics import cross_entropy
+from secateurs.scoring.cache import Store
+from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.importance import fit_pairs, order
 
 RESULT = Path(__file__).parent / "results" / "pairs.json"
 PAGE = Path(__file__).parents[1] / "docs" / "quality.md"

@@ -15,17 +15,17 @@ from torch import Tensor
 from benchmarks.conditions import conditions
 from benchmarks.quality_setup import FOLDER, UNTOUCHED, Key, Method, Row, Subject, append_row, store_of
 from secateurs import Graph, compact, cost, find_sites
-from secateurs.allocation import Division, frontier
-from secateurs.dividing import Course, course_fields, course_from, measure_course, with_cuts
-from secateurs.files import write_text
-from secateurs.masking import copied
-from secateurs.measuring import name_of
-from secateurs.ranking import Ranking
-from secateurs.recipe import recipe_fields
-from secateurs.sites import Site
-from secateurs.store import context_of
-from secateurs.training import TrainSettings, train_
-from secateurs.workshop import Place, Workshop
+from secateurs._util.files import write_text
+from secateurs.config import TrainSettings, recipe_fields
+from secateurs.criteria.ranking import Ranking
+from secateurs.graph.masking import copied
+from secateurs.graph.sites import Site
+from secateurs.metrics import name_of
+from secateurs.pruning.context import Place, Workshop
+from secateurs.pruning.global_allocation import Course, course_fields, course_from, measure_course, with_cuts
+from secateurs.scoring.cache import context_of
+from secateurs.selection.allocation import Division, frontier
+from secateurs.training import train_
 
 TOO_MUCH = 0.025  # a search drop above which a ladder ends
 FIRST_REPAIRED = 0.1  # the first rung with repair: smaller cuts lose next to nothing

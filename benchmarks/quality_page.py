@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from benchmarks.quality_figure import draw
 from benchmarks.quality_rival import RIVALS, rivals_of
 from benchmarks.quality_setup import METHODS, PAGE, UNTOUCHED, Row, read_rows, series
-from secateurs.files import write_text
+from secateurs._util.files import write_text
 
 FIGURE = PAGE.with_suffix(".svg")
 BEGIN, END = "<!-- begin: made by `python -m benchmarks.quality --render` -->", "<!-- end: quality -->"

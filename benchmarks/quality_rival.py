@@ -23,9 +23,9 @@ from benchmarks.conditions import conditions
 from benchmarks.quality_setup import RESULTS, Subject
 from benchmarks.rival import VERSION, torch_pruning, zeroed
 from secateurs import cost
+from secateurs._util.files import write_text
 from secateurs.data import Examples, subset
-from secateurs.evaluate import accuracy
-from secateurs.files import write_text
+from secateurs.metrics import accuracy
 from secateurs.models import load_public
 
 RIVALS = RESULTS / "quality_rivals.json"

@@ -10,14 +10,14 @@ from functools import cached_property
 from pathlib import Path
 
 from secateurs import Graph, trace
+from secateurs._util.download import home
+from secateurs.config import Recipe, Repair
 from secateurs.data import Data, Examples, load, subset
-from secateurs.data.seeding import derive
-from secateurs.evaluate import Evaluation, correct, cross_entropy, evaluate
-from secateurs.home import home
+from secateurs.data.dataset import derive
+from secateurs.metrics import Evaluation, correct, cross_entropy, evaluate
 from secateurs.models import example_input, load_public
-from secateurs.recipe import Recipe, Repair
-from secateurs.store import Store
-from secateurs.workshop import Tools, Workshop
+from secateurs.pruning.context import Tools, Workshop
+from secateurs.scoring.cache import Store
 
 _ELSEWHERE = os.environ.get("QUALITY_RESULTS")  # a folder: all is measured anew, whatever was measured before
 RESULTS = Path(_ELSEWHERE or Path(__file__).parent / "results")

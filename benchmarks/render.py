@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.conditions import Conditions
 from benchmarks.scoring_page import render_scoring
-from secateurs.files import write_text
-from secateurs.timing import SpeedUp
+from secateurs._util.files import write_text
+from secateurs.graph.latency import SpeedUp
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "surgery.json"

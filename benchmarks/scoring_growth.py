@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks.scoring_setup import Bench, draw, means, seconds_of
 from secateurs import Graph, Site, compact, find_site
 from secateurs.data import Examples
-from secateurs.engine import split_for
-from secateurs.evaluate import cross_entropy
+from secateurs.metrics import cross_entropy
+from secateurs.scoring.engine import split_for
 
 MODEL, SITE = "resnet20", "layer2.1.conv1"
 MASKS = (8, 16, 24, 32)  # on FEW_IMAGES

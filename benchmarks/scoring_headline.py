@@ -17,10 +17,10 @@ from benchmarks.scoring_quality import budget_of, coef_of, held_to, image_passes
 from benchmarks.scoring_setup import CORES, PAPER_IMAGES, PAPER_MASKS, Bench, Losses, draw, seconds_of, stands_for
 from benchmarks.scoring_speed import Naive
 from secateurs import Site, fit_importance, scores
-from secateurs.data.seeding import generator_for
-from secateurs.importance import rank_correlation
-from secateurs.scoring import FAST, Scoring
-from secateurs.timing import using_threads
+from secateurs.config import FAST, Scoring
+from secateurs.data.dataset import generator_for
+from secateurs.graph.latency import using_threads
+from secateurs.scoring.importance import rank_correlation
 
 HALVINGS = 20
 NAIVE_IMAGES, NAIVE_MASKS = 512, 3

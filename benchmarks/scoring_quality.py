@@ -16,13 +16,14 @@ from torch import Tensor
 
 from benchmarks.scoring_setup import CORES, Bench, Losses, draw, means, measured_losses, removal_masks
 from secateurs import Importance, Site, fit_importance, scores
+from secateurs.config import FAST, Scoring
 from secateurs.criteria import criterion
 from secateurs.data import subset
-from secateurs.engine import split_for
-from secateurs.evaluate import correct, cross_entropy
-from secateurs.importance import rank_correlation
-from secateurs.scoring import FAST, Scored, Scoring, score_site
-from secateurs.timing import using_threads
+from secateurs.graph.latency import using_threads
+from secateurs.metrics import correct, cross_entropy
+from secateurs.scoring import Scored, score_site
+from secateurs.scoring.engine import split_for
+from secateurs.scoring.importance import rank_correlation
 
 SHARES = (0.25, 0.5, 0.75)
 BACKWARD = 2  # image-passes that a backward pass counts as

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from benchmarks.conditions import conditions
 from secateurs import Graph, Site, find_sites, sample_masks, trace
+from secateurs._util.download import home
+from secateurs._util.files import write_text
 from secateurs.data import Data, Examples, load_cifar10, split, subset
-from secateurs.data.seeding import generator_for
-from secateurs.engine import MaskedNetwork, split_for
+from secateurs.data.dataset import generator_for
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import Measure, cross_entropy
-from secateurs.files import write_text
-from secateurs.home import home
+from secateurs.graph.latency import using_threads
+from secateurs.metrics import Measure, cross_entropy
 from secateurs.models import example_input, load_public
-from secateurs.store import Store, context_of, mask_key
-from secateurs.timing import using_threads
+from secateurs.scoring.cache import Store, context_of, mask_key
+from secateurs.scoring.engine import MaskedNetwork, split_for
 
 CORES = os.cpu_count() or 1
 PAPER_MASKS = 10  # for each filter

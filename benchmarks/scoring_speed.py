@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from benchmarks.scoring_setup import PAPER_MASKS, Bench, draw, means, seconds_of, stands_for
 from secateurs import Graph, Site, cost, masked
 from secateurs.data import Examples
-from secateurs.engine import split_for
-from secateurs.evaluate import cross_entropy, loss
-from secateurs.layers import Mask
-from secateurs.masking import split_at
-from secateurs.timing import median, speedup
+from secateurs.graph.latency import median, speedup
+from secateurs.graph.layers import Mask
+from secateurs.graph.masking import split_at
+from secateurs.metrics import cross_entropy, loss
+from secateurs.scoring.engine import split_for
 
 ROOF_CHANNELS, ROOF_SIDE, ROOF_IMAGES = 128, 32, 32
 

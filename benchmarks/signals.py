@@ -23,16 +23,16 @@ from torch import Tensor
 
 from benchmarks.conditions import conditions
 from secateurs import Graph, find_sites, trace
+from secateurs._util.download import home
+from secateurs._util.files import write_text
+from secateurs.config import Pool, Recipe, Signal
+from secateurs.criteria.ranking import cuts_along
 from secateurs.data import Data, Examples, load, split, subset
-from secateurs.engine import split_for
-from secateurs.evaluate import correct, cross_entropy
-from secateurs.files import write_text
-from secateurs.home import home
+from secateurs.metrics import correct, cross_entropy
 from secateurs.models import example_input, load_public
-from secateurs.ranking import cuts_along
-from secateurs.recipe import Pool, Recipe, Signal
-from secateurs.store import Store
-from secateurs.workshop import Place, Tools, Workshop
+from secateurs.pruning.context import Place, Tools, Workshop
+from secateurs.scoring.cache import Store
+from secateurs.scoring.engine import split_for
 
 RESULT = Path(__file__).parent / "results" / "signals.json"
 PAGE = Path(__file__).parents[1] / "docs" / "quality.md"

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.conditions import conditions
-from secateurs.experiments.xor import SCHEDULES, SUCCESS, Row, table
-from secateurs.experiments.xor_nets import Setting, one_thread
-from secateurs.files import write_text
-from secateurs.importance import fit_importance, scores
-from secateurs.masks import sample_masks
+from secateurs._util.files import write_text
+from secateurs.reproduce.xor.experiment import SCHEDULES, SUCCESS, Row, table
+from secateurs.reproduce.xor.nets import Setting, one_thread
+from secateurs.scoring.importance import fit_importance, scores
+from secateurs.scoring.masks import sample_masks
 
 RESULTS = Path(__file__).parent / "results" / "xor.json"
 WANTED = 50  # times the batched way's CPU time

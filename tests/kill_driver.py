@@ -15,14 +15,13 @@ from pathlib import Path
 
 import torch
 
+from secateurs.api import prune, resume
+from secateurs.config import Recipe, TrainSettings
 from secateurs.data import Data, load
 from secateurs.data.splits import subset
-from secateurs.journal import read_journal
 from secateurs.models import build
-from secateurs.recipe import Recipe
-from secateurs.run import prune, resume
-from secateurs.store import Store
-from secateurs.training import TrainSettings
+from secateurs.pruning.journal import read_journal
+from secateurs.scoring.cache import Store
 
 RECIPE = Recipe.paper(
     max_drop=0.05,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateurs import Graph, Site, compact, masked, trace
-from secateurs.graph import tensors_in
+from secateurs.graph.trace import tensors_in
 
 ATOL = 1e-12
 """What rounding in float64 may make of outputs of size 1 (they are kept at that size by `randomise_`)."""

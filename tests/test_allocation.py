@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from secateurs.allocation import Curve, back_off, divide, frontier
 from secateurs.errors import InvalidInput
+from secateurs.selection.allocation import Curve, back_off, divide, frontier
 
 
 @st.composite

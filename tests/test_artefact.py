@@ -172,7 +172,7 @@ def test_every_changed_byte_is_noticed(saved: Path) -> None:
 
 def rewrite(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], None]) -> None:
     """Change header or tensors with the digest made anew, as an older or a wrong writer would."""
-    from secateurs.tensorfile import digest
+    from secateurs._util.tensors import digest
 
     with safe_open(path, "pt") as file:
         header = dict(file.metadata())

@@ -14,14 +14,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from secateurs.cli import execute, inputs
-from secateurs.cli.inputs import Origin
+from secateurs.cli import app as inputs
+from secateurs.cli import execute
+from secateurs.cli.app import Origin
+from secateurs.config import read_settings
 from secateurs.data import Data, Examples, cifar10
 from secateurs.data import load as load_data
 from secateurs.errors import ArtefactError, InvalidInput
-from secateurs.evaluate import evaluate
+from secateurs.metrics import evaluate
 from secateurs.models import build, load_builtin, load_weights_, read_pedigree, weights
-from secateurs.recipe import read_settings
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = Path(weights.__file__).parent / "builtin" / "resnet20.safetensors"
@@ -200,7 +201,7 @@ def small_cifar(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Data]:
         return cifar10.arrange(*parts, options.get("split", "paper"), seed=options.get("seed", 0))
 
     monkeypatch.setattr("secateurs.data.load", load)
-    monkeypatch.setattr("secateurs.models.pedigree.load", load)
+    monkeypatch.setattr("secateurs.models.weights.load", load)
     return load
 
 
@@ -224,7 +225,7 @@ def test_what_cannot_be_compared_is_said(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, trained: Path
 ) -> None:
     other = load_data("digits", seed=9)
-    monkeypatch.setattr("secateurs.models.pedigree.load", lambda name, **options: other)
+    monkeypatch.setattr("secateurs.models.weights.load", lambda name, **options: other)
     file = str(trained / "weights.safetensors")
     inputs.load_data(Origin("mlp", "digits", data_options={"seed": 1}, weights=file))
     assert "cannot be found out: the data have changed since" in capsys.readouterr().err

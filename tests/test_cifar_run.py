@@ -9,7 +9,7 @@ import pytest
 
 from secateurs import load, prune, read_recipe
 from secateurs.data import load as load_data
-from secateurs.evaluate import accuracy
+from secateurs.metrics import accuracy
 from secateurs.models import build, load_public
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "2core.toml"

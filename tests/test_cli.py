@@ -21,18 +21,17 @@ from rich.console import Console
 from rich.live import Live
 
 from secateurs import load
-from secateurs.cli import demo as demo_command
-from secateurs.cli import execute, progress, recipes
+from secateurs.cli import app as recipes
+from secateurs.cli import execute, progress
+from secateurs.cli import prune as demo_command
 from secateurs.cli import train as train_command
-from secateurs.cli.flags import RecipeFlags, TrainFlags, options
-from secateurs.cli.inputs import is_pruned_file, run_folder
+from secateurs.cli.app import RecipeFlags, TrainFlags, is_pruned_file, options, run_folder
+from secateurs.config import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, Recipe, TrainSettings, read_recipe, read_settings
 from secateurs.data import load as load_data
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import evaluate
+from secateurs.metrics import evaluate
 from secateurs.models import build, load_weights_
-from secateurs.recipe import Recipe, read_recipe, read_settings
-from secateurs.steps import Progress
-from secateurs.training import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
+from secateurs.pruning.results import Progress
 
 NET = ["--model", "mlp", "--model-option", "hidden=[8, 6]", "--data", "digits"]
 QUICK = [
@@ -164,7 +163,7 @@ def test_an_unreachable_address_is_an_error_that_names_it(
         raise OSError("no route to host")
 
     monkeypatch.setenv("SECATEURS_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("secateurs.fetch.urlopen", offline)
+    monkeypatch.setattr("secateurs._util.download.urlopen", offline)
     said = failing(capsys, "data", "get", "cifar10")
     assert "https://www.cs.toronto.edu" in said
     assert "no route to host" in said
@@ -624,7 +623,7 @@ def test_a_terminal_gets_a_bar_with_all_that_matters() -> None:
 
 
 def a_step() -> Any:
-    from secateurs.steps import Step
+    from secateurs.pruning.results import Step
 
     figures = {"accuracy_before": 0.98, "accuracy_cut": 0.96, "accuracy": 0.97, "loss": 0.1}
     shares = {"parameters_removed": 0.25, "macs_removed": 0.125}

@@ -18,26 +18,35 @@ from hypothesis import strategies as st
 
 from secateurs import load
 from secateurs.cli import compare as command
+from secateurs.cli.app import Origin
 from secateurs.cli.compare import compare, shares, split
-from secateurs.cli.inputs import Origin
-from secateurs.cli.row_progress import Pace, RowForecast
-from secateurs.cli.table3 import table3
+from secateurs.cli.progress import Pace, RowForecast
+from secateurs.config import TrainSettings
 from secateurs.data import load as load_data
-from secateurs.data.examples import Examples
+from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, RecipeError, RunError, SecateursError
-from secateurs.experiments import comparison as comparing
-from secateurs.experiments.budgets import budget_fields, budget_words, named_budget
-from secateurs.experiments.comparison import ROWS, Comparison, entries
-from secateurs.experiments.comparison_render import contest_of, render
-from secateurs.experiments.comparison_rows import Answers, Count, Row, comparison_rows, row_fields
-from secateurs.experiments.comparison_tables import MISSED, best_words, spread, summaries, tables_text
-from secateurs.experiments.rows import append_row
-from secateurs.experiments.table3 import PAPER, findings, table3_sheet, table3_text
 from secateurs.methods import NO_TRAINING, Budget, Pruned, Task, Trained
+from secateurs.methods.compare import run as comparing
+from secateurs.methods.compare.figures import contest_of, render
+from secateurs.methods.compare.rows import (
+    Answers,
+    Count,
+    Row,
+    append_row,
+    budget_fields,
+    budget_words,
+    comparison_rows,
+    named_budget,
+    row_fields,
+)
+from secateurs.methods.compare.run import ROWS, Comparison, entries
+from secateurs.methods.compare.tables import MISSED, best_words, spread, summaries, tables_text
 from secateurs.models import build
-from secateurs.report.contest_page import closer_look, curves
-from secateurs.steps import Progress
-from secateurs.training import TrainSettings, train_
+from secateurs.pruning.results import Progress
+from secateurs.report.comparison import closer_look, curves
+from secateurs.reproduce.table3.cli import table3
+from secateurs.reproduce.table3.tables import PAPER, findings, table3_sheet, table3_text
+from secateurs.training import train_
 
 HIDDEN = (8, 6)
 NET = ["--model", "mlp", "--model-option", "hidden=[8, 6]", "--data", "digits", "--examples", "150"]
@@ -524,7 +533,7 @@ def test_table3_is_made_of_the_rows_of_all_depths(
 ) -> None:
     drawn: list[Path] = []
     monkeypatch.setenv("COLUMNS", "200")  # so that no cell of the printed table is broken
-    monkeypatch.setattr("secateurs.cli.table3.rendered", lambda out: drawn.append(out) or [])
+    monkeypatch.setattr("secateurs.reproduce.table3.cli.rendered", lambda out: drawn.append(out) or [])
     written(tmp_path / "resnet20", [row("paper", 0.3, 0.89), row("li", 0.3, 0.88)])
     written(tmp_path / "resnet56", [row("paper", 0.3, 0.91, model="resnet56")])
     call(table3, "--render", "--out", str(tmp_path))

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from secateurs.contract import Contract, Promise, Verdict, divide_images, paired_bound
 from secateurs.errors import InvalidInput, NonFinite
-from secateurs.search import find_cut
+from secateurs.selection.contract import Contract, Promise, Verdict, divide_images, paired_bound
+from secateurs.selection.search import find_cut
 
 
 def pairs(images: int, lost: int, won: int) -> tuple[Tensor, Tensor]:

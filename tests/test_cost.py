@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from secateurs.costs import ROOT, TOTAL, Cost, LayerCost, cost, table
 from secateurs.errors import InvalidInput
+from secateurs.graph.cost import ROOT, TOTAL, Cost, LayerCost, cost, table
 from secateurs.models import build
 
 

@@ -18,8 +18,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, IterableDataset, Subset, SubsetRandomSampler, TensorDataset
 
 from secateurs.data import Data, Examples, Scaling, cifar10, from_loaders, load, load_folder, sample_xor, split, subset
+from secateurs.data.dataset import derive, generator_for, seeded
 from secateurs.data.loaders import materialise
-from secateurs.data.seeding import derive, generator_for, seeded
 from secateurs.data.splits import stratified_order
 from secateurs.errors import DataError, InvalidInput
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from secateurs import prune
-from secateurs.cli.demo import origin_for, trained
-from secateurs.cli.inputs import load_data
-from secateurs.cli.recipes import chosen_recipe
+from secateurs.cli.app import chosen_recipe, load_data
+from secateurs.cli.prune import origin_for, trained
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])

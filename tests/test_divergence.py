@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from secateurs.data import Examples
-from secateurs.divergence import divergence, with_answers
 from secateurs.errors import InvalidInput
+from secateurs.metrics import divergence, with_answers
 
 
 def test_a_network_does_not_diverge_from_itself() -> None:

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from secateurs.allocation import Division
-from secateurs.dividing import COARSE, Trial, find_division, ladder
+from secateurs.pruning.global_allocation import COARSE, Trial, find_division, ladder
+from secateurs.selection.allocation import Division
 
 
 def divisions(count: int) -> list[Division]:

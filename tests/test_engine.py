@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from secateurs import Graph, Site, find_sites, masked, sample_masks, trace
 from secateurs.data import Examples
-from secateurs.engine import Form, MaskedNetwork, split_for
-from secateurs.engine.forms import Masking, possible_maskings
-from secateurs.engine.memory import default_budget, free_memory
 from secateurs.errors import InvalidInput, InvalidMask
-from secateurs.evaluate import cross_entropy
-from secateurs.evaluate import loss as mean_loss
-from secateurs.layers import Mask
+from secateurs.graph.layers import Mask
+from secateurs.graph.sites import Sites
+from secateurs.metrics import cross_entropy
+from secateurs.metrics import loss as mean_loss
 from secateurs.models import build, example_input
-from secateurs.sites import Sites
+from secateurs.scoring.engine import Form, MaskedNetwork, split_for
+from secateurs.scoring.engine.memory import default_budget, free_memory
+from secateurs.scoring.engine.strategies import Masking, possible_maskings
 
 SMALL = {
     **{name: {} for name in ("fcn3", "mlp", "cnn1d", "split-small", "densenet-small", "mobilenet-small", "resnext-small")},
@@ -100,8 +100,8 @@ def threads(count: int) -> Iterator[None]:
 
 def shared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let even the smallest work be shared out to threads."""
-    monkeypatch.setattr("secateurs.engine.crew.WORTH_SHARING", 0.0)
-    monkeypatch.setattr("secateurs.engine.crew.LONG_OP", 0.0)
+    monkeypatch.setattr("secateurs.scoring.engine.workers.WORTH_SHARING", 0.0)
+    monkeypatch.setattr("secateurs.scoring.engine.workers.LONG_OP", 0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -194,7 +194,7 @@ def test_the_same_form_gives_the_same_bits(form: Form | None) -> None:
 
 
 def test_a_race_finds_a_form_that_gives_the_same_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secateurs.engine.choosing.SHARE", 100.0)
+    monkeypatch.setattr("secateurs.scoring.engine.autotune.SHARE", 100.0)
     site, masks, expected = naive("resnet8", "before", 1, torch.float32)
     graph, examples = problem("resnet8", torch.float32)
     network = split_for(graph, site, examples, announced=50)

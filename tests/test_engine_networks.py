@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from secateurs import Graph, Site, find_sites, masked, sample_masks, trace
 from secateurs.data import Examples
-from secateurs.engine import Form, split_for
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import cross_entropy
-from secateurs.evaluate import loss as mean_loss
-from secateurs.masking import copy_module
+from secateurs.graph.masking import copy_module
+from secateurs.metrics import cross_entropy
+from secateurs.metrics import loss as mean_loss
+from secateurs.scoring.engine import Form, split_for
 
 
 def seeded(seed: int) -> torch.Generator:

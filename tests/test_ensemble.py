@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from secateurs import Graph, Site, find_sites, masked, sample_masks, score_masks, trace
 from secateurs.data import Examples
-from secateurs.ensemble import accuracy_under, split_for
 from secateurs.errors import InvalidMask
-from secateurs.evaluate import accuracy
-from secateurs.evaluate import loss as mean_loss
+from secateurs.metrics import accuracy
+from secateurs.metrics import loss as mean_loss
 from secateurs.models import build, example_input
+from secateurs.scoring.engine.masked import split_for
+from secateurs.scoring.ensemble import accuracy_under
 
 NAMES = ("resnet8", "mobilenet-small", "unet-small", "densenet-small", "resnext-small", "split-small", "mlp", "cnn1d")
 

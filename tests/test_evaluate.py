@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from secateurs._util.modules import eval_mode, on_device
 from secateurs.data import Examples, Scaling
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import accuracy, correct, cross_entropy, evaluate, evaluating, loss, on_device, outputs, predictions
+from secateurs.metrics import accuracy, correct, cross_entropy, evaluate, loss, outputs, predictions
 
 
 def problem(count: int = 37, seed: int = 0) -> tuple[nn.Module, Examples]:
@@ -95,7 +96,7 @@ def test_no_gradients_are_recorded() -> None:
     seen = []
     loss(net, examples, loss_fn=lambda given, targets: seen.append(given.requires_grad) or given.mean())
     assert seen == [False]
-    with evaluating(net):
+    with eval_mode(net):
         assert not net(examples.inputs).requires_grad
 
 

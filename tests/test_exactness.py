@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from nets import Net, assert_compact_is_masked, assert_same, random_keep, random_tensor, randomise_, run, traced
 from secateurs import compact, find_sites, load, masked, replay, rule, save, trace, verify
 from secateurs.errors import InvalidInput, NotEqual, Unproved
-from secateurs.flow import Flow, Op, channelwise
-from secateurs.flow.table import RULES
-from secateurs.graph import RULED
+from secateurs.graph.flow import Flow, Op, channelwise
+from secateurs.graph.flow.table import RULES
+from secateurs.graph.trace import RULED
 
 KEEP = torch.tensor([1, 1, 0, 1, 0, 1, 1, 0]).bool()
 

@@ -20,11 +20,11 @@ from secateurs import Graph, compact, find_sites, load, masked, save, trace
 from secateurs.errors import ArtefactError, InvalidInput, NotEqual, UnsupportedOp
 from secateurs.export import onnx as onnx_module
 from secateurs.export import prepared, pt2, source, to_onnx, to_pt2, to_source
-from secateurs.export.fresh import run_fresh
+from secateurs.export.deliver import run_fresh
 from secateurs.export.layout import lay_out
 from secateurs.export.plain import alignments, plain_module
-from secateurs.graph import record_shapes_, tensors_in
-from secateurs.layers import Align, Offset
+from secateurs.graph.layers import Align, Offset
+from secateurs.graph.trace import record_shapes_, tensors_in
 from secateurs.models import build, example_input, names
 
 FOUR = {"resnet20": {"widths": (4, 4, 8)}, "vgg16": {"width": 2}, "mobilenet-small": {"width": 4}, "mlp": {}}

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from secateurs._util.download import fetch, home
 from secateurs.errors import DownloadError, InvalidInput
-from secateurs.fetch import fetch
-from secateurs.home import home
 
 BODY = bytes(range(256)) * 4096  # 1 MiB
 SHA256 = hashlib.sha256(BODY).hexdigest()

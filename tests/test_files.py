@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from secateurs.files import replacing, write_text
+from secateurs._util.files import replacing, write_text
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:

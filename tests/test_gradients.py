@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secateurs.errors import InvalidInput, NonFinite
-from secateurs.gradients import Pairs, fit_slopes, joined
-from secateurs.importance import fit_importance
-from secateurs.masks import sample_masks
+from secateurs.scoring.importance import fit_importance
+from secateurs.scoring.masks import sample_masks
+from secateurs.scoring.slopes import Pairs, fit_slopes, joined
 
 
 def seeded(seed: int) -> torch.Generator:

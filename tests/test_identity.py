@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secateurs.evaluate import Measure, correct, cross_entropy
-from secateurs.identity import called, changed, fingerprints, name_of
+from secateurs.metrics import Measure, called, changed, correct, cross_entropy, fingerprints, name_of
 
 PAIRS: dict[str, tuple[Measure, Measure]] = {
     "instructions": (lambda o, t: o + t, lambda o, t: o - t),

@@ -12,8 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from secateurs.config import Design
 from secateurs.errors import InvalidInput, NonFinite
-from secateurs.importance import (
+from secateurs.scoring.importance import (
     Importance,
     PairImportance,
     best_subset,
@@ -23,7 +24,7 @@ from secateurs.importance import (
     rank_correlation,
     scores,
 )
-from secateurs.masks import Design, sample_masks
+from secateurs.scoring.masks import sample_masks
 
 INF, NAN = math.inf, math.nan
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from secateurs.errors import InvalidInput
-from secateurs.timing import SpeedUp, in_turns, latency, speedup, timing
+from secateurs.graph.latency import SpeedUp, in_turns, latency, speedup, timing
 
 
 class Sleeper(nn.Module):

@@ -32,13 +32,13 @@ from nets import (
     traced,
 )
 from secateurs import Graph, Plan, compact, find_site, find_sites, load, masked, replay, save, trace, verify
-from secateurs.channels import take
 from secateurs.errors import EmptyLayer
-from secateurs.layers import Align, Constant, Mask, SumInto
-from secateurs.masking import split_at
+from secateurs.graph.channels import take
+from secateurs.graph.layers import Align, Constant, Mask, SumInto
+from secateurs.graph.masking import split_at
+from secateurs.graph.normalise import FollowsMode
+from secateurs.graph.sites import resolve
 from secateurs.models import build, example_input, names
-from secateurs.normalise import FollowsMode
-from secateurs.sites import resolve
 
 OTHER = (random_tensor(3, 3, 8, 8, seed=99),)
 """A batch of another size than the example's."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nets import randomise_
 from secateurs import compact, find_sites, trace, verify
-from secateurs.layers import Align, SumInto
+from secateurs.graph.layers import Align, SumInto
 from secateurs.models import build, example_input
 
 

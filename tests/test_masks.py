@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from secateurs.config import Design
 from secateurs.errors import InvalidInput
-from secateurs.masks import Design, sample_masks
+from secateurs.scoring.masks import sample_masks
 
 
 def seeded(seed: int) -> torch.Generator:

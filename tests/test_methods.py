@@ -17,25 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateurs import Graph, compact, find_sites, load, masked, save, trace
-from secateurs.allocation import Curve
-from secateurs.costs import cost
+from secateurs.config import CRITERIA, TrainSettings
 from secateurs.data import Data, Examples, load_cifar10, load_digits, subset
-from secateurs.data.seeding import derive
+from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, RunError, TrainingError
-from secateurs.evaluate import Measure, accuracy
+from secateurs.graph.cost import cost
+from secateurs.graph.sites import Site
 from secateurs.methods import METHODS, NO_TRAINING, Budget, Pruned, Task, Trained, method
-from secateurs.methods.courses import ranked
-from secateurs.methods.li import advances
-from secateurs.methods.soft import Zeroing, _zero_filters_
-from secateurs.methods.train import finished, stretches, tally, total, train_rest
-from secateurs.methods.work import Standing, opened, recipe_for
+from secateurs.methods.base import Standing, opened, recipe_for
+from secateurs.methods.li2017 import advances
+from secateurs.methods.profiles import ranked
+from secateurs.methods.sfp import Zeroing, _zero_filters_
+from secateurs.methods.training import finished, stretches, tally, total, train_rest
+from secateurs.metrics import Measure, accuracy
 from secateurs.models import example_input, load_public
-from secateurs.ranking import CRITERIA
-from secateurs.sites import Site
-from secateurs.steps import Progress
-from secateurs.training import TrainSettings, train_
+from secateurs.pruning.context import Workshop
+from secateurs.pruning.results import Progress
+from secateurs.selection.allocation import Curve
+from secateurs.training import train_
 from secateurs.training.loop import _Loop
-from secateurs.workshop import Workshop
 
 
 class Tiny(nn.Module):
@@ -278,7 +278,7 @@ def test_names() -> None:
 @pytest.mark.parametrize("name", ["l1:uniform", "paper"])
 def test_a_target_beyond_all_filters_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only = [find_sites(graph())[1]]
-    monkeypatch.setattr("secateurs.methods.work.find_sites", lambda *args: only)
+    monkeypatch.setattr("secateurs.methods.base.find_sites", lambda *args: only)
     monkeypatch.setattr(PAPER, "MAX_DROP", 1.0)
     with pytest.raises(InvalidInput, match=r"target_macs = 0\.95: wanted at most 0\.\d+"):
         method(name)(task(target_macs=0.95))

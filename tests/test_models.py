@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from secateurs._util.download import home
 from secateurs.errors import ArtefactError, DownloadError, InvalidInput
-from secateurs.home import home
 from secateurs.models import (
     PUBLIC_MEAN,
     PUBLIC_STD,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from secateurs.errors import InvalidInput
-from secateurs.masks import sample_masks
-from secateurs.noise import MOST_MASKS_PER_EXAMPLE, examples_needed, masks_per_example
+from secateurs.scoring.convergence import MOST_MASKS_PER_EXAMPLE, examples_needed, masks_per_example
+from secateurs.scoring.masks import sample_masks
 
 
 def seeded(seed: int) -> torch.Generator:

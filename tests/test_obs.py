@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secateurs.errors import InvalidInput
-from secateurs.obs import Quadratic, obs_order
+from secateurs.repair.obs import Quadratic, obs_order
 
 CHANNELS = 5
 

@@ -19,11 +19,11 @@ from torch.nn.utils import parametrizations
 from nets import Net, TwoInputs, assert_compact_is_masked, assert_same, random_keep, random_tensor, randomise_, run, traced
 from secateurs import compact, find_sites, masked, rule, trace, verify
 from secateurs.errors import EmptyLayer, Untraceable
-from secateurs.flow import Flow, Op, channelwise
-from secateurs.flow.table import RULES
-from secateurs.graph import RULED
+from secateurs.graph.flow import Flow, Op, channelwise
+from secateurs.graph.flow.table import RULES
+from secateurs.graph.sites import find_site
+from secateurs.graph.trace import RULED
 from secateurs.models import build
-from secateurs.sites import find_site
 
 Parts = Callable[[], Mapping[str, Any]]
 

@@ -15,7 +15,7 @@ from torch import nn
 from nets import Net, random_tensor, run, traced
 from secateurs import Graph, Plan, compact, replay
 from secateurs.errors import PlanError, SecateursError
-from secateurs.plan import PlannedCut
+from secateurs.graph.plan import PlannedCut
 
 
 def chain(width: int = 6) -> Graph:

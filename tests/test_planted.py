@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from secateurs import find_sites, fit_importance, fit_pairs, sample_masks, score_masks, scores, trace
 from secateurs.data import Examples
-from secateurs.importance import order
+from secateurs.scoring.importance import order
 
 
 def seeded(seed: int) -> torch.Generator:

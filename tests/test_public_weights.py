@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nets import random_keep
 from secateurs import compact, find_sites, masked, trace, verify
-from secateurs.home import home
+from secateurs._util.download import home
 from secateurs.models import PUBLIC_MEAN, PUBLIC_STD, load_public
 
 IMAGES = 2_000

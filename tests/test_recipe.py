@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secateurs import Recipe, TrainSettings, read_recipe
+from secateurs.config import read_settings, write_recipe
 from secateurs.errors import RecipeError
-from secateurs.recipe import read_settings, write_recipe
 
 
 def written(folder: Path, text: str) -> Path:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from secateurs import compact, find_sites, trace
-from secateurs.data.examples import Examples
+from secateurs.config import Recipe
+from secateurs.data.dataset import Examples
 from secateurs.errors import RecipeError
-from secateurs.graph import Graph
+from secateurs.graph.consumers import find_layers
+from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph
 from secateurs.models import build
-from secateurs.readers import find_layers
-from secateurs.recipe import Recipe
 from secateurs.repair import refit_
-from secateurs.sites import Site
 
 
 class TwoTerms(nn.Module):

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nets import BLOCKS, HEADS, Generated, Net, assert_same, random_keep, random_tensor, randomise_, run, traced
-from secateurs.artefact import load, save
 from secateurs.compaction import compact, replay, verify
-from secateurs.data.examples import Examples
+from secateurs.compaction.serialization import load, save
+from secateurs.data.dataset import Examples
 from secateurs.errors import EmptyLayer, InvalidInput, InvalidMask, PlanError
-from secateurs.graph import Graph, trace
-from secateurs.layers import Offset
-from secateurs.masking import masked
+from secateurs.graph.consumers import find_readers
+from secateurs.graph.layers import Offset
+from secateurs.graph.masking import masked
+from secateurs.graph.plan import Plan
+from secateurs.graph.sites import find_site, find_sites
+from secateurs.graph.trace import Graph, trace
 from secateurs.models import build, example_input
-from secateurs.plan import Plan
-from secateurs.readers import find_readers
 from secateurs.repair import Repair, apply_, observe, prepare, repair_
-from secateurs.sites import find_site, find_sites
 
 
 def examples(x: Tensor) -> Examples:
@@ -479,7 +479,7 @@ def test_a_gram_matrix_that_is_too_large_is_left_out_with_its_reason() -> None:
 def test_repair_mends_half_a_layer_of_the_public_resnet20() -> None:
     """Half of an inner site by L1 on the search half, 91.1 % before: 72 to 86 % without repair, 88 to 90 % with."""
     from secateurs.data.cifar10 import load_cifar10
-    from secateurs.evaluate import accuracy
+    from secateurs.metrics import accuracy
     from secateurs.models import load_public
 
     data = load_cifar10("public", download=False)

@@ -19,32 +19,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nets import random_keep
+from secateurs._util.format import SPACE, Metric, clock, interval, large
+from secateurs._util.tensors import dump, parse
+from secateurs.api import prune
 from secateurs.cli import execute
 from secateurs.compaction import compact
+from secateurs.config import Recipe, TrainSettings
 from secateurs.data import Data, load
 from secateurs.data.splits import subset
 from secateurs.errors import InvalidInput, RunError, UnknownSite
-from secateurs.graph import trace
-from secateurs.importance import Importance
+from secateurs.graph.latency import aligning_share
+from secateurs.graph.sites import find_sites
+from secateurs.graph.structure import nodes_from
+from secateurs.graph.trace import trace
 from secateurs.models import build
-from secateurs.recipe import Recipe
 from secateurs.report import describe, plots, read_run, write_report
-from secateurs.report.alignment import aligning_share
-from secateurs.report.charts.accuracy import accuracy
-from secateurs.report.charts.agreement import agreement
-from secateurs.report.charts.frontier import Point, best
-from secateurs.report.charts.importances import importances
+from secateurs.report.charts.accuracy import accuracy, agreement
+from secateurs.report.charts.allocation import Point, best
+from secateurs.report.charts.figure import Figure, el, ticks
+from secateurs.report.charts.sites import importances
 from secateurs.report.exports import note_exports
-from secateurs.report.figure import Figure, ticks
-from secateurs.report.judging import run_warnings, step_warnings, verdict
-from secateurs.report.markup import el
 from secateurs.report.records import Ranking, StepRecord
-from secateurs.report.structure import nodes_from
-from secateurs.report.words import SPACE, Metric, clock, interval, large
-from secateurs.run import prune
-from secateurs.sites import find_sites
-from secateurs.tensorfile import dump, parse
-from secateurs.training import TrainSettings
+from secateurs.report.verdicts import run_warnings, step_warnings, verdict
+from secateurs.scoring.importance import Importance
 from torture.journals import entries_of, write_entries
 
 NASTY = '<script>alert("x")</script>&\'"'

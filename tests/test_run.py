@@ -21,16 +21,15 @@ from torch import Tensor, nn
 
 from kill_driver import RECIPE, network, small_data
 from secateurs import load
+from secateurs.api import prune, resume
+from secateurs.config import Recipe, TrainSettings
 from secateurs.data import Data, Examples
 from secateurs.errors import InvalidInput, RunError, TrainingError
-from secateurs.evaluate import accuracy
-from secateurs.journal import read_journal
-from secateurs.journey import keeping
+from secateurs.metrics import accuracy
 from secateurs.models import build
-from secateurs.recipe import Recipe
-from secateurs.run import prune, resume
-from secateurs.steps import Progress, Step
-from secateurs.training import TrainSettings
+from secateurs.pruning import checkpoints as keeping
+from secateurs.pruning.journal import read_journal
+from secateurs.pruning.results import Progress, Step
 from torture.journals import entries_of, write_entries
 
 DATA = small_data()

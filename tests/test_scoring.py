@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from secateurs import Graph, Site, find_sites, fit_importance, fit_pairs, sample_masks, score_masks, scores, trace
+from secateurs.config import FAST, PAPER, Scoring
 from secateurs.data import Examples, load_cifar10, subset
-from secateurs.data.seeding import derive, generator_for
+from secateurs.data.dataset import derive, generator_for
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import cross_entropy
-from secateurs.importance import Importance, PairImportance, rank_correlation
-from secateurs.measuring import Bench
+from secateurs.metrics import cross_entropy
 from secateurs.models import example_input, load_public
-from secateurs.scoring import FAST, PAPER, Scored, Scoring, score_site
-from secateurs.store import Store
+from secateurs.scoring import Scored, score_site
+from secateurs.scoring.cache import Store
+from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.importance import Importance, PairImportance, rank_correlation
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from secateurs.config import Method
 from secateurs.errors import InvalidInput, NonFinite
-from secateurs.search import Method, find_cut
+from secateurs.selection.search import find_cut
 
 METHODS: tuple[Method, ...] = ("bisect", "paper", "scan")
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from nets import Net, assert_compact_is_masked, random_keep, random_tensor, randomise_, run, traced
 from secateurs import Graph, compact, find_site, find_sites, masked, trace
 from secateurs.errors import InvalidInput, UnknownSite
+from secateurs.graph.sites import Sites
 from secateurs.models import build, example_input
-from secateurs.sites import Sites
 
 BLOCKS = [f"layer{stage}.{block}" for stage in (1, 2, 3) for block in (0, 1, 2)]
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from secateurs.errors import InvalidInput
-from secateurs.importance import fit_importance
-from secateurs.masks import sample_masks
-from secateurs.stability import agreement, resampled_fits, resampled_means, settled
+from secateurs.scoring.convergence import agreement, resampled_fits, resampled_means, settled
+from secateurs.scoring.importance import fit_importance
+from secateurs.scoring.masks import sample_masks
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -9,7 +9,7 @@ from torch import nn
 from nets import randomise_
 from secateurs import compact, find_sites, replay, trace, verify
 from secateurs.models import build, example_input
-from secateurs.models.mobilenet import InvertedResidual
+from secateurs.models.topologies import InvertedResidual
 
 
 def with_few_blocks(name: str) -> nn.Module:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secateurs.errors import InvalidInput, RunError
-from secateurs.store import Store, context_of, mask_key
+from secateurs.scoring.cache import Store, context_of, mask_key
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.uint8, torch.bool])

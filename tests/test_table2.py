@@ -13,20 +13,20 @@ from cyclopts import App
 
 from secateurs import load
 from secateurs.cli import execute
-from secateurs.cli import table2 as command
-from secateurs.cli.inputs import Origin
+from secateurs.cli.app import Origin
 from secateurs.cli.progress import RunWatcher
 from secateurs.data import load as load_data
 from secateurs.data import subset
 from secateurs.errors import RunError
-from secateurs.evaluate import evaluate
-from secateurs.experiments import table2_paper
-from secateurs.experiments.rows import append_row, read_rows
-from secateurs.experiments.table2 import Asked, Row, column_of
-from secateurs.experiments.table2_findings import findings
-from secateurs.experiments.table2_tables import page, sheets, tables
+from secateurs.methods.compare.rows import append_row, read_rows
+from secateurs.metrics import evaluate
 from secateurs.models import build
-from secateurs.steps import Step
+from secateurs.pruning.results import Step
+from secateurs.reproduce.table2 import cli as command
+from secateurs.reproduce.table2 import paper as table2_paper
+from secateurs.reproduce.table2.findings import findings
+from secateurs.reproduce.table2.run import Asked, Row, column_of
+from secateurs.reproduce.table2.tables import page, sheets, tables
 from test_golden import LAYERS, TABLE_2  # the paper's figures, typed in a second time
 
 ASKED = {
@@ -221,7 +221,7 @@ def run(tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(command, "SUBJECT", Origin("resnet8", "digits", options))
     (tmp_path / "small.toml").write_text(SMALL)
     monkeypatch.setitem(command.BUDGETS, "2core", (str(tmp_path / "small.toml"), {}))
-    monkeypatch.setattr("secateurs.run.write_report", lambda path: path)  # figures that nobody looks at here
+    monkeypatch.setattr("secateurs.api.write_report", lambda path: path)  # figures that nobody looks at here
     app = App(result_action="return_value", suppress_keyboard_interrupt=False)
     app.command(command.table2)
 

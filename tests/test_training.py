@@ -17,25 +17,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from secateurs.config import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
 from secateurs.data import Examples, Scaling
 from secateurs.data import load as load_data
 from secateurs.errors import InvalidInput, TrainingError
-from secateurs.evaluate import accuracy, evaluate, outputs
-from secateurs.training import (
-    PAPER_FINETUNE,
-    PAPER_RESNET,
-    PAPER_RETRAIN,
-    EpochRecord,
-    TrainSettings,
-    TrainState,
-    carry_momentum,
-    learning_rate,
-    recalibrate_,
-    restore_,
-    train_,
-)
-from secateurs.training.augment import augment, crop_at, random_crop, random_flip
-from secateurs.training.objective import distance
+from secateurs.metrics import accuracy, evaluate, outputs
+from secateurs.training import EpochRecord, TrainState, carry_momentum, learning_rate, recalibrate_, restore_, train_
+from secateurs.training.loop import augment, crop_at, distance, random_crop, random_flip
 from secateurs.training.schedule import steps_in_epoch
 
 

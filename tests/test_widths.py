@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from nets import Net, seeded
-from secateurs import Graph, Site, compact, find_sites, trace, widths
+from secateurs import Graph, Site, compact, find_sites, trace
+from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, UnknownSite
 from secateurs.models import build, example_input
-from secateurs.sites import Shortcut
-from secateurs.widths import edges, fast_widths
+from secateurs.selection import latency_widths as widths
+from secateurs.selection.latency_widths import edges, fast_widths
 
 ROUNDS = 7
 

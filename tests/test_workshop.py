@@ -15,24 +15,24 @@ from torch import Tensor, nn
 
 from nets import randomise_
 from secateurs import load, replay, trace
-from secateurs.contract import divide_images, paired_bound
-from secateurs.cutting import CERTIFYING
+from secateurs._util.tensors import parse
+from secateurs.api import prune
+from secateurs.config import Recipe
 from secateurs.data import Data, Examples
 from secateurs.data import load as load_data
-from secateurs.data.seeding import derive
+from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
-from secateurs.engine import MaskedNetwork
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import correct, cross_entropy, evaluate
+from secateurs.graph.plan import Plan
+from secateurs.graph.sites import find_sites
+from secateurs.metrics import correct, cross_entropy, evaluate
 from secateurs.models import build
-from secateurs.plan import Plan
-from secateurs.recipe import Recipe
-from secateurs.run import prune
-from secateurs.sites import find_sites
-from secateurs.steps import Outcome
-from secateurs.store import Store
-from secateurs.tensorfile import parse
-from secateurs.workshop import Tools, Workshop
+from secateurs.pruning.budget import CERTIFYING
+from secateurs.pruning.context import Tools, Workshop
+from secateurs.pruning.results import Outcome
+from secateurs.scoring.cache import Store
+from secateurs.scoring.engine import MaskedNetwork
+from secateurs.selection.contract import divide_images, paired_bound
 
 WIDTHS = (12, 10)
 

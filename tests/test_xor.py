@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secateurs.cli.reproduce import app
+from secateurs._util.tables import Sheet, markdown
 from secateurs.errors import InvalidInput
-from secateurs.experiments.xor import (
+from secateurs.reproduce.cli import app
+from secateurs.reproduce.xor.experiment import (
     HIDDEN,
     SCHEDULES,
     Row,
@@ -26,9 +27,9 @@ from secateurs.experiments.xor import (
     table,
     train_whole,
 )
-from secateurs.experiments.xor_figures import draw_all
-from secateurs.experiments.xor_methods import OTHER_METHODS, by_chance, by_pairs, by_the_paper
-from secateurs.experiments.xor_nets import (
+from secateurs.reproduce.xor.figures import draw_all
+from secateurs.reproduce.xor.methods import OTHER_METHODS, by_chance, by_pairs, by_the_paper
+from secateurs.reproduce.xor.nets import (
     Nets,
     Optimiser,
     Points,
@@ -40,7 +41,7 @@ from secateurs.experiments.xor_nets import (
     stream,
     train,
 )
-from secateurs.experiments.xor_tables import Sheet, markdown, methods_sheet, paper_sheet, plain, sweep_sheet
+from secateurs.reproduce.xor.tables import methods_sheet, paper_sheet, plain, sweep_sheet
 
 SMALL = Setting(seed=11, experiments=5, points=200, epochs=3, masks=40)
 

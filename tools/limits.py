@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from secateurs import Unprunable, compact, cost, find_sites, masked, trace
+from secateurs._util.files import write_text
 from secateurs.errors import SecateursError
-from secateurs.files import write_text
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "limits.jsonl"

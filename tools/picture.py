@@ -10,7 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from secateurs.journal import read_journal
+from secateurs.pruning.journal import read_journal
 
 
 def draw(run: Path, out: Path) -> None:

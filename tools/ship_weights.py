@@ -13,15 +13,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from secateurs.cli import training_folder
-from secateurs.cli.inputs import Origin, fresh_model, load_data, origin_of
+from secateurs._util.files import write_bytes
+from secateurs._util.tensors import dump
+from secateurs.cli import train as training_folder
+from secateurs.cli.app import Origin, fresh_model, load_data, origin_of
 from secateurs.data import Data
 from secateurs.errors import RunError, SecateursError
-from secateurs.evaluate import evaluate
-from secateurs.files import write_bytes
+from secateurs.metrics import evaluate
 from secateurs.models import Pedigree, load_weights_, names
 from secateurs.models.weights import BUILTIN
-from secateurs.tensorfile import dump
 
 LARGEST = 1_100_000  # bytes: everybody who installs the package downloads them
 

@@ -4,45 +4,45 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from secateurs.artefact import load, save
+    from secateurs.api import Pruner, prune, resume
     from secateurs.compaction import Verification, compact, replay, verify
-    from secateurs.costs import Cost, cost
-    from secateurs.ensemble import Ensemble, score_masks
+    from secateurs.compaction.serialization import load, save
+    from secateurs.config import Recipe, TrainSettings, read_recipe
     from secateurs.errors import SecateursError
-    from secateurs.flow import rule
-    from secateurs.graph import Graph, trace
-    from secateurs.importance import Importance, fit_importance, fit_pairs, scores
-    from secateurs.masking import masked
-    from secateurs.masks import sample_masks
-    from secateurs.plan import Plan
-    from secateurs.recipe import Recipe, read_recipe
-    from secateurs.run import Run, prune, resume
-    from secateurs.search import Cut, find_cut
-    from secateurs.sites import Site, Unprunable, find_site, find_sites
-    from secateurs.steps import Outcome, Step
-    from secateurs.timing import Latency, latency
-    from secateurs.training import TrainSettings, train_
+    from secateurs.graph.cost import Cost, cost
+    from secateurs.graph.flow import rule
+    from secateurs.graph.latency import Latency, latency
+    from secateurs.graph.masking import masked
+    from secateurs.graph.plan import Plan
+    from secateurs.graph.sites import Site, Unprunable, find_site, find_sites
+    from secateurs.graph.trace import Graph, trace
+    from secateurs.pruning.results import Outcome, Step
+    from secateurs.scoring.ensemble import Ensemble, score_masks
+    from secateurs.scoring.importance import Importance, fit_importance, fit_pairs, scores
+    from secateurs.scoring.masks import sample_masks
+    from secateurs.selection.search import Cut, find_cut
+    from secateurs.training import train_
 
 # Names are loaded when they are first used: importing torch takes seconds, which `secateurs --help` should not.
 _HOMES = {
-    "artefact": ("load", "save"),
+    "api": ("Pruner", "prune", "resume"),
     "compaction": ("Verification", "compact", "replay", "verify"),
-    "costs": ("Cost", "cost"),
-    "ensemble": ("Ensemble", "score_masks"),
+    "compaction.serialization": ("load", "save"),
+    "config": ("Recipe", "TrainSettings", "read_recipe"),
     "errors": ("SecateursError",),
-    "flow": ("rule",),
-    "graph": ("Graph", "trace"),
-    "importance": ("Importance", "fit_importance", "fit_pairs", "scores"),
-    "masking": ("masked",),
-    "masks": ("sample_masks",),
-    "plan": ("Plan",),
-    "recipe": ("Recipe", "read_recipe"),
-    "run": ("Run", "prune", "resume"),
-    "search": ("Cut", "find_cut"),
-    "sites": ("Site", "Unprunable", "find_site", "find_sites"),
-    "steps": ("Outcome", "Step"),
-    "timing": ("Latency", "latency"),
-    "training": ("TrainSettings", "train_"),
+    "graph.cost": ("Cost", "cost"),
+    "graph.flow": ("rule",),
+    "graph.latency": ("Latency", "latency"),
+    "graph.masking": ("masked",),
+    "graph.plan": ("Plan",),
+    "graph.sites": ("Site", "Unprunable", "find_site", "find_sites"),
+    "graph.trace": ("Graph", "trace"),
+    "pruning.results": ("Outcome", "Step"),
+    "scoring.ensemble": ("Ensemble", "score_masks"),
+    "scoring.importance": ("Importance", "fit_importance", "fit_pairs", "scores"),
+    "scoring.masks": ("sample_masks",),
+    "selection.search": ("Cut", "find_cut"),
+    "training": ("train_",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -55,8 +55,8 @@ __all__ = [
     "Latency",
     "Outcome",
     "Plan",
+    "Pruner",
     "Recipe",
-    "Run",
     "SecateursError",
     "Site",
     "Step",

@@ -24,12 +24,22 @@ import torch
 from tests.torture.tally import Tally
 from torch import Tensor
 
-from secateurs.allocation import Curve, Division, frontier
-from secateurs.cutting import Jury, Looking, Start, caution_at, certify_values, find_site_cut, predicted, summon
-from secateurs.data.examples import Examples
-from secateurs.dividing import Trial, counts_of, find_division
-from secateurs.evaluate import correct
-from secateurs.recipe import Recipe
+from secateurs.config import Recipe
+from secateurs.data.dataset import Examples
+from secateurs.metrics import correct
+from secateurs.pruning.budget import (
+    Jury,
+    Looking,
+    Start,
+    caution_at,
+    certify_values,
+    contract_of,
+    find_site_cut,
+    predicted,
+    summon,
+)
+from secateurs.pruning.global_allocation import Trial, counts_of, find_division
+from secateurs.selection.allocation import Curve, Division, frontier
 
 KINDS = ("global", "sequential", "site")
 MARGIN = 1.4  # mean of the margins, in standard deviations: 91.9 % are right
@@ -90,7 +100,7 @@ def simulate(kind: str, world: World, confidence: float, *, certifying: float | 
     )
     images = Examples(torch.arange(len(world.margins)), torch.zeros(len(world.margins)))
     more = {} if certifying is None else {"certifying": certifying}
-    jury = summon(images, recipe.contract(), correct, seed=recipe.seed, **more)
+    jury = summon(images, contract_of(recipe), correct, seed=recipe.seed, **more)
     if kind == "global":
         cuts = _divided(world, recipe, jury)
         return Ended(world.accuracy([]) - world.accuracy(cuts), world.saved(cuts))

@@ -23,15 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from secateurs import Plan, compact, load, replay, save, trace
-from secateurs.cli import training_folder
+from secateurs._util.tensors import digest, dump
+from secateurs.cli import train as training_folder
+from secateurs.config import Recipe, TrainSettings, read_recipe, write_recipe
 from secateurs.errors import SecateursError
-from secateurs.experiments.rows import read_rows
+from secateurs.methods.compare.rows import read_rows
 from secateurs.models import Pedigree, TrainingSet, read_pedigree
 from secateurs.models.weights import load_weights_
-from secateurs.recipe import Recipe, read_recipe, write_recipe
-from secateurs.record import read_provenance
-from secateurs.tensorfile import digest, dump
-from secateurs.training import TrainSettings
+from secateurs.pruning.folder import read_provenance
 
 from .mutations import damaged, edited
 from .tally import Tally, Verdict, scratch, tally

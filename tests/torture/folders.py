@@ -23,16 +23,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from secateurs.api import prune, resume
 from secateurs.cli.show import show
+from secateurs.config import Recipe, TrainSettings
 from secateurs.data import Data, load
 from secateurs.data.splits import subset
 from secateurs.errors import SecateursError
 from secateurs.models import build
-from secateurs.recipe import Recipe
+from secateurs.pruning.results import Progress
 from secateurs.report import write_report
-from secateurs.run import prune, resume
-from secateurs.steps import Progress
-from secateurs.training import TrainSettings
 
 from .journals import DIGEST, write_bodies
 from .mutations import damaged, edited

@@ -100,7 +100,7 @@ def same_state(a: nn.Module, b: nn.Module) -> None:
 
 
 def kept_part(wide: Tensor, kept: Any) -> Tensor:
-    from secateurs.channels import take
+    from secateurs.graph.channels import take
 
     return take(wide, kept)
 

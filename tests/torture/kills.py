@@ -31,14 +31,14 @@ import torch
 from tests.torture.tally import Tally
 from torch import Tensor, nn
 
+from secateurs.api import prune, resume
+from secateurs.config import Recipe, TrainSettings
 from secateurs.data import Data, load
 from secateurs.data.splits import subset
 from secateurs.errors import SecateursError
-from secateurs.journal import read_journal
 from secateurs.models import build
-from secateurs.recipe import Recipe
-from secateurs.run import Run, prune, resume
-from secateurs.training import TrainSettings
+from secateurs.pruning.journal import read_journal
+from secateurs.pruning.run import Run
 
 HUNG = 180  # seconds after which an attempt counts as hung
 PATIENCE = 30  # kills of one run; then it is left alone

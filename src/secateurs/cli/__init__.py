@@ -34,8 +34,12 @@ With `--json` stdout holds one JSON document and nothing else.
 
 
 def _app() -> App:
-    from secateurs.cli import compare, data, demo, export, prune, report, resume, show, sites, train
-    from secateurs.cli import eval as measuring
+    from secateurs.cli import compare, data, export, prune, show, train
+    from secateurs.cli import network as measuring
+    from secateurs.cli import network as sites
+    from secateurs.cli import prune as demo
+    from secateurs.cli import prune as resume
+    from secateurs.cli import show as report
 
     found = App(
         name="secateurs",
@@ -56,7 +60,7 @@ def _app() -> App:
     found.command(data.app)
     # by name, and with its help told here, because its file imports torch
     text = "Run the paper's experiments again and print its tables beside ours."
-    found.command(f"{__name__}.reproduce:app", name="reproduce", help=text, sort_key=8)
+    found.command("secateurs.reproduce.cli:app", name="reproduce", help=text, sort_key=8)
     return found
 
 

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from secateurs.cli.flags import Json, Options, options
-from secateurs.cli.inputs import RUNS, Origin, build_model, check_device, load_data
-from secateurs.cli.progress import Display, display
-from secateurs.cli.row_progress import RowWatcher, words
+from secateurs.cli.app import RUNS, Json, Options, Origin, build_model, check_device, load_data, options
+from secateurs.cli.progress import Display, RowWatcher, display, words
 from secateurs.cli.terminal import print_json, print_table, say, warn
 from secateurs.errors import InvalidInput, RunError, SecateursError
 
 if TYPE_CHECKING:
-    from secateurs.experiments.comparison import Comparison, Entry
     from secateurs.methods import Method
+    from secateurs.methods.compare.run import Comparison, Entry
 
 Many = Parameter(consume_multiple=True, negative="")
 BESIDE = ("random", "l1")  # what no comparison goes without
@@ -150,7 +148,7 @@ def comparison_of(
     batch: int = 256,
 ) -> Comparison:
     """The comparison of the network, weights and data that were named; rows call them without a path."""
-    from secateurs.experiments.comparison import Comparison, fewer
+    from secateurs.methods.compare.run import Comparison, fewer
 
     found = fewer(load_data(origin), examples)
     names = {
@@ -164,8 +162,8 @@ def comparison_of(
 
 def work_through(comparison: Comparison, asked: Asked, shown: Display) -> list[str]:
     """Make all rows that are missing; gives what could not be made, with the reason. Ctrl-C says how to go on."""
-    from secateurs.experiments.comparison import entries
     from secateurs.methods import method
+    from secateurs.methods.compare.run import entries
 
     named = tuple(dict.fromkeys((*asked.methods, *asked.beside)))
     known = {name: method(name) for name in named}  # a wrong name is an error before anything runs
@@ -188,16 +186,16 @@ def work_through(comparison: Comparison, asked: Asked, shown: Display) -> list[s
 
 def rendered(out: Path) -> list[Path]:
     """Tables, curves and page, made of the rows; gives the files."""
-    from secateurs.experiments.comparison_render import render
+    from secateurs.methods.compare.figures import render
 
     return render(out)
 
 
 def tell(out: Path, files: Sequence[Path], *, as_json: bool) -> None:
     """The tables of accuracies on stdout, or everything as one JSON document."""
-    from secateurs.experiments.comparison import ROWS
-    from secateurs.experiments.comparison_rows import budgets_of, comparison_rows, row_fields
-    from secateurs.experiments.comparison_tables import sheets_of
+    from secateurs.methods.compare.rows import budgets_of, comparison_rows, row_fields
+    from secateurs.methods.compare.run import ROWS
+    from secateurs.methods.compare.tables import sheets_of
 
     rows = comparison_rows(out / ROWS)
     if as_json:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from secateurs.cli.flags import Json, Options, options
-from secateurs.cli.inputs import Origin, build_model, fresh_model, is_pruned_file, load_data, origin_of
+from secateurs.cli.app import Json, Options, Origin, build_model, fresh_model, is_pruned_file, load_data, options, origin_of
 from secateurs.cli.terminal import print_json, print_table, say, warn
 from secateurs.errors import ArtefactError, InvalidInput, RunError
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from secateurs.export import Exported
-    from secateurs.graph import Graph
+    from secateurs.graph.trace import Graph
 
 _EXAMPLES = 64
 _Choice = Annotated[bool, Parameter(negative="", show_default=False)]
@@ -85,7 +84,7 @@ def export(
     folder = out or file.parent
 
     from secateurs.export import prepared, to_onnx, to_pt2, to_source
-    from secateurs.graph import trace
+    from secateurs.graph.trace import trace
 
     ready = prepared(network, inputs)
     unpruned = prepared(trace(original, network.example), inputs)
@@ -111,7 +110,7 @@ def _origin(
     """The file of the pruned network, and how to build the network and its data."""
     file = run / "pruned.safetensors" if run.is_dir() else run
     if run.is_dir() and not file.is_file():
-        from secateurs.record import read_provenance
+        from secateurs.pruning.folder import read_provenance
 
         read_provenance(run)  # says so if this is no run at all
         raise RunError(f"{run}: has no pruned.safetensors, so the run is not finished. Go on with it: secateurs resume {run}")
@@ -121,7 +120,7 @@ def _origin(
         if not run.exists():
             raise RunError(f"{run}: does not exist. Wanted the folder of a run, or a pruned.safetensors.")
         raise InvalidInput(f"{run}: a file does not say how to build its network: give --model (and --model-option).")
-    from secateurs.record import read_provenance
+    from secateurs.pruning.folder import read_provenance
 
     if data is not None or model_options or data_options:
         raise InvalidInput(f"{run} names its model and data itself: leave out --data, --model-option and --data-option.")
@@ -136,7 +135,7 @@ def _origin(
 
 def _networks(file: Path, origin: Origin) -> tuple[Graph, Any]:
     """The pruned network, and the one it was made from: with the weights it came with, where the run has kept them."""
-    from secateurs.artefact import load
+    from secateurs.compaction.serialization import load
 
     if not is_pruned_file(file):
         raise ArtefactError(f"{file}: is not a network that secateurs has pruned and saved (a run's pruned.safetensors).")

@@ -12,13 +12,13 @@ from secateurs.cli.progress import RunWatcher
 from secateurs.cli.terminal import clock, percent, print_json, print_table, say
 
 if TYPE_CHECKING:
-    from secateurs.run import Run
-    from secateurs.steps import Outcome, Step
+    from secateurs.api import Pruner
+    from secateurs.pruning.results import Outcome, Step
 
 _COLUMNS = ("site", "round", "filters", "accuracy after the cut", "after training", "parameters removed", "MACs removed")
 
 
-def follow(run: Run, watcher: RunWatcher, report_every: int = 1) -> Outcome:
+def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> Outcome:
     """Do all of the run's work, telling the watcher; the report is written after every so many steps (0: at the end only)."""
     for step in run:
         watcher.step(step)
@@ -28,7 +28,7 @@ def follow(run: Run, watcher: RunWatcher, report_every: int = 1) -> Outcome:
 
 
 @contextmanager
-def holding(run: Run, folder: Path) -> Iterator[None]:
+def holding(run: Pruner, folder: Path) -> Iterator[None]:
     """Let the folder go at the end; whoever interrupts is told how to go on."""
     try:
         yield
@@ -50,7 +50,7 @@ def step_fields(step: Step) -> dict[str, Any]:
 
 def print_outcome(folder: Path, outcome: Outcome) -> None:
     """The table of steps and the closing lines of a finished run."""
-    from secateurs.steps import outcome_fields
+    from secateurs.pruning.results import outcome_fields
 
     print_steps([step_fields(step) for step in outcome.steps])
     print_closing(folder, outcome_fields(outcome))
@@ -64,7 +64,7 @@ def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
 
 def print_closing(folder: Path, outcome: Mapping[str, Any]) -> None:
     """What came of a run, and where it is."""
-    from secateurs.steps import summary_of
+    from secateurs.pruning.results import summary_of
 
     say(summary_of(outcome) + ".")
     say(f"Stopped because {outcome['stopped']}, after {clock(outcome['seconds'])}.")
@@ -72,10 +72,10 @@ def print_closing(folder: Path, outcome: Mapping[str, Any]) -> None:
     say(f"The report: {folder / 'report.html'}")
 
 
-def print_run_json(folder: Path, run: Run, outcome: Outcome, **more: Any) -> None:
+def print_run_json(folder: Path, run: Pruner, outcome: Outcome, **more: Any) -> None:
     """A finished run as one JSON document."""
-    from secateurs.recipe import recipe_fields
-    from secateurs.steps import outcome_fields
+    from secateurs.config import recipe_fields
+    from secateurs.pruning.results import outcome_fields
 
     print_json(
         {

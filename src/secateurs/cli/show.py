@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from secateurs.cli import training_folder
-from secateurs.cli.flags import Json
+from cyclopts import Parameter
+
+from secateurs._util.files import is_held
+from secateurs.cli import train as training_folder
+from secateurs.cli.app import Json
 from secateurs.cli.results import print_closing, print_steps
 from secateurs.cli.terminal import percent, print_json, print_table, say
-from secateurs.files import is_held
 
 Entries = Sequence[Mapping[str, Any]]
 
@@ -38,9 +40,9 @@ def show(
 
 
 def _show_run(run: Path, *, as_json: bool) -> None:
-    from secateurs.journal import read_journal
-    from secateurs.recipe import read_recipe, recipe_fields
-    from secateurs.record import RECIPE, read_provenance
+    from secateurs.config import read_recipe, recipe_fields
+    from secateurs.pruning.folder import RECIPE, read_provenance
+    from secateurs.pruning.journal import read_journal
 
     provenance, entries = read_provenance(run), read_journal(run)
     recipe = read_recipe(run / RECIPE)
@@ -62,7 +64,7 @@ def _show_run(run: Path, *, as_json: bool) -> None:
 
 
 def _show_training(run: Path, *, as_json: bool) -> None:
-    from secateurs.journal import read_journal
+    from secateurs.pruning.journal import read_journal
 
     known = training_folder.read(run)
     epochs = _units(read_journal(run), "epoch") if (run / "journal.jsonl").exists() else []
@@ -106,7 +108,7 @@ def _at(run: Path, entries: Entries) -> str:
 
 def _measured(run: Path) -> str:
     """How much the run's store holds, which may be growing."""
-    from secateurs.store import Store
+    from secateurs.scoring.cache import Store
 
     path = run / "measured.sqlite"
     return f"{len(Store(path)) if path.exists() else 0:,} values are measured so far"
@@ -130,3 +132,30 @@ def _say_how_to_go_on(run: Path, state: str) -> None:
 def _epoch_row(epoch: Mapping[str, Any]) -> tuple[str, ...]:
     shares = (epoch["accuracy"], epoch["search_accuracy"])
     return (str(epoch["epoch"] + 1), f"{epoch['loss']:.4f}", *("" if s is None else percent(s, 2) for s in shares))
+
+
+def report(
+    *runs: Path,
+    out: Annotated[Path | None, Parameter(show_default="RUN/report.html, or comparison.html")] = None,
+) -> None:
+    """Write what a run did as one HTML file: figures, tables, warnings. Several runs give a comparison.
+
+    The file needs nothing else: no network, no other files; it is readable on a phone and can be printed. A run that is going
+    on, or that was stopped, gives a report that says so.
+
+    Examples:
+
+    `secateurs report runs/demo-1`
+
+    `secateurs report runs/a runs/b --out compared.html`
+
+    Parameters
+    ----------
+    runs
+        One run folder, or several.
+    out
+        Where the page goes.
+    """
+    from secateurs.report import write_report
+
+    say(str(write_report(runs, out)))

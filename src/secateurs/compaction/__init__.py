@@ -14,18 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from secateurs.channels import compose, ids
+from secateurs._util.modules import device_of
 from secateurs.compaction.additions import with_additions
 from secateurs.compaction.rewrite import rewrite_
 from secateurs.compaction.state import Rewriting
 from secateurs.errors import NotEqual, PlanError, Unproved
-from secateurs.flow import analyse, find_flows
-from secateurs.graph import Graph, like_network, other_batches, other_sizes, record_shapes_, tensors_in
-from secateurs.layers import Align, Constant
-from secateurs.masking import Masks, copied, copy_module, device_of, masked
-from secateurs.plan import Plan, PlannedCut
-from secateurs.sites import Site, check_masks, remember_names_, resolve
-from secateurs.sums import fuse_sums_, spread_sums
+from secateurs.graph.add_fusion import fuse_sums_, spread_sums
+from secateurs.graph.channels import compose, ids
+from secateurs.graph.flow import analyse, find_flows
+from secateurs.graph.layers import Align, Constant
+from secateurs.graph.masking import Masks, copied, copy_module, masked
+from secateurs.graph.plan import Plan, PlannedCut
+from secateurs.graph.sites import Site, check_masks, remember_names_, resolve
+from secateurs.graph.trace import Graph, like_network, other_batches, other_sizes, record_shapes_, tensors_in
 
 __all__ = ["Align", "Constant", "Verification", "compact", "replay", "verify"]
 

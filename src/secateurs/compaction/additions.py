@@ -13,13 +13,13 @@ import torch
 from torch import fx, nn
 
 from secateurs.errors import PlanError
-from secateurs.graph import Graph
-from secateurs.layers import Offset
-from secateurs.masking import copy_module
-from secateurs.naming import free_name
-from secateurs.plan import PlannedCut
-from secateurs.readers import SumReader, find_readers
-from secateurs.sites import Site, remember_names_
+from secateurs.graph.channels import free_name
+from secateurs.graph.consumers import SumReader, find_readers
+from secateurs.graph.layers import Offset
+from secateurs.graph.masking import copy_module
+from secateurs.graph.plan import PlannedCut
+from secateurs.graph.sites import Site, remember_names_
+from secateurs.graph.trace import Graph
 
 
 def with_additions(graph: Graph, site: Site, *, biases: Sequence[str] = (), offsets: Sequence[str] = ()) -> Graph:

@@ -1,19 +1,68 @@
-"""How each kind of flow is rewritten when channels are missing: one function a kind."""
+"""Makes one module narrower in place, and says which entries of each weight survived."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import singledispatch
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
-from secateurs.channels import all_of, ids, none_of
-from secateurs.compaction.folding import fold_sum, insert_constant
-from secateurs.compaction.narrow import narrow_channelwise_, narrow_layer_
+from secateurs.compaction.constants import fold_sum, insert_constant
 from secateurs.compaction.state import Rewriting, hand_site_on
-from secateurs.flow import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
-from secateurs.layers import Align
-from secateurs.naming import name_of_alignment
+from secateurs.graph.channels import Kept, all_of, ids, name_of_alignment, none_of, take
+from secateurs.graph.flow import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
+from secateurs.graph.layers import Align
+
+Survivors = Iterator[tuple[str, Kept]]
+
+
+def narrow_channelwise_(module: nn.Module, flow: Channelwise, layout: Tensor) -> Survivors:
+    """Keep the entries of the channels in `layout`."""
+    kept = (ids(layout),)
+    for name in flow.params:
+        if getattr(module, name, None) is not None:
+            _replace_(module, name, kept)
+            yield name, kept
+    if flow.count is not None:
+        setattr(module, flow.count, int(layout.sum()))
+
+
+def narrow_layer_(module: Any, flow: Layer, inputs: Tensor, outputs: Tensor, groups: int) -> Survivors:
+    """Keep the filters in `outputs` and what they read of `inputs`; layouts of a grouped layer hold as many a group."""
+    kept = _grouped(flow, inputs, outputs) if flow.groups > 1 else (ids(outputs), ids(inputs))
+    if flow.transposed and flow.groups == 1:
+        kept = (kept[1], kept[0])
+    _replace_(module, "weight", kept)
+    yield "weight", kept
+    if module.bias is not None:
+        _replace_(module, "bias", (ids(outputs),))
+        yield "bias", (ids(outputs),)
+    into, out = int(inputs.sum()), int(outputs.sum())
+    if isinstance(module, nn.Linear):
+        module.in_features, module.out_features = into, out
+    else:
+        module.in_channels, module.out_channels, module.groups = into, out, groups
+
+
+def _grouped(flow: Layer, inputs: Tensor, outputs: Tensor) -> Kept:
+    """Rows of the weight, and for each row the columns of its own group."""
+    rows, columns = (inputs, outputs) if flow.transposed else (outputs, inputs)
+    a_group = columns.view(flow.groups, -1)
+    width = int(a_group.sum(1).max())
+    group_of_row = ids(rows) // (len(rows) // flow.groups)
+    local = torch.stack([ids(group) if bool(group.any()) else torch.zeros(width, dtype=torch.long) for group in a_group])
+    return ids(rows), local[group_of_row]
+
+
+def _replace_(module: nn.Module, name: str, kept: Kept) -> None:
+    tensor = getattr(module, name)
+    narrower = take(tensor.detach(), kept).clone(memory_format=torch.contiguous_format)
+    if isinstance(tensor, nn.Parameter):
+        setattr(module, name, nn.Parameter(narrower, requires_grad=tensor.requires_grad))
+    else:
+        module.register_buffer(name, narrower, persistent=name not in module._non_persistent_buffers_set)
 
 
 @singledispatch

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from secateurs.channels import Kept, all_of, none_of, positions
 from secateurs.errors import EmptyLayer
-from secateurs.flow import Flows, Liveness
-from secateurs.layers import Align
-from secateurs.naming import free_name, name_of_alignment
+from secateurs.graph.channels import Kept, all_of, free_name, name_of_alignment, none_of, positions
+from secateurs.graph.flow import Flows, Liveness
+from secateurs.graph.layers import Align
 
 
 @dataclass

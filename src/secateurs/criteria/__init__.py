@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from secateurs.criteria.batchnorm import batchnorm
-from secateurs.criteria.common import Criterion
-from secateurs.criteria.drawn import drawn
-from secateurs.criteria.geometric_median import geometric_median
-from secateurs.criteria.l1 import l1
-from secateurs.criteria.l2 import l2
+from secateurs.criteria.filters import Criterion
 from secateurs.criteria.leave_one_out import leave_one_out
+from secateurs.criteria.magnitude import batchnorm, drawn, geometric_median, l1, l2
 from secateurs.criteria.taylor import taylor
 from secateurs.errors import InvalidInput, suggest
 

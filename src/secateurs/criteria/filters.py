@@ -1,25 +1,53 @@
-"""Which filters a site's channels are made of: the weights that criteria of norms look at.
-
-A channel of a site can be the work of several layers: a sum of two convolutions, a depthwise convolution behind a
-pointwise one, a gate. Counted are the layers that lose a filter when the channel goes (`Site.layers`); a criterion sums
-over them. An identity shortcut brings nothing in: the layers it comes from keep their filters.
-"""
+"""What all criteria have in common: how they are called, and what they give."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from secateurs.channels import none_of
-from secateurs.flow import Flows, Layer, find_flows
-from secateurs.graph import Graph
-from secateurs.sites import Site
-from secateurs.sums import spread_sums
+from secateurs._util.modules import Device
+from secateurs.data.dataset import Examples
+from secateurs.graph.add_fusion import spread_sums
+from secateurs.graph.channels import none_of
+from secateurs.graph.flow import Flows, Layer, find_flows
+from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph
+from secateurs.metrics import Measure
+from secateurs.scoring.importance import Importance
+
+
+class Criterion(Protocol):
+    """Ranks the filters of a site: higher coefficient = more important.
+
+    All criteria take the same options, so that one can stand in for another; each leaves alone what it has no use for
+    (a norm of weights looks at no data, only "random" at the seed).
+    """
+
+    def __call__(
+        self,
+        graph: Graph,
+        site: Site,
+        data: Examples,
+        *,
+        seed: int = ...,
+        loss_fn: Measure = ...,
+        batch: int = ...,
+        device: Device = ...,
+    ) -> Importance:
+        """The importance of each of the site's channels as `graph` has them now, on the CPU."""
+        ...
+
+
+def importance_of(coef: Tensor) -> Importance:
+    """An importance of coefficients (C,) alone: no linear model was fitted, so all else is NaN."""
+    coef = coef.detach().cpu().double()
+    unknown = torch.tensor(torch.nan, dtype=torch.float64)
+    return Importance(coef, unknown, torch.full_like(coef, torch.nan), unknown, unknown, unknown)
 
 
 @dataclass(frozen=True, eq=False)

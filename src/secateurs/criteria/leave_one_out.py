@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from secateurs.criteria.common import importance_of
-from secateurs.data.examples import Examples
-from secateurs.ensemble import score_masks
-from secateurs.evaluate import Device, Measure, cross_entropy
-from secateurs.graph import Graph
-from secateurs.importance import Importance
-from secateurs.sites import Site
+from secateurs._util.modules import Device
+from secateurs.criteria.filters import importance_of
+from secateurs.data.dataset import Examples
+from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph
+from secateurs.metrics import Measure, cross_entropy
+from secateurs.scoring.ensemble import score_masks
+from secateurs.scoring.importance import Importance
 
 
 def leave_one_out(

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateurs.criteria.common import importance_of
-from secateurs.data.examples import Examples
+from secateurs._util.modules import Device, eval_mode, on_device
+from secateurs.criteria.filters import importance_of
+from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import Device, Measure, cross_entropy, evaluating, on_device
-from secateurs.graph import Graph
-from secateurs.importance import Importance
-from secateurs.masking import split_at
-from secateurs.sites import Site
+from secateurs.graph.masking import split_at
+from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph
+from secateurs.metrics import Measure, cross_entropy
+from secateurs.scoring.importance import Importance
 
 
 def taylor(
@@ -39,8 +40,8 @@ def taylor(
     with ExitStack() as stack:
         place = stack.enter_context(on_device(parts.prefix, device))
         stack.enter_context(on_device(parts.suffix, device))
-        stack.enter_context(evaluating(parts.prefix))
-        stack.enter_context(evaluating(parts.suffix))
+        stack.enter_context(eval_mode(parts.prefix))
+        stack.enter_context(eval_mode(parts.suffix))
         for inputs, targets in data.batches(batch, device=place):
             activations, *carried = parts.prefix(inputs)
             slopes = _slopes(parts.suffix, activations, tuple(carried), targets, loss_fn)

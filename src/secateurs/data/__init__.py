@@ -7,15 +7,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from secateurs._util.entrypoints import current_folder_importable
 from secateurs.data.cifar10 import get_cifar10, load_cifar10
+from secateurs.data.dataset import Batch, Examples, Scaling, Targets
 from secateurs.data.digits import load_digits
-from secateurs.data.examples import Batch, Examples, Scaling, Targets
 from secateurs.data.folder import load_folder
 from secateurs.data.loaders import as_data, from_loaders
 from secateurs.data.splits import Data, split, subset
 from secateurs.data.xor import load_xor, sample_xor
 from secateurs.errors import DataError, InvalidInput, suggest
-from secateurs.usercode import current_folder_importable
 
 __all__ = [
     "SETS",

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secateurs.data.examples import Examples, Scaling
+from secateurs._util.download import Progress, fetch, home
+from secateurs._util.files import sync_folder
+from secateurs.data.dataset import Examples, Scaling
 from secateurs.data.splits import Data, split
 from secateurs.errors import DataError, InvalidInput, suggest
-from secateurs.fetch import Progress, fetch
-from secateurs.files import sync_folder
-from secateurs.home import home
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"

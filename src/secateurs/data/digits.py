@@ -9,7 +9,7 @@ from importlib import resources
 import numpy as np
 import torch
 
-from secateurs.data.examples import Examples, Scaling
+from secateurs.data.dataset import Examples, Scaling
 from secateurs.data.splits import Data, split
 from secateurs.errors import InvalidInput
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from secateurs.data.examples import Examples, Scaling
+from secateurs.data.dataset import Examples, Scaling
 from secateurs.data.splits import Data, overlap_notes, refuse_copies, split, split_shares
 from secateurs.errors import DataError, InvalidInput
 

@@ -19,8 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from secateurs.data.examples import Examples, Targets, map_targets, target_parts
-from secateurs.data.seeding import seeded
+from secateurs.data.dataset import Examples, Targets, map_targets, seeded, target_parts
 from secateurs.data.splits import Data, overlap_notes, refuse_copies, split, split_shares
 from secateurs.errors import DataError, InvalidInput
 

@@ -10,8 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from secateurs.data.examples import Examples, class_labels
-from secateurs.data.seeding import generator_for
+from secateurs.data.dataset import Examples, class_labels, generator_for
 from secateurs.errors import DataError, InvalidInput
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from secateurs.data.examples import Examples
-from secateurs.data.seeding import generator_for
+from secateurs.data.dataset import Examples, generator_for
 from secateurs.data.splits import Data, split
 from secateurs.errors import InvalidInput
 

@@ -4,9 +4,8 @@ Each is written beside its place, run as others will run it, compared with the n
 """
 
 from secateurs.export.onnx import to_onnx
-from secateurs.export.prepare import Prepared, prepared
+from secateurs.export.prepare import Agreement, Alignment, Exported, Prepared, Speed, prepared
 from secateurs.export.pt2 import to_pt2
-from secateurs.export.records import Agreement, Alignment, Exported, Speed
 from secateurs.export.source import to_source
 
 __all__ = ["Agreement", "Alignment", "Exported", "Prepared", "Speed", "prepared", "to_onnx", "to_pt2", "to_source"]

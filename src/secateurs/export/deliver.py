@@ -1,8 +1,10 @@
-"""What all exports have in common: written beside their place, run, compared, and only then put there."""
+"""Runs an export in a process of its own in which secateurs cannot be imported: what works there works for others."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,16 +13,60 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from secateurs._util.files import sync_folder
 from secateurs.errors import ArtefactError, InvalidInput, NotEqual
-from secateurs.export.fresh import Batches
-from secateurs.export.prepare import Prepared, prepared, resized
-from secateurs.export.records import Agreement, Exported, Kind, Speed
-from secateurs.files import sync_folder
-from secateurs.graph import Example, Graph, like_network, trace
-from secateurs.timing import in_turns, median, speedup, undisturbed
+from secateurs.export.prepare import Agreement, Exported, Kind, Prepared, Speed, prepared, resized
+from secateurs.graph.latency import in_turns, median, speedup, undisturbed
+from secateurs.graph.trace import Example, Graph, like_network, trace
+
+Batches = Sequence[tuple[Tensor, ...]]
+
+_SCRIPT = """
+import runpy, sys
+sys.modules["secateurs"] = None  # importing it is an error from here on
+import torch
+from safetensors.torch import load_file, save_file
+
+kind, path, exchange = sys.argv[1:]
+network = torch.export.load(path).module() if kind == "pt2" else runpy.run_path(path + "/model.py")["load"]()
+
+def tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [t for item in items for t in tensors(item)]
+
+given = load_file(exchange + "/inputs.safetensors")
+found = {}
+with torch.no_grad():
+    for batch in range(1 + max(int(name.split(".")[0]) for name in given)):
+        inputs = [given[f"{batch}.{n}"] for n in range(sum(name.startswith(f"{batch}.") for name in given))]
+        found |= {f"{batch}.{n}": t.contiguous().clone() for n, t in enumerate(tensors(network(*inputs)))}
+save_file(found, exchange + "/outputs.safetensors")
+"""
+
+
+def run_fresh(kind: str, path: Path, batches: Batches) -> list[list[Tensor]]:
+    """The outputs of the export at `path` ("pt2": a file, "source": a folder) for each batch."""
+    with tempfile.TemporaryDirectory() as exchange:
+        given = {f"{b}.{n}": t.contiguous().clone() for b, batch in enumerate(batches) for n, t in enumerate(batch)}
+        safetensors.torch.save_file(given, f"{exchange}/inputs.safetensors")
+        command = [sys.executable, "-I", "-c", _SCRIPT, kind, str(path), exchange]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            said = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ArtefactError(
+                f"the {kind} export does not run in a process of its own, without secateurs ({said}). A layer of your own must "
+                f"be importable there; nothing was left behind."
+            )
+        found = safetensors.torch.load_file(f"{exchange}/outputs.safetensors")
+    counts = [sum(name.startswith(f"{b}.") for name in found) for b in range(len(batches))]
+    return [[found[f"{b}.{n}"] for n in range(count)] for b, count in enumerate(counts)]
+
 
 TOLERANCE = 1e-4  # of the largest output: float32 through 100 layers stays below 1e-5
 TIMED_BATCHES = (1, 64)

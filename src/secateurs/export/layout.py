@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from secateurs.flow import Channelwise, Flow, Flows, Join, Layer, Moved, find_flows
-from secateurs.graph import Graph, shape_of
-from secateurs.layers import Align
-from secateurs.masking import copy_module
-from secateurs.sums import fuse_sums_, spread_sums
+from secateurs.graph.add_fusion import fuse_sums_, spread_sums
+from secateurs.graph.flow import Channelwise, Flow, Flows, Join, Layer, Moved, find_flows
+from secateurs.graph.layers import Align
+from secateurs.graph.masking import copy_module
+from secateurs.graph.trace import Graph, shape_of
 
 Order = Sequence[int]
 

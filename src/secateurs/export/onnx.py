@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from secateurs.errors import InvalidInput, UnsupportedOp
-from secateurs.export.deliver import TOLERANCE, deliver
-from secateurs.export.fresh import Batches
-from secateurs.export.prepare import Prepared, first_line, quiet
-from secateurs.export.records import Exported, Kind
-from secateurs.graph import Example, Graph
+from secateurs.export.deliver import TOLERANCE, Batches, deliver
+from secateurs.export.prepare import Exported, Kind, Prepared, first_line, quiet
+from secateurs.graph.trace import Example, Graph
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from secateurs.errors import UnsupportedOp
-from secateurs.graph import Graph, Shape, shape_of
-from secateurs.layers import Align, Constant, Mask, Offset, SumInto
-from secateurs.naming import free_name
-from secateurs.normalise import FollowsMode
+from secateurs.graph.channels import free_name
+from secateurs.graph.layers import Align, Constant, Mask, Offset, SumInto
+from secateurs.graph.normalise import FollowsMode
+from secateurs.graph.trace import Graph, Shape, shape_of
 
 TABLE = "table"  # marks, in a node's meta, an index that follows from the cuts: written out in source, not a weight
 ALIGNMENT = "alignment"  # marks, in a node's meta, the ops that an alignment became

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from secateurs.export.deliver import TOLERANCE, calling, deliver
-from secateurs.export.fresh import Batches, run_fresh
-from secateurs.export.prepare import Prepared, quiet
-from secateurs.export.records import Exported, Kind
-from secateurs.graph import Example, Graph
+from secateurs.export.deliver import TOLERANCE, Batches, calling, deliver, run_fresh
+from secateurs.export.prepare import Exported, Kind, Prepared, quiet
+from secateurs.graph.trace import Example, Graph
 
 
 class _Pt2:

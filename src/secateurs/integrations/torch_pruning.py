@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from secateurs.errors import InvalidInput, InvalidMask
-from secateurs.graph import Graph
-from secateurs.importance import Importance
-from secateurs.sites import Site, resolve
+from secateurs.graph.sites import Site, resolve
+from secateurs.graph.trace import Graph
+from secateurs.scoring.importance import Importance
 
 
 class FilterImportance:

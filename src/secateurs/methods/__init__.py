@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Protocol
 
+from secateurs.config import CRITERIA, Repair
 from secateurs.errors import InvalidInput, suggest
-from secateurs.methods.divided import divided
-from secateurs.methods.li import li
-from secateurs.methods.paper import paper
-from secateurs.methods.soft import soft
-from secateurs.methods.task import NO_TRAINING, Budget, Pruned, Task, Trained
+from secateurs.methods.algorithm1 import paper
+from secateurs.methods.base import ENDINGS, NO_TRAINING, Budget, Pruned, Task, Trained, Watch
+from secateurs.methods.global_ import divided
+from secateurs.methods.li2017 import li
+from secateurs.methods.sfp import soft
 from secateurs.methods.uniform import uniform
-from secateurs.methods.work import ENDINGS, Watch
-from secateurs.ranking import CRITERIA
-from secateurs.recipe import Repair
 
 __all__ = ["METHODS", "NO_TRAINING", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
 

@@ -6,15 +6,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from secateurs.dividing import Course
-from secateurs.graph import Graph
-from secateurs.methods.courses import look_at_order, look_at_sites, observing
-from secateurs.methods.cuts import Reached, Rung, first_reaching
-from secateurs.methods.task import Pruned, Task
-from secateurs.methods.train import finished, train_rest
-from secateurs.methods.work import ENDINGS, Standing, Watch, Work, opened, recipe_for
-from secateurs.recipe import Repair
-from secateurs.sites import Site
+from secateurs.config import Repair
+from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph
+from secateurs.methods.allocations import Reached, Rung, first_reaching
+from secateurs.methods.base import ENDINGS, Pruned, Standing, Task, Watch, Work, opened, recipe_for
+from secateurs.methods.profiles import look_at_order, look_at_sites, observing
+from secateurs.methods.training import finished, train_rest
+from secateurs.pruning.global_allocation import Course
 
 
 def uniform(task: Task, *, criterion: str, repair: Repair = "none", watch: Watch | None = None) -> Pruned:

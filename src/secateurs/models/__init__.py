@@ -1,16 +1,18 @@
 """Networks to prune: those of the paper, and a small one of every topology that makes surgery hard."""
 
-from secateurs.models.pedigree import Pedigree, TrainingSet, read_pedigree
 from secateurs.models.registry import build, example_input, names, resolve
 from secateurs.models.resnet import ResNet, resnet
 from secateurs.models.weights import (
     PUBLIC_MEAN,
     PUBLIC_STD,
+    Pedigree,
+    TrainingSet,
     builtin_weights,
     load_builtin,
     load_public,
     load_weights_,
     public_weights,
+    read_pedigree,
 )
 
 __all__ = [

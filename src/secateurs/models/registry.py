@@ -13,18 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from secateurs._util.entrypoints import current_folder_importable
 from secateurs.errors import InvalidInput, suggest
-from secateurs.models.cnn1d import CNN1d
-from secateurs.models.densenet import SmallDenseNet
-from secateurs.models.fcn import FCN
 from secateurs.models.mlp import MLP
-from secateurs.models.mobilenet import SmallMobileNet
 from secateurs.models.resnet import resnet
-from secateurs.models.resnext import SmallResNeXt
-from secateurs.models.split import SmallSplitNet
-from secateurs.models.unet import SmallUNet
+from secateurs.models.topologies import FCN, CNN1d, SmallDenseNet, SmallMobileNet, SmallResNeXt, SmallSplitNet, SmallUNet
 from secateurs.models.vgg import VGG16
-from secateurs.usercode import current_folder_importable
 
 Factory = Callable[..., nn.Module]
 

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secateurs._util.modules import Device
 from secateurs.compaction.additions import with_additions
-from secateurs.data.examples import Examples
+from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import Device
-from secateurs.graph import Graph
-from secateurs.masking import Masks, copied
-from secateurs.readers import find_readers
+from secateurs.graph.consumers import find_readers
+from secateurs.graph.masking import Masks, copied
+from secateurs.graph.sites import Site, check_masks, resolve
+from secateurs.graph.trace import Graph
 from secateurs.repair.observe import ROWS, observe
 from secateurs.repair.reconstruction import Repair
-from secateurs.sites import Site, check_masks, resolve
 
 
 def prepare(graph: Graph, sites: Iterable[Site | str]) -> Graph:

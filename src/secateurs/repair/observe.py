@@ -1,8 +1,9 @@
-"""Runs a network over examples and gathers what the readers of a site see, and what they are to give."""
+"""Second moments of what a reader sees and is to give, summed over examples a little at a time: memory stays bounded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,19 +11,157 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from secateurs.data.examples import Examples
+from secateurs._util.modules import Device, eval_mode, on_device
+from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import Device, evaluating, on_device
-from secateurs.flow.liveness import mentioned
-from secateurs.graph import Graph, shape_of
-from secateurs.masking import Masks, masked
-from secateurs.readers import LayerReader, SumReader, find_readers
-from secateurs.repair.matrix import feature_source, gram_features, groups_of, matrix_of
+from secateurs.graph.add_fusion import spread_sums
+from secateurs.graph.consumers import ELSEWHERE, LayerReader, SumReader, find_readers
+from secateurs.graph.flow.liveness import mentioned
+from secateurs.graph.layers import mask_channels
+from secateurs.graph.masking import Masks, masked
+from secateurs.graph.sites import Site, resolve
+from secateurs.graph.trace import Graph, shape_of
 from secateurs.repair.reconstruction import LayerFit, Reconstruction, SumFit
-from secateurs.repair.tally import LayerTally, SumTally
-from secateurs.repair.taps import node_called, sum_of, tapped
-from secateurs.sites import Site, resolve
-from secateurs.sums import spread_sums
+from secateurs.repair.solve import Moments, feature_source, gram_features, groups_of, matrix_of, patches, target_rows
+
+CHUNK_BYTES = 2**25
+"""Features that are spread out at once."""
+
+HELD = 3
+"""Every third example is held back to choose a ridge by."""
+
+
+class LayerTally:
+    """Moments of a layer's features, and of its targets if they are given, over all examples and over those held back.
+
+    With more than `rows` places over `examples` examples, each example gets equally many, drawn from a seed: how the examples
+    are batched changes nothing.
+    """
+
+    def __init__(self, layer: Any, *, examples: int, rows: int | None, seed: int) -> None:
+        self.layer = layer
+        self.each = None if rows is None else math.ceil(rows / max(examples, 1))
+        self.generator = torch.Generator().manual_seed(seed)
+        self.sums: list[list[Tensor]] = [[], []]  # of all, of those held back
+        self.chunk = max(1, CHUNK_BYTES // (8 * groups_of(layer) * gram_features(layer)))
+
+    def add(self, x: Tensor, y: Tensor | None, first: int) -> None:
+        """Take in a batch, of which the first example is number `first`: its input, and what the layer should give."""
+        patched = patches(self.layer, x)
+        images, places = self._choose(len(patched.view), math.prod(patched.places))
+        is_held = (images + first) % HELD == HELD - 1
+        for held in (False, True):
+            chosen = (is_held == held).nonzero().flatten()
+            for part in torch.split(chosen, self.chunk):
+                image, place = images[part].to(x.device), places[part].to(x.device)
+                features = patched.rows(image, place)
+                self._sum(held, features, None if y is None else target_rows(self.layer, y, image, place))
+
+    def _choose(self, count: int, places: int) -> tuple[Tensor, Tensor]:
+        """Numbers of images and of their places that are taken in."""
+        each = places if self.each is None else min(places, self.each)
+        if each == places:
+            return torch.arange(count).repeat_interleave(places), torch.arange(places).repeat(count)
+        drawn = [torch.randperm(places, generator=self.generator)[:each] for _ in range(count)]
+        return torch.arange(count).repeat_interleave(each), torch.cat(drawn)
+
+    def _sum(self, held: bool, features: Tensor, targets: Tensor | None) -> None:
+        found = [features.mT @ features]
+        if targets is not None:
+            found += [features.mT @ targets, (targets**2).sum(1)]
+        for kind in (0, 1) if held else (0,):
+            if self.sums[kind]:
+                for total, new in zip(self.sums[kind], found, strict=True):
+                    total += new
+            else:
+                self.sums[kind] = [f.clone() for f in found]
+
+    def moments(self, start: Tensor) -> Iterator[Moments | None]:
+        """Those of all examples, then those of the ones held back (None without any), on the CPU.
+
+        Without targets the layer is to give what its weights `start` (G, p, O) make of all features.
+        """
+        for found in self.sums:
+            if not found:
+                yield None
+            elif len(found) == 1:
+                gram = found[0].cpu()
+                cross = gram @ start
+                yield Moments(gram, cross, (start * cross).sum(1))
+            else:
+                gram, cross, energy = (f.cpu() for f in found)
+                yield Moments(gram, cross, energy)
+
+
+class SumTally:
+    """First and second moments, channel by channel, of what a sum lacks and of what the site adds to it."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.count = 0
+
+    def add(self, there: Tensor, without: Tensor, target: Tensor, axis: int) -> None:
+        """Take in the sum as it is, without the site, and as it should be; channels lie along `axis`."""
+        there, without, target = (_by_channel(t, axis) for t in (there, without, target))
+        lacking, part = target - there, there - without
+        terms = [lacking, part, lacking**2, part**2, lacking * part, target, target**2]
+        found = torch.stack([t.sum(1) for t in terms])
+        self.sums = found if self.sums is None else self.sums + found
+        self.count += there.shape[1]
+
+
+def _by_channel(value: Tensor, axis: int) -> Tensor:
+    return value.transpose(0, axis).flatten(1).double()
+
+
+def node_called(module: fx.GraphModule, name: str, *, whose: str = "the graph") -> fx.Node:
+    """The node of that name."""
+    nodes: list[fx.Node] = list(module.graph.nodes)
+    for node in nodes:
+        if node.name == name:
+            return node
+    raise InvalidInput(f"{whose} has no node {name!r}: give the untouched network that the graph was cut from.")
+
+
+def tapped(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> fx.GraphModule:
+    """A network that shares its weights with `module` and gives the values of `nodes` as a tuple."""
+    ends = list(nodes)
+    needed: set[fx.Node] = set()
+    open_nodes = list(ends)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node not in needed:
+            needed.add(node)
+            open_nodes += node.all_input_nodes
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node in needed or node.op == "placeholder":
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[node] for node in ends))
+    return fx.GraphModule(module, graph, class_name="Tapped")
+
+
+def sum_of(node: fx.Node, values: Sequence[Any], reader: SumReader | None = None) -> Tensor:
+    """What the sum at `node` gives for the values of its `mentioned` nodes; with `reader`, without what comes from the site."""
+    terms = iter(reader.sources if reader is not None else ())
+    given = []
+    for value in values:
+        source = next(terms, None) if isinstance(value, Tensor) else None
+        if source is not None and reader is not None:
+            from_right = len(shape_of(node).dims or ()) - reader.axis  # a term of lower rank is broadcast
+            value = mask_channels(value, source == ELSEWHERE, value.dim() - from_right)
+        given.append(value)
+    remaining = iter(given)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(remaining))
+    if isinstance(node.target, str):
+        result = getattr(args[0], node.target)(*args[1:], **kwargs)
+    else:
+        assert callable(node.target)
+        result = node.target(*args, **kwargs)
+    assert isinstance(result, Tensor)
+    return result
+
 
 ROWS = 2**17
 GRAM_BYTES = 2**31
@@ -88,7 +227,7 @@ def _is_current(graph: Graph, site: Site) -> bool:
 @contextmanager
 def running(module: fx.GraphModule, device: Device) -> Iterator[torch.device]:
     """The module on the device and in eval mode inside the block."""
-    with on_device(module, device) as place, evaluating(module):
+    with on_device(module, device) as place, eval_mode(module):
         yield place
 
 

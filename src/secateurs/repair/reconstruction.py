@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from secateurs.errors import InvalidInput, InvalidMask
-from secateurs.obs import Elimination, Quadratic, obs_order
-from secateurs.repair.matrix import bias_from, weight_from
-from secateurs.repair.solve import RIDGES, ROUNDS, Moments, choose_ridge, solve
-from secateurs.sites import Site
+from secateurs.graph.sites import Site
+from secateurs.repair.obs import Elimination, Quadratic, obs_order
+from secateurs.repair.solve import RIDGES, ROUNDS, Moments, bias_from, choose_ridge, solve, weight_from
 
 OBS_RIDGE = 1e-6
 

@@ -13,18 +13,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from secateurs.data.examples import Examples
+from secateurs._util.modules import Device
+from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
-from secateurs.evaluate import Device
-from secateurs.graph import Graph
-from secateurs.readers import LastTerm, LayerReader, find_layers
+from secateurs.graph.add_fusion import spread_sums
+from secateurs.graph.consumers import LastTerm, LayerReader, find_layers
+from secateurs.graph.trace import Graph
 from secateurs.repair.apply import write_
-from secateurs.repair.matrix import gram_features, groups_of
-from secateurs.repair.observe import GRAM_BYTES, ROWS, affine, channel_axis, converted, layer_fit, picked, running
+from secateurs.repair.observe import (
+    GRAM_BYTES,
+    ROWS,
+    LayerTally,
+    affine,
+    channel_axis,
+    converted,
+    layer_fit,
+    node_called,
+    picked,
+    running,
+    tapped,
+)
 from secateurs.repair.reconstruction import Errors
-from secateurs.repair.tally import LayerTally
-from secateurs.repair.taps import node_called, tapped
-from secateurs.sums import spread_sums
+from secateurs.repair.solve import gram_features, groups_of
 
 
 def refit_(

@@ -1,19 +1,144 @@
-"""The weights that best reproduce a layer's former output from fewer features: ridge regression on second moments, float64.
+"""Layers as matrices: for one place of its output a layer reads a row of features, and its weights are a matrix of them.
 
-The ridge pulls towards the weights that the layer has, each feature measured by its own size: an infinite one changes nothing.
-It is applied a few times over, each time from where the last one ended, so that a small one costs no exactness where the
-features determine the weights, and still tames those directions of which the examples tell nothing.
+G groups, p features a group (the last one is 1, for the bias), O filters a group. A transposed convolution is a plain one over
+its input with zeros in between, with its kernel turned round.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from secateurs.channels import ids
+from secateurs.graph.channels import ids
+from secateurs.graph.consumers import ELSEWHERE
+
+
+@dataclass(frozen=True)
+class Patches:
+    """What a layer reads for each place of its output: a view (N, *places, G, inputs a group, *kernel)."""
+
+    view: Tensor
+    places: tuple[int, ...]
+
+    def rows(self, images: Tensor, places: Tensor) -> Tensor:
+        """The features of flat place numbers in images, each (R,): (G, R, p) in float64."""
+        found = self.view[(images, *torch.unravel_index(places, self.places))] if self.places else self.view[images]
+        return F.pad(found.flatten(2).transpose(0, 1).double(), (0, 1), value=1.0)
+
+
+def patches(layer: Any, x: Tensor) -> Patches:
+    """What the layer reads of its input `x`."""
+    if isinstance(layer, nn.Linear):
+        x = x if x.dim() > 1 else x[None]
+        return Patches(x.unsqueeze(-2), tuple(x.shape[1:-1]))
+    rank = len(layer.kernel_size)
+    x = x if x.dim() > rank + 1 else x[None]
+    stride = layer.stride
+    if layer.transposed:
+        x, stride = _spread_out(layer, x), (1,) * rank
+    else:
+        mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+        x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+    for dim in range(rank):
+        reach = layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1
+        x = x.unfold(2 + dim, reach, stride[dim])[..., :: layer.dilation[dim]]
+    x = torch.unflatten(x, 1, (layer.groups, -1))
+    view = x.permute(0, *range(3, 3 + rank), 1, 2, *range(3 + rank, 3 + 2 * rank))
+    return Patches(view, tuple(view.shape[1 : 1 + rank]))
+
+
+def _spread_out(layer: Any, x: Tensor) -> Tensor:
+    """The input of a transposed convolution with `stride` - 1 zeros between its values, and its margins."""
+    sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], layer.stride, strict=True)]
+    wide = x.new_zeros(*x.shape[:2], *sizes)
+    between = tuple(slice(None, None, s) for s in layer.stride)
+    wide[:, :, *between] = x
+    margins: list[int] = []
+    for dim in reversed(range(len(sizes))):
+        margin = layer.dilation[dim] * (layer.kernel_size[dim] - 1) - layer.padding[dim]
+        margins += [margin, margin + layer.output_padding[dim]]
+    return F.pad(wide, margins)
+
+
+def target_rows(layer: Any, y: Tensor, images: Tensor, places: Tensor) -> Tensor:
+    """What the layer gave at flat place numbers in images, each (R,): (G, R, O) in float64."""
+    if isinstance(layer, nn.Linear):
+        y = y if y.dim() > 1 else y[None]
+        found = y.flatten(1, -2)[images, places] if y.dim() > 2 else y[images]
+        return found.double()[None]
+    y = y if y.dim() > len(layer.kernel_size) + 1 else y[None]
+    found = y.flatten(2).transpose(1, 2)[images, places]
+    return torch.unflatten(found.double(), 1, (layer.groups, -1)).transpose(0, 1)
+
+
+def matrix_of(layer: Any) -> Tensor:
+    """The layer's weights with the bias (0 if there is none) in the last row: (G, p, O) in float64."""
+    weight = layer.weight.detach().double()
+    bias = weight.new_zeros(_filters(layer)) if layer.bias is None else layer.bias.detach().double()
+    last = bias.view(groups_of(layer), 1, -1)
+    return torch.cat([_by_feature(layer, weight), last], 1)
+
+
+def _by_feature(layer: Any, weight: Tensor) -> Tensor:
+    if isinstance(layer, nn.Linear):
+        return weight.t()[None]
+    kernel = range(3, weight.dim() + 1)
+    grouped = torch.unflatten(weight, 0, (layer.groups, -1))
+    if layer.transposed:  # (G, inputs, O, *kernel)
+        return grouped.flip(tuple(kernel)).permute(0, 1, *kernel, 2).flatten(1, -2)
+    return grouped.permute(0, 2, *kernel, 1).flatten(1, -2)  # from (G, O, inputs, *kernel)
+
+
+def weight_from(layer: Any, matrix: Tensor) -> Tensor:
+    """The layer's weight from a matrix (G, p, O), in the layer's precision and where it lies."""
+    features = matrix[:, :-1]
+    if isinstance(layer, nn.Linear):
+        found = features[0].t()
+    else:
+        rank = len(layer.kernel_size)
+        blocks = torch.unflatten(features, 1, (-1, *layer.kernel_size))  # (G, inputs, *kernel, O)
+        kernel = range(2, 2 + rank)
+        if layer.transposed:
+            found = blocks.permute(0, 1, 2 + rank, *kernel).flip(tuple(range(3, 3 + rank))).flatten(0, 1)
+        else:
+            found = blocks.permute(0, 2 + rank, 1, *kernel).flatten(0, 1)
+    return found.to(layer.weight).contiguous()
+
+
+def bias_from(layer: Any, matrix: Tensor) -> Tensor:
+    """The bias of all filters from a matrix (G, p, O), in the layer's precision."""
+    return matrix[:, -1].flatten().to(layer.weight)
+
+
+def feature_source(layer: Any, source: Tensor) -> Tensor:
+    """The site's channel that each feature comes from, -1 for elsewhere and for the bias: (G, p)."""
+    each = source.view(groups_of(layer), -1).repeat_interleave(_kernel_places(layer), 1)
+    return F.pad(each, (0, 1), value=ELSEWHERE)
+
+
+def gram_features(layer: Any) -> int:
+    """Features a group, the bias among them."""
+    inputs: int = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels // layer.groups
+    return inputs * _kernel_places(layer) + 1
+
+
+def groups_of(layer: Any) -> int:
+    """Groups of a layer; a linear one has one."""
+    return 1 if isinstance(layer, nn.Linear) else int(layer.groups)
+
+
+def _filters(layer: Any) -> int:
+    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
+
+
+def _kernel_places(layer: Any) -> int:
+    return 1 if isinstance(layer, nn.Linear) else math.prod(layer.kernel_size)
+
 
 RIDGES = (1e-10, 1e-3, 1e-1, 10.0, math.inf)
 """Tried in this order, on examples held back, until one is no better than the one before: mostly two are."""

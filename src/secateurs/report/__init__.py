@@ -1,10 +1,9 @@
 """Reports: a run folder as one self-contained page, several as a comparison, and the same figures as objects for notebooks."""
 
-from secateurs.report.alignment import aligning_share
-from secateurs.report.figure import Figure
-from secateurs.report.plots import Plots, plots
-from secateurs.report.reading import read_run
-from secateurs.report.structure import describe
-from secateurs.report.writing import write_report
+from secateurs.graph.latency import aligning_share
+from secateurs.graph.structure import describe
+from secateurs.report.charts.figure import Figure
+from secateurs.report.load import read_run
+from secateurs.report.write import Plots, plots, write_report
 
 __all__ = ["Figure", "Plots", "aligning_share", "describe", "plots", "read_run", "write_report"]

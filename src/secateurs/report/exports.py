@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from secateurs.decode import Malformed, brief, decode_json, read_text_file
-from secateurs.files import write_text
-from secateurs.report.markup import Child, Html
-from secateurs.report.parts import copyable, table
-from secateurs.report.words import NOTHING, percent, size
-from secateurs.timing import SpeedUp
+from secateurs._util.decode import Malformed, brief, decode_json, read_text_file
+from secateurs._util.files import write_text
+from secateurs._util.format import NOTHING, percent, size
+from secateurs.graph.latency import SpeedUp
+from secateurs.report.charts.figure import Child, Html
+from secateurs.report.widgets import copyable, table
 
 FILE = "exports.json"
 _NAMES = {"onnx": "ONNX", "pt2": "torch.export (.pt2)", "source": "plain source"}

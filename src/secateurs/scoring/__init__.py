@@ -6,16 +6,16 @@ of its own and takes the slope of its loss along them; rounds follow until the s
 
 from __future__ import annotations
 
-from secateurs.data.examples import Examples
-from secateurs.evaluate import Device, Measure, cross_entropy
-from secateurs.graph import Graph
-from secateurs.measuring import Bench
-from secateurs.scoring.by_losses import by_fixed_masks, by_rounds
-from secateurs.scoring.by_slopes import by_slopes
-from secateurs.scoring.settings import FAST, PAPER, PRESETS, Estimator, Model, Scoring
-from secateurs.scoring.work import OnScored, Scored, Work
-from secateurs.sites import Site
-from secateurs.store import Store
+from secateurs._util.modules import Device
+from secateurs.config import FAST, PAPER, PRESETS, Estimator, Model, Scoring
+from secateurs.data.dataset import Examples
+from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph
+from secateurs.metrics import Measure, cross_entropy
+from secateurs.scoring.cache import Store
+from secateurs.scoring.ensemble import OnScored, Scored, Work, by_fixed_masks, by_rounds
+from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.slopes import by_slopes
 
 __all__ = ["FAST", "PAPER", "PRESETS", "Estimator", "Model", "OnScored", "Scored", "Scoring", "score_bench", "score_site"]
 

@@ -5,10 +5,9 @@ The only training loop: deterministic, resumable after every epoch, on any devic
 
 from __future__ import annotations
 
-from secateurs.training.loop import train_
-from secateurs.training.recalibrate import recalibrate_
+from secateurs.config import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
+from secateurs.training.loop import recalibrate_, train_
 from secateurs.training.schedule import learning_rate
-from secateurs.training.settings import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
 from secateurs.training.state import EpochRecord, History, TrainState, carry_momentum, restore_
 
 __all__ = [

@@ -1,34 +1,25 @@
-"""The one training loop."""
+"""Random crops and mirror images of whole batches, as tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from secateurs.data.examples import Batch, Examples, map_targets
-from secateurs.data.seeding import generator_for, seeded
+from secateurs._util.modules import Device, keeping_modes, on_device
+from secateurs.config import Augment, TrainSettings
+from secateurs.data.dataset import Batch, Examples, generator_for, map_targets, seeded
 from secateurs.errors import InvalidInput, TrainingError
-from secateurs.evaluate import (
-    Device,
-    Measure,
-    correct,
-    cross_entropy,
-    evaluate,
-    keeping_modes,
-    loss,
-    on_device,
-    total,
-)
-from secateurs.training.augment import augment
-from secateurs.training.objective import Objective, objective_for
+from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
-from secateurs.training.settings import TrainSettings
 from secateurs.training.state import (
     EpochRecord,
     History,
@@ -39,6 +30,128 @@ from secateurs.training.state import (
     restore_,
     undone_on_error,
 )
+
+
+def augment(images: Tensor, kind: Augment, *, pad: int, generator: torch.Generator) -> Tensor:
+    """The images (N, C, H, W) as `kind` says, each changed on its own; "none" gives them as they are."""
+    if kind == "none":
+        return images
+    if images.ndim != 4:
+        raise InvalidInput(
+            f"augment = {kind!r} for inputs of shape {tuple(images.shape)}: wanted images (N, C, H, W), or 'none'"
+        )
+    cropped = random_crop(images, pad=pad, generator=generator)
+    return random_flip(cropped, generator=generator) if kind == "crop-flip" else cropped
+
+
+def random_crop(images: Tensor, *, pad: int, generator: torch.Generator) -> Tensor:
+    """A window of the original size out of each image padded by `pad` zeros; all (2·pad + 1)² are equally likely."""
+    if pad == 0:
+        return images
+    # drawn on the CPU, so that every device sees the same crops
+    corner = torch.randint(2 * pad + 1, (2, len(images)), generator=generator).to(images.device)
+    return crop_at(images, pad, corner[0], corner[1])
+
+
+def crop_at(images: Tensor, pad: int, top: Tensor, left: Tensor) -> Tensor:
+    """The window of the original size at (top, left) of each image with `pad` zeros around it."""
+    height, width = images.shape[2:]
+    padded = functional.pad(images, (pad, pad, pad, pad))
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # (N, C, top, left, H, W), a view
+    return windows[torch.arange(len(images), device=images.device), :, top, left]
+
+
+def random_flip(images: Tensor, *, generator: torch.Generator) -> Tensor:
+    """Each image as it is or mirrored left to right, with equal chances."""
+    mirrored = torch.randint(2, (len(images),), generator=generator).bool().to(images.device)
+    return torch.where(mirrored[:, None, None, None], images.flip(3), images)
+
+
+Objective = Callable[[Tensor, Any, Any], Tensor]
+"""Takes inputs, the network's outputs and targets; gives the scalar to minimise."""
+
+
+def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None) -> Objective:
+    """The mean loss that `settings` ask for; the teacher is asked only where they distil from it."""
+    plain = _plain_loss(settings, loss_fn)
+    if settings.distill == 0:
+        return lambda inputs, outputs, targets: plain(outputs, targets).mean()
+    if teacher is None:
+        raise InvalidInput(f"distill = {settings.distill} needs a teacher: give teacher=…, or set distill = 0")
+    share, temperature = settings.distill, settings.temperature
+
+    def with_teacher(inputs: Tensor, outputs: Any, targets: Any) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(inputs)
+        return (1 - share) * plain(outputs, targets).mean() + share * distance(outputs, wanted, temperature)
+
+    return with_teacher
+
+
+def distance(outputs: Any, wanted: Any, temperature: float) -> Tensor:
+    """Mean divergence of the student's softened class probabilities from the teacher's, times temperature² (Hinton).
+
+    The square keeps the gradients as large as those of the plain loss, whatever the temperature.
+    """
+    if not isinstance(outputs, Tensor) or not isinstance(wanted, Tensor) or outputs.shape != wanted.shape:
+        raise InvalidInput("distillation needs one tensor of class logits, of the same shape, from network and teacher")
+    student = functional.log_softmax(outputs / temperature, 1)
+    teacher = functional.log_softmax(wanted / temperature, 1)
+    return temperature**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+
+
+def _plain_loss(settings: TrainSettings, loss_fn: Measure | None) -> Measure:
+    if loss_fn is not None:
+        if settings.label_smoothing:
+            raise InvalidInput(f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy")
+        return loss_fn
+    return partial(cross_entropy, label_smoothing=settings.label_smoothing)
+
+
+def recalibrate_(
+    module: nn.Module,
+    examples: Examples,
+    batches: int | None = None,
+    *,
+    batch: int = 256,
+    device: Device = None,
+    seed: int = 0,
+) -> None:
+    """Replace every BatchNorm's mean and variance by their plain average over `batches` batches (None: all examples).
+
+    Examples come in a seeded order; a last batch that is not full is left out, unless it is the only one. Weights,
+    modes, momenta and dropout are untouched; after an error the old statistics are back.
+    """
+    if batch < 2 or (batches is not None and batches < 1):
+        raise InvalidInput(f"recalibration with batch={batch}, batches={batches}: wanted at least 2 examples and 1 batch")
+    norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+    if not norms:
+        return
+    full = max(1, len(examples) // batch)
+    order = torch.randperm(len(examples), generator=generator_for(seed, "recalibrate"))
+    chosen = order[: (full if batches is None else min(full, batches)) * batch]
+    with on_device(module, device) as place, undone_on_error(module), _averaging(module, norms), torch.no_grad():
+        for rows in torch.split(chosen, batch):
+            module(examples.batch(rows.to(examples.inputs.device), device=place).inputs)
+
+
+@contextmanager
+def _averaging(module: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
+    """Inside the block the norms average what they see from nothing; all else is in eval mode."""
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    with keeping_modes(module):
+        module.eval()
+        for norm in norms:
+            if norm.num_batches_tracked is not None:
+                norm.num_batches_tracked = norm.num_batches_tracked.clone()
+            norm.reset_running_stats()
+            norm.momentum = None  # torch's way to say: cumulative average
+            norm.train()
+        try:
+            yield
+        finally:
+            for norm, momentum, tracked in before:
+                norm.momentum, norm.num_batches_tracked = momentum, tracked
 
 
 def train_(

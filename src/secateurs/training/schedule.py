@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from math import ceil, cos, pi
 
-from secateurs.training.settings import TrainSettings
+from secateurs.config import TrainSettings
 
 # one-cycle as in torch: starts at 1/25 of the peak, peaks at 30 % of the way, ends at 1/10,000 of its start
 _START, _PEAK_AT, _END = 1 / 25, 0.3, 1e-4

@@ -10,9 +10,9 @@ from typing import Any, NotRequired, TypedDict
 import torch
 from torch import Tensor, nn
 
-from secateurs.channels import Kept, take
+from secateurs.config import TrainSettings
 from secateurs.errors import TrainingError
-from secateurs.training.settings import TrainSettings
+from secateurs.graph.channels import Kept, take
 
 _WEIGHTS, _MOMENTUM = "weights/", "momentum/"
 

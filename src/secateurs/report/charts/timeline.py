@@ -4,10 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from secateurs.report.figure import WIDE_LETTER, Figure, Frame, Scale, axes, columns, digits, legend, line, padded, text, ticks
-from secateurs.report.markup import Html, el, join, number
+from secateurs._util.format import percent, plural
+from secateurs.report.charts.figure import (
+    WIDE_LETTER,
+    Figure,
+    Frame,
+    Html,
+    Scale,
+    axes,
+    columns,
+    digits,
+    el,
+    join,
+    legend,
+    line,
+    number,
+    padded,
+    text,
+    ticks,
+)
 from secateurs.report.records import Event, RunRecord
-from secateurs.report.words import percent, plural
 
 _WIDTH, _HEIGHT = 540.0, 330.0
 _SPLIT = 192.0  # where the upper panel ends

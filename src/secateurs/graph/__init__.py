@@ -1,0 +1,1 @@
+"""The network as a graph of ordinary modules: tracing, sites, masks, costs."""

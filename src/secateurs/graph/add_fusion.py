@@ -1,0 +1,82 @@
+"""Sums with a narrow term, in two forms: spread out for analysis (widen, then add), and as one op that is faster to run."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from secateurs.graph.channels import free_name
+from secateurs.graph.layers import Align, SumInto
+from secateurs.graph.trace import Shape, shape_of
+
+
+def fuse_sums_(module: fx.GraphModule) -> None:
+    """Let each sum whose one term is only widened for it add that term where it belongs. Names of nodes stay."""
+    for node in list(module.graph.nodes):
+        terms = _terms(module, node)
+        if terms is None:
+            continue
+        wide, widened = terms
+        layer = module.get_submodule(str(widened.target))
+        assert isinstance(layer, Align)
+        name = free_name(module, f"sum_into_{node.name}")
+        module.add_submodule(name, SumInto(layer).train(module.training))
+        node.op, node.target, node.args = "call_module", name, (wide, widened.all_input_nodes[0])
+        module.graph.erase_node(widened)
+    module.delete_all_unused_submodules()
+    module.recompile()
+
+
+def _terms(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The wide term and the alignment of the narrow one, if `node` is a sum of this kind."""
+    if node.target not in (operator.add, torch.add, "add") or node.kwargs or len(node.args) != 2:
+        return None
+    one, other = node.args
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
+        return None
+    for wide, narrow in ((one, other), (other, one)):
+        same_shape = shape_of(wide).dims == shape_of(narrow).dims == shape_of(node).dims
+        if same_shape and _only_widens(module, narrow) and not _only_widens(module, wide):
+            return wide, narrow
+    return None
+
+
+def _only_widens(module: fx.GraphModule, node: fx.Node) -> bool:
+    """An alignment for one reader that drops and reorders nothing and puts zeros between what it gets; not broadcast."""
+    if node.op != "call_module" or len(node.users) != 1:
+        return False
+    layer = module.get_submodule(str(node.target))
+    if not isinstance(layer, Align) or not layer.fills:
+        return False
+    dims = shape_of(node.all_input_nodes[0]).dims
+    in_order = [i for i in layer.take if i >= 0] == list(range(layer.count))
+    return dims is not None and in_order and layer.count == dims[layer.axis]
+
+
+def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
+    """The same network with every `SumInto` as an alignment and an add; shares all other modules with `module`."""
+    graph = fx.Graph()
+    aligns: dict[str, Align] = {}
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(layer, SumInto):
+            env[node] = graph.node_copy(node, lambda n: env[n])
+            continue
+        wide, narrow = (env[n] for n in node.all_input_nodes)
+        name = free_name(module, f"align_into_{node.name}")
+        aligns[name] = layer.widen
+        widened = graph.create_node("call_module", name, (narrow,))
+        widened.meta["shape"] = Shape(shape_of(node).dims)
+        env[node] = graph.create_node("call_function", operator.add, (wide, widened), name=node.name)
+        env[node].meta = dict(node.meta)
+    if not aligns:
+        return module
+    for name, align in aligns.items():
+        module.add_submodule(name, align)
+    spread = fx.GraphModule(module, graph, class_name=type(module).__name__)
+    for name in aligns:
+        module.delete_submodule(name)
+    return spread

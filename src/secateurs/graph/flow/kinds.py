@@ -1,0 +1,226 @@
+"""How channels pass through an op: the few kinds of flow that all rules are made of.
+
+A flow answers two questions about bool vectors over channels. Forward, `zeros`: which channels of the output are zero
+for every input. Backward, `needs`: which channels of each input somebody wants, given those wanted of the output.
+An input whose channel axis is unknown has no vector (None): all of it is there, none of it known to be zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, fx
+
+from secateurs.graph.channels import all_of, none_of
+
+Vector = Tensor | None
+ResizeArgs = Callable[[fx.Node, int], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Starts a tensor: a placeholder, a constant of the model."""
+
+    axis: int | None = None
+    width: int = 0
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Nothing is known to be zero."""
+        return none_of(self.width)
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """Reads nothing."""
+        return []
+
+
+@dataclass(frozen=True)
+class Channelwise:
+    """Channel i of the output depends on channel i of the input alone.
+
+    `keeps_zero`: f(0) = 0. `pointwise`: acts on every value alone, so that a constant stays one. `activation`: a
+    nonlinearity that follows a layer. `params`: parameters and buffers with one entry a channel in their first dimension;
+    `count`: the module's attribute that holds the number of channels. `resize` corrects sizes among the op's arguments.
+    `revived`: if only some channels are made something else of zero, those (width,).
+    """
+
+    axis: int | None
+    in_axis: int | None
+    width: int
+    keeps_zero: bool
+    pointwise: bool = False
+    activation: bool = False
+    params: tuple[str, ...] = ()
+    count: str | None = None
+    resize: ResizeArgs | None = None
+    revived: Tensor | None = None
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Zero channels stay zero, or are revived."""
+        if ins[0] is not None and self.revived is not None:
+            return ins[0] & ~self.revived
+        return ins[0] if self.keeps_zero and ins[0] is not None else none_of(self.width)
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """Each wanted channel wants its own."""
+        return [out]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Filters: each output channel reads all input channels of its group."""
+
+    axis: int
+    in_axis: int
+    inputs: int
+    filters: int
+    groups: int
+    bias: bool
+    transposed: bool = False
+    reads_all: bool = False  # its input's channels lie along another axis than the one it reads
+
+    @property
+    def depthwise(self) -> bool:
+        """One input channel a group."""
+        return self.groups > 1 and self.groups == self.inputs
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """A filter without bias whose inputs are all zero gives zero."""
+        zero = ins[0]
+        if self.bias or zero is None or self.reads_all:
+            return none_of(self.filters)
+        return zero.view(self.groups, -1).all(1).repeat_interleave(self.filters // self.groups)
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """A group with a wanted filter wants all its inputs."""
+        if self.reads_all:
+            return [None]
+        wanted = (out & ~zero).view(self.groups, -1).any(1)
+        return [wanted.repeat_interleave(self.inputs // self.groups)]
+
+
+@dataclass(frozen=True)
+class Join:
+    """Several inputs meet channel by channel, with broadcasting: add, multiply, concatenation along another axis.
+
+    `zero_if`: the output is zero where "all" inputs are, where "any" is, or where the "first" is.
+    `in_axes`: the channel axis of each input; None for an input that has no channels of its own (it is broadcast).
+    """
+
+    axis: int
+    in_axes: tuple[int | None, ...]
+    width: int
+    zero_if: Literal["all", "any", "first"]
+    widths: tuple[int, ...]
+    broadcasts: bool = True
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Combined as `zero_if` says."""
+        vectors = [self._broadcast(v) for v in ins]
+        if self.zero_if == "first":
+            return vectors[0]
+        stacked = torch.stack(vectors)
+        return stacked.all(0) if self.zero_if == "all" else stacked.any(0)
+
+    def _broadcast(self, zero: Vector) -> Tensor:
+        return none_of(self.width) if zero is None else zero.expand(self.width)
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """Wanted of each input as of the output, less what is zero anyway."""
+        wanted = out & ~zero if self.zero_if == "any" else out
+        return [wanted if width == self.width else wanted.any().expand(width) for width in self.widths]
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Inputs one behind the other along the channel axis."""
+
+    axis: int
+    widths: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Channels of the result."""
+        return sum(self.widths)
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """The inputs' zeros, one behind the other."""
+        return torch.cat([none_of(w) if v is None else v for v, w in zip(ins, self.widths, strict=True)])
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """Each input gets its part."""
+        return list(torch.split(out, list(self.widths)))
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Output channel j is input channel `index[j]`, or zero where that is -1: slices, chunks, pads of channels, flatten.
+
+    `how` says what carries it out on a narrower tensor: "gather" replaces the op, "before" gathers ahead of the op (whose
+    arguments `resize` then corrects), "same" is the op itself, which spreads each channel over a block of equal size.
+    `added`: an earlier cut put it there, so what it leaves out is dead, not just unread.
+    """
+
+    axis: int
+    in_axis: int
+    inputs: int
+    index: Tensor
+    how: Literal["gather", "before", "same"]
+    resize: ResizeArgs | None = None
+    added: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels of the result."""
+        return len(self.index)
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Zero where the source is, or where there is none."""
+        source = none_of(self.inputs) if ins[0] is None else ins[0]
+        return torch.cat([source, all_of(1)])[self.index]
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """A source is wanted where any of its copies is."""
+        wanted = none_of(self.inputs + 1)
+        wanted[self.index[out]] = True
+        return [wanted[:-1]]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Output channel j is made of the block of `size` input features from j·size on: a view from features to images."""
+
+    axis: int
+    in_axis: int
+    width: int
+    size: int
+    resize: ResizeArgs | None = None
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Zero where the whole block is."""
+        return none_of(self.width) if ins[0] is None else ins[0].view(self.width, self.size).all(1)
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """All features of a wanted block."""
+        return [out.repeat_interleave(self.size)]
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """Nothing is known of how channels pass: the op gets its inputs at full width. `reason` is told to the user."""
+
+    reason: str
+    axis: None = None
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Nothing is known to be zero."""
+        return none_of(0)
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """Everything."""
+        return [None] * len(ins)
+
+
+Flow = Source | Channelwise | Layer | Join | Concat | Moved | Blocks | Opaque

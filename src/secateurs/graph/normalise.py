@@ -1,0 +1,330 @@
+"""One form for each op: functional layers become modules, in-place ops become plain ones, dropout follows train and eval.
+
+torch.fx writes down what forward did, including constants such as `training=self.training`, and knows nothing of in-place
+changes. Surgery needs a graph whose values never change after they were made and whose weights belong to ordinary modules.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from secateurs.errors import Untraceable
+from secateurs.graph.channels import call_word, free_name, module_path
+
+OUT_OF_PLACE: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+
+DROPOUTS: dict[Any, type[nn.Module]] = {
+    F.dropout: nn.Dropout,
+    F.dropout1d: nn.Dropout1d,
+    F.dropout2d: nn.Dropout2d,
+    F.dropout3d: nn.Dropout3d,
+    F.alpha_dropout: nn.AlphaDropout,
+    F.feature_alpha_dropout: nn.FeatureAlphaDropout,
+    torch.dropout: nn.Dropout,
+}
+
+
+class FollowsMode(nn.Module):
+    """Calls a function whose `training` argument follows this module's own mode, as `training=self.training` did."""
+
+    def __init__(self, function: Callable[..., Any], position: int | str) -> None:
+        super().__init__()
+        self.function = function
+        self.position = position
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with the mode put at its place."""
+        if isinstance(self.position, str):
+            return self.function(*args, **{**kwargs, self.position: self.training})
+        return self.function(*args[: self.position], self.training, *args[self.position + 1 :], **kwargs)
+
+
+def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable[[], fx.Graph], *, demanded: bool) -> None:
+    """Make the ops whose arguments differ between train and eval mode follow the mode.
+
+    `module` was traced in eval mode. Where train mode takes another path through the code, the eval path stays; if train mode
+    is `demanded` (the model came in it) that is an error instead.
+    """
+    try:
+        other = list(follow_in_train_mode().nodes)
+    except Untraceable:
+        other = []
+    ours = list(module.graph.nodes)
+    if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in other]:
+        if demanded:
+            raise Untraceable(
+                "the model is in train mode and its forward takes another path there than in eval mode. Pruning is "
+                "judged in eval mode: call model.eval() before trace."
+            )
+        return
+    for node, twin in zip(ours, other, strict=True):
+        position = _mode_argument(node, twin)
+        if position is not None and node.target in BUILDERS:
+            node.meta["follows_mode"] = True
+        elif position is not None:
+            _follow_mode_(module, node, position)
+
+
+def _mode_argument(node: fx.Node, twin: fx.Node) -> int | str | None:
+    """Which argument of a call is False in eval mode and True in train mode; None if there is no such."""
+    if node.op != "call_function":
+        return None
+    for index, (a, b) in enumerate(zip(node.args, twin.args, strict=False)):
+        if a is False and b is True:
+            return index
+    for key, a in node.kwargs.items():
+        if a is False and twin.kwargs.get(key) is True:
+            return key
+    return None
+
+
+def _follow_mode_(module: fx.GraphModule, node: fx.Node, position: int | str) -> None:
+    if node.target in DROPOUTS:
+        rate = _argument(node, 1, "p", 0.5)
+        _call_module_(module, node, DROPOUTS[node.target](rate), (_argument(node, 0, "input"),))
+    else:
+        assert callable(node.target)
+        _call_module_(module, node, FollowsMode(node.target, position), node.args, node.kwargs)
+
+
+def normalise_(module: fx.GraphModule) -> None:
+    """Bring all calls to one form; raises `Untraceable` for in-place assignment, which no rule can follow."""
+    for node in module.graph.nodes:
+        _refuse_assignment(node)
+    _undo_in_place_(module)
+    for node in list(module.graph.nodes):
+        _fuse_shuffle_(module, node)
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and node.target in BUILDERS:
+            layer = BUILDERS[node.target](module, node)
+            if layer is not None:
+                _call_module_(module, node, layer, (_argument(node, 0, "input"),))
+    for node in reversed(list(module.graph.nodes)):
+        if not node.users and _is_pure(node):
+            module.graph.erase_node(node)
+    module.graph.lint()
+    module.delete_all_unused_submodules()
+    _forget_unread_tensors_(module)
+    module.recompile()
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether nothing is lost when a node that nobody reads is erased; an assertion is there to be run."""
+    if node.op not in ("get_attr", "call_function", "call_method"):
+        return False
+    return "assert" not in call_word(node) and not call_word(node).endswith("_")
+
+
+def _forget_unread_tensors_(module: fx.GraphModule) -> None:
+    """Delete parameters that no node reads: functional layers have taken theirs into modules of their own."""
+    called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
+    read = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    for name in [name for name, _ in [*parameters, *buffers]]:
+        parents = name.split(".")
+        if name not in read and not any(".".join(parents[:i]) in called for i in range(1, len(parents))):
+            delattr(module.get_submodule(".".join(parents[:-1])), parents[-1])
+
+
+def _refuse_assignment(node: fx.Node) -> None:
+    if node.target is operator.setitem or node.kwargs.get("out") is not None:
+        raise Untraceable(
+            f"node {node.name!r} writes into a tensor in place ({node.format_node()}). Build the result with torch.cat or "
+            f"torch.where instead, or mark the submodule as a leaf: trace(model, x, leaves=[...])."
+        )
+
+
+def _undo_in_place_(module: fx.GraphModule) -> None:
+    """Make in-place ops plain ones; who read a changed tensor later reads the result instead."""
+    nodes = list(module.graph.nodes)
+    changing = [node for node in nodes if _plain_form(module, node) is not None]
+    for node in changing:
+        plain = _plain_form(module, node)
+        if node.op != "call_module":
+            node.target = plain
+        if node.kwargs.get("inplace") is True:
+            node.kwargs = {**node.kwargs, "inplace": False}
+        changed = node.args[0] if node.args else next(iter(node.kwargs.values()))
+        assert isinstance(changed, fx.Node)
+        for user in nodes[nodes.index(node) + 1 :]:
+            if changed in user.all_input_nodes:
+                user.replace_input_with(changed, node)
+    for layer in module.modules():
+        if getattr(layer, "inplace", False) is True:
+            setattr(layer, "inplace", False)  # noqa: B010  (not every module has it)
+
+
+def _plain_form(module: fx.GraphModule, node: fx.Node) -> Any:
+    """What an in-place op calls when it leaves its input alone; None for an op that is plain already."""
+    if node.op == "call_module":
+        return node.target if getattr(module.get_submodule(str(node.target)), "inplace", False) is True else None
+    if node.op == "call_function":
+        if node.target in OUT_OF_PLACE:
+            return OUT_OF_PLACE[node.target]
+        if node.kwargs.get("inplace") is True:
+            return node.target
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    if isinstance(node.target, str):
+        return name[:-1] if hasattr(Tensor, name[:-1]) else None
+    return getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
+
+
+def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:
+    """View, transpose, view that only deal the channels out in another order become the module that does so."""
+    turned = _only_source(last, ("view", "reshape", torch.reshape, "flatten", torch.flatten))
+    while turned is not None and turned.target == "contiguous":
+        turned = _only_source(turned, ("contiguous",))
+    first = None if turned is None else _only_source(turned, ("transpose", torch.transpose))
+    source = None if first is None else _only_source(first, ("view", "reshape", torch.reshape), sole=False)
+    if turned is None or first is None or source is None:
+        return
+    before, apart, after = source.meta["shape"].dims, first.meta["shape"].dims, last.meta["shape"].dims
+    swapped = sorted(a for a in turned.args[1:] if isinstance(a, int))
+    around = (*apart[:1], *apart[3:]) == (*before[:1], *before[2:]) and len(apart) == len(before) + 1
+    if swapped == [1, 2] and before == after and around:
+        shuffled = last.args[0]
+        _call_module_(module, last, nn.ChannelShuffle(apart[1]), (source,))
+        assert isinstance(shuffled, fx.Node)
+        _erase_unread_(module, shuffled)
+
+
+def _erase_unread_(module: fx.GraphModule, node: fx.Node) -> None:
+    """Erase a node that nobody reads any more, and what it alone read."""
+    if node.users or node.op in ("placeholder", "output"):
+        return
+    sources = node.all_input_nodes
+    module.graph.erase_node(node)
+    for source in sources:
+        _erase_unread_(module, source)
+
+
+def _only_source(node: fx.Node, targets: tuple[Any, ...], *, sole: bool = True) -> fx.Node | None:
+    """The tensor that `node` is called on, if it calls one of `targets` (and nobody else reads that tensor)."""
+    if node.op not in ("call_function", "call_method") or node.target not in targets:
+        return None
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or source.meta["shape"].dims is None:
+        return None
+    return source if not sole or len(source.users) == 1 else None
+
+
+def _call_module_(
+    module: fx.GraphModule, node: fx.Node, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> None:
+    """Turn `node` into a call of `layer`, which is stored beside the code that made the call."""
+    layer.train(module.training)
+    name = free_name(module, ".".join(part for part in (module_path(node), call_word(node)) if part))
+    module.add_submodule(name, layer)
+    node.op, node.target, node.args, node.kwargs = "call_module", name, args, kwargs or {}
+
+
+def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _held(module: fx.GraphModule, value: Any) -> Tensor | None:
+    """The parameter or buffer that an argument reads straight from the model; None where it was computed."""
+    if not isinstance(value, fx.Node) or value.op != "get_attr" or len(value.users) != 1:
+        return None
+    *path, name = str(value.target).split(".")
+    found = getattr(module.get_submodule(".".join(path)), name)
+    return found if isinstance(found, Tensor) else None
+
+
+def _build_conv(kind: type[Any], transposed: bool) -> Callable[[fx.GraphModule, fx.Node], nn.Module | None]:
+    names = (
+        ["stride", "padding", "output_padding", "groups", "dilation"]
+        if transposed
+        else ["stride", "padding", "dilation", "groups"]
+    )
+    defaults: dict[str, Any] = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
+
+    def build(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+        weight, bias = _held(module, _argument(node, 1, "weight")), _argument(node, 2, "bias")
+        options = {name: _argument(node, 3 + i, name, defaults[name]) for i, name in enumerate(names)}
+        held_bias = None if bias is None else _held(module, bias)
+        if weight is None or (bias is not None and held_bias is None) or _has_nodes(options):
+            return None
+        inner, outer = weight.shape[1] * options["groups"], weight.shape[0]
+        if transposed:
+            inner, outer = outer, inner
+        layer = kind(inner, outer, tuple(weight.shape[2:]), bias=bias is not None, device="meta", **options)
+        return _with_tensors(layer, weight=weight, bias=held_bias)
+
+    return build
+
+
+def _build_linear(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    weight, bias = _held(module, _argument(node, 1, "weight")), _argument(node, 2, "bias")
+    held_bias = None if bias is None else _held(module, bias)
+    if weight is None or weight.dim() != 2 or (bias is not None and held_bias is None):
+        return None
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    return _with_tensors(layer, weight=weight, bias=held_bias)
+
+
+def _build_prelu(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    weight = _held(module, _argument(node, 1, "weight"))
+    return None if weight is None else _with_tensors(nn.PReLU(weight.numel(), device="meta"), weight=weight)
+
+
+def _build_batch_norm(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    if not node.meta.get("follows_mode"):  # frozen, or always on batch statistics: no module behaves like that
+        return None
+    names = ["running_mean", "running_var", "weight", "bias"]
+    given = {name: _argument(node, 1 + i, name) for i, name in enumerate(names)}
+    held = {name: None if value is None else _held(module, value) for name, value in given.items()}
+    if held["running_mean"] is None or any(given[n] is not None and held[n] is None for n in names):
+        return None
+    momentum, eps = _argument(node, 6, "momentum", 0.1), _argument(node, 7, "eps", 1e-5)
+    rank = len(_argument(node, 0, "input").meta["shape"].dims)
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[rank]
+    layer = kind(held["running_mean"].numel(), eps, momentum, affine=held["weight"] is not None, device="meta")
+    assert layer.num_batches_tracked is not None
+    layer.num_batches_tracked = torch.zeros((), dtype=torch.long, device=held["running_mean"].device)
+    if held["weight"] is not None and held["bias"] is None:
+        held["bias"] = torch.zeros_like(held["running_mean"])
+    return _with_tensors(layer, **held)
+
+
+def _has_nodes(options: dict[str, Any]) -> bool:
+    return any(isinstance(leaf, fx.Node) for v in options.values() for leaf in (v if isinstance(v, tuple | list) else [v]))
+
+
+def _with_tensors(layer: nn.Module, **tensors: Tensor | None) -> nn.Module:
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if name in layer._buffers:
+            layer._buffers[name] = tensor
+        else:
+            layer._parameters[name] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+    return layer
+
+
+BUILDERS: dict[Any, Callable[[fx.GraphModule, fx.Node], nn.Module | None]] = {
+    torch.conv1d: _build_conv(nn.Conv1d, False),
+    torch.conv2d: _build_conv(nn.Conv2d, False),
+    torch.conv3d: _build_conv(nn.Conv3d, False),
+    torch.conv_transpose1d: _build_conv(nn.ConvTranspose1d, True),
+    torch.conv_transpose2d: _build_conv(nn.ConvTranspose2d, True),
+    torch.conv_transpose3d: _build_conv(nn.ConvTranspose3d, True),
+    F.linear: _build_linear,
+    F.batch_norm: _build_batch_norm,
+    torch.prelu: _build_prelu,
+}

@@ -1,0 +1,69 @@
+"""A traced network as a plain picture: its layers, where ways join, and who reads whom. It goes into a run's journal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from secateurs.graph.cost import cost
+from secateurs.graph.trace import Graph, shape_of
+
+
+@dataclass(frozen=True)
+class Node:
+    """A layer, a join (where ways meet: a sum, a product, a concatenation) or the input, with the nodes that it reads."""
+
+    name: str
+    kind: str  # "input", "join", or the class of the layer
+    sources: tuple[int, ...]  # places in the list of nodes
+    filters: int = 0  # of a layer
+    axis: int = 0  # of the layer's weight, along which its filters lie
+    macs: int = 0  # for one example
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it has a weight of its own."""
+        return self.kind not in ("input", "join")
+
+
+def describe(graph: Graph) -> dict[str, Any]:
+    """The picture of `graph` as plain values: {"nodes": [...]}, in the order of computation."""
+    macs = {layer.name: layer.macs for layer in cost(graph).layers}
+    nodes: list[dict[str, Any]] = []
+    sources: dict[fx.Node, tuple[int, ...]] = {}
+    for node in graph.module.graph.nodes:
+        read = tuple(sorted({place for source in node.all_input_nodes for place in sources.get(source, ())}))
+        found = _described(graph, node, read, macs)
+        if found is None:
+            sources[node] = read
+        else:
+            sources[node] = (len(nodes),)
+            nodes.append(found)
+    return {"nodes": nodes}
+
+
+def nodes_from(fields: Any) -> tuple[Node, ...]:
+    """The picture back from plain values; empty where they are none of ours."""
+    try:
+        return tuple(Node(**{**entry, "sources": tuple(entry["sources"])}) for entry in fields["nodes"])
+    except (KeyError, TypeError):
+        return ()
+
+
+def _described(graph: Graph, node: fx.Node, read: tuple[int, ...], macs: dict[str, int]) -> dict[str, Any] | None:
+    if node.op == "placeholder":
+        return {"name": node.name, "kind": "input", "sources": []}
+    if node.op == "call_module":
+        path = str(node.target)
+        module = graph.module.get_submodule(path)
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.dim() > 1:
+            turned = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
+            filters = getattr(module, "out_channels", None) or getattr(module, "out_features", None) or len(weight)
+            known = {"filters": int(filters), "axis": int(turned), "macs": macs.get(path, 0)}
+            return {"name": path, "kind": type(module).__name__, "sources": list(read), **known}
+    if len(read) > 1 and node.op != "output" and shape_of(node).is_tensor:
+        return {"name": str(node.meta.get("name", node.name)), "kind": "join", "sources": list(read)}
+    return None

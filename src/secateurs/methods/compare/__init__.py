@@ -1,0 +1,1 @@
+"""Methods compared under one budget: rows, tables and figures."""

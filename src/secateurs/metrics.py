@@ -1,0 +1,243 @@
+"""Loss and accuracy of a network over a set of examples: batching, mode and device never show in the result."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from secateurs._util.modules import Device, eval_mode, on_device
+from secateurs.data.dataset import Examples
+from secateurs.errors import InvalidInput
+
+Measure = Callable[[Any, Any], Tensor]
+"""Takes a network's outputs and targets for n examples; gives one number for each, or their mean as a scalar."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over a set of examples."""
+
+    loss: float
+    accuracy: float  # mean of the metric: by default the share of right answers, a fraction
+    count: int
+    values: Tensor | None = field(default=None, compare=False, repr=False)
+    """The metric of every example, float64 (N,) on the CPU; None where it gives only means."""
+
+
+def cross_entropy(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
+    """Cross-entropy of every example; class logits (n, K, …) against class numbers (n, …)."""
+    _expect_tensors("cross-entropy", "loss_fn", outputs, targets)
+    return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
+
+
+def correct(outputs: Any, targets: Any) -> Tensor:
+    """Whether the largest of the class logits (n, K, …) is that of the target (n, …), for every example."""
+    _expect_tensors("accuracy", "metric", outputs, targets)
+    right: Tensor = outputs.argmax(1) == targets
+    return right
+
+
+def evaluate(
+    module: nn.Module,
+    examples: Examples,
+    *,
+    loss_fn: Measure = cross_entropy,
+    metric: Measure = correct,
+    batch: int = 256,
+    device: Device = None,
+) -> Evaluation:
+    """Mean loss and mean metric in one pass; the module comes back in the mode and on the device it was lent in."""
+    single: list[Tensor] = []
+
+    def noted(outputs: Any, targets: Any) -> Tensor:
+        found = metric(outputs, targets)
+        if found.ndim:
+            single.append(each(found, len(found)))
+        return found
+
+    mean_loss, mean_metric = _means(module, examples, (loss_fn, noted), batch=batch, device=device)
+    whole = sum(map(len, single)) == len(examples)
+    return Evaluation(mean_loss, mean_metric, len(examples), torch.cat(single) if whole else None)
+
+
+def loss(
+    module: nn.Module, examples: Examples, *, loss_fn: Measure = cross_entropy, batch: int = 256, device: Device = None
+) -> float:
+    """Mean loss of the module in eval mode; may be NaN or infinite, as the network is."""
+    return _means(module, examples, (loss_fn,), batch=batch, device=device)[0]
+
+
+def accuracy(
+    module: nn.Module, examples: Examples, *, metric: Measure = correct, batch: int = 256, device: Device = None
+) -> float:
+    """Mean of the metric (higher is better) of the module in eval mode; by default the share of right answers."""
+    return _means(module, examples, (metric,), batch=batch, device=device)[0]
+
+
+def values(module: nn.Module, examples: Examples, measure: Measure, *, batch: int = 256, device: Device = None) -> Tensor:
+    """What the measure says of every example, float64 (N,) on the CPU; it must give one value for each."""
+    with on_device(module, device) as place, eval_mode(module):
+        found = [each(measure(module(x), y), len(x)) for x, y in examples.batches(batch, device=place)]
+    return torch.cat(found)
+
+
+def outputs(module: nn.Module, examples: Examples, *, batch: int = 256, device: Device = None) -> Tensor:
+    """What the module in eval mode says to every example, (N, …) on the CPU; it must give one tensor."""
+    with on_device(module, device) as place, eval_mode(module):
+        found = [module(inputs) for inputs, _ in examples.batches(batch, device=place)]
+    for given in found:
+        if not isinstance(given, Tensor):
+            raise InvalidInput(f"a network whose answers are wanted gave a {type(given).__name__}, wanted one tensor.")
+    return torch.cat([given.cpu() for given in found])
+
+
+def predictions(module: nn.Module, examples: Examples, *, batch: int = 256, device: Device = None) -> Tensor:
+    """The class of the largest logit for every example, (N,) on the CPU."""
+    return outputs(module, examples, batch=batch, device=device).argmax(1)
+
+
+def each(values: Tensor, count: int) -> Tensor:
+    """One value for each of `count` examples in float64 (averaged over further dimensions); a mean alone is refused."""
+    exact = values.detach().cpu().double()
+    if exact.ndim == 0 or len(exact) != count:
+        raise InvalidInput(
+            f"a loss or metric gave a tensor of shape {tuple(values.shape)} for {count} examples: wanted one value for each. "
+            f"Without single values nothing can be bounded: to go by the mean alone, set confidence = 0 and no worst_class."
+        )
+    return exact.reshape(count, -1).mean(1)
+
+
+def total(values: Tensor, count: int) -> Tensor:
+    """Sum over the examples in float64, from a value for each (averaged over further dimensions) or from their mean."""
+    exact = values.detach().cpu().double()
+    if exact.ndim == 0:
+        return exact * count
+    if len(exact) != count:
+        raise InvalidInput(
+            f"a loss or metric gave a tensor of shape {tuple(values.shape)} for {count} examples: "
+            f"wanted one value for each example, or their mean as a scalar"
+        )
+    return exact.reshape(count, -1).mean(1).sum()
+
+
+def _means(module: nn.Module, examples: Examples, measures: Sequence[Measure], *, batch: int, device: Device) -> list[float]:
+    if len(examples) == 0:
+        raise InvalidInput("evaluation over no examples: wanted at least one")
+    sums = torch.zeros(len(measures), dtype=torch.float64)
+    with on_device(module, device) as place, eval_mode(module):
+        for inputs, targets in examples.batches(batch, device=place):
+            given = module(inputs)
+            sums += torch.stack([total(measure(given, targets), len(inputs)) for measure in measures])
+    means: list[float] = (sums / len(examples)).tolist()
+    return means
+
+
+def _expect_tensors(what: str, argument: str, outputs: Any, targets: Any) -> None:
+    for name, value in (("outputs", outputs), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise InvalidInput(f"{what} needs a tensor of {name}, got a {type(value).__name__}: give {argument}=… of your own")
+
+
+def with_answers(examples: Examples, module: nn.Module, *, batch: int = 256, device: Device = None) -> Examples:
+    """The same inputs, with the module's class probabilities (N, K, …) in place of their targets."""
+    logits = outputs(module, examples, batch=batch, device=device)
+    if not isinstance(logits, Tensor) or logits.ndim < 2 or not logits.is_floating_point():
+        raise InvalidInput(
+            f"the signal 'divergence' compares class logits (N, K, …); this network gives {_described(logits)}. "
+            f'Use signal = "loss" with a loss of your own.'
+        )
+    return replace(examples, targets=functional.softmax(logits, 1))
+
+
+def divergence(outputs: Any, targets: Any) -> Tensor:
+    """Kullback-Leibler divergence of the class logits `outputs` (n, K, …) from the probabilities `targets`, for every example.
+
+    Never negative, and zero where both say the same; a mean over what follows the class axis.
+    """
+    each = functional.kl_div(functional.log_softmax(outputs, 1), targets, reduction="none").sum(1)
+    return each.reshape(len(each), -1).mean(1)
+
+
+def _described(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PACKAGES = ("torch", "secateurs")  # whose functions do what they are called, in every version
+
+
+def called(measure: Measure) -> str:
+    """What a measure is called: "accuracy" for ours, the function's or its type's name for a user's own."""
+    return "accuracy" if measure is correct else getattr(measure, "__name__", type(measure).__name__)
+
+
+def name_of(measure: Measure) -> str:
+    """All there is to tell measures apart, for values that are kept: two lambdas, or two settings of a class, are two."""
+    return _told(measure, whole=True)
+
+
+def fingerprints(measures: Mapping[str, Measure]) -> dict[str, str]:
+    """What tells measures apart when a run goes on another day, by role, and the Python that it holds for.
+
+    What a measure gathers while it is used, and the module that it comes from, do not make it another one.
+    """
+    prints = {role: hashlib.sha256(_told(measure, whole=False).encode()).hexdigest() for role, measure in measures.items()}
+    return {**prints, "python": f"{platform.python_implementation()} {platform.python_version()}"}
+
+
+def changed(measures: Mapping[str, Measure], names: Mapping[str, str], kept: Mapping[str, str]) -> list[str]:
+    """The roles whose measure is not the one whose name and fingerprint were kept, if any were; by name for another Python."""
+    now = fingerprints(measures)
+    if kept.get("python") == now["python"]:
+        return [role for role in measures if kept[role] != now[role]]
+    return [role for role, measure in measures.items() if kept and names[role] != called(measure)]
+
+
+def _told(measure: Any, *, whole: bool) -> str:
+    state = repr if whole else _settled
+    if isinstance(measure, partial):
+        given = [*measure.args, *(part for item in sorted(measure.keywords.items()) for part in item)]
+        return f"{_told(measure.func, whole=whole)} {[state(value) for value in given]}"
+    if isinstance(measure, MethodType):
+        return f"{_told(measure.__func__, whole=whole)} of {_told(measure.__self__, whole=whole)}"
+    module, name = getattr(measure, "__module__", None) or "", getattr(measure, "__qualname__", type(measure).__qualname__)
+    code = getattr(measure, "__code__", None)
+    if not whole and code is not None and module.split(".")[0] in _PACKAGES:
+        return f"{module}.{name}"
+    name = f"{module}.{name}" if whole else name
+    if code is None:
+        settings = [(key, state(value)) for key, value in sorted(getattr(measure, "__dict__", {}).items())]
+        return f"{name} {state(measure)} {settings}"
+    held = [state(cell.cell_contents) for cell in getattr(measure, "__closure__", None) or ()]
+    defaults = (getattr(measure, "__defaults__", None), *sorted((getattr(measure, "__kwdefaults__", None) or {}).items()))
+    return f"{name} {_text_of(code)} {state(defaults)} {held}"
+
+
+def _settled(value: Any) -> str:
+    """A value's text if it is one that does not change by itself; of others only what they are."""
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, tuple):
+        return str([_settled(part) for part in value])
+    code = getattr(value, "__code__", None)
+    return f"{type(value).__qualname__} {'' if code is None else _text_of(code)}"
+
+
+def _text_of(code: CodeType) -> str:
+    """Instructions and constants, without the addresses that a code object's own text has, and sets in one order."""
+    return f"{code.co_code.hex()} {code.co_names} {[_constant(value) for value in code.co_consts]}"
+
+
+def _constant(value: object) -> str:
+    if isinstance(value, CodeType):
+        return _text_of(value)
+    return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)

@@ -1,0 +1,1 @@
+"""A pruning run: Algorithm 1, its context, budget, journal and results."""

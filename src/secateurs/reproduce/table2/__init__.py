@@ -1,0 +1,1 @@
+"""Table 2: per-layer removals of ResNet-20."""

@@ -1,0 +1,1 @@
+"""Table 3: methods compared on CIFAR-10 ResNets."""

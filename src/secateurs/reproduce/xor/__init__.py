@@ -1,0 +1,1 @@
+"""Table 1: pruning networks that learned XOR."""

@@ -1,0 +1,6 @@
+"""A network split at a site, prepared to be measured under many masks, exactly and fast."""
+
+from secateurs.scoring.engine.masked import MaskedNetwork, Slopes, split_for
+from secateurs.scoring.engine.strategies import Form
+
+__all__ = ["Form", "MaskedNetwork", "Slopes", "split_for"]

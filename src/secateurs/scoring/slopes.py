@@ -1,0 +1,220 @@
+"""The linear model mask → score from slopes of the loss. Pure: tensors in, tensors out, float64 inside.
+
+A loss at a random mask tells of all filters that are off together. Its slope along the mask tells of each filter alone: what
+the loss would save if that filter were kept a little more. The mean slope over random masks is therefore an estimate of the
+same coefficients, from far fewer passes. Every example has masks of its own, so that what masks and what examples differ in
+averages out together, with every pass.
+
+A slope is not quite a difference: where removing a filter does the most harm, the last part of the way off is the steepest. The
+losses come with the slopes, and say by themselves, only with more noise, what a filter is worth. So the slopes are believed but
+where the losses contradict them by more than chance does.
+
+The score here is the loss with its sign turned, not brought to [0, 1] as in Eq. 2: losses of single examples have no common
+smallest and largest. The order of the filters does not depend on it, and coefficients of different sites can be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from secateurs._util.modules import device_of
+from secateurs.errors import InvalidInput, NonFinite
+from secateurs.graph.cost import cost
+from secateurs.graph.masking import split_at
+from secateurs.scoring.convergence import agreement, masks_per_example, resampled_means, settled
+from secateurs.scoring.ensemble import PILOT, ROUNDS, Ensemble, Scored, Work
+from secateurs.scoring.evaluator import Bench, Measured
+from secateurs.scoring.importance import Importance, rank_correlation
+
+_PARTS = 5  # of the examples, each predicted from the others
+_DOUBT = 2.5  # standard errors by which losses must contradict slopes to be heard
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """N examples under K masks of their own: the loss of each pair, and its slope along the mask."""
+
+    masks: Tensor  # (N, K, C) bool, True = kept
+    losses: Tensor  # (N, K)
+    slopes: Tensor  # (N, K, C)
+
+    def __post_init__(self) -> None:
+        masks, losses, slopes = self.masks.shape, self.losses.shape, self.slopes.shape
+        if len(masks) != 3 or masks != slopes or masks[:2] != losses:
+            raise InvalidInput(
+                f"masks {tuple(masks)}, losses {tuple(losses)} and slopes {tuple(slopes)} do not fit: "
+                f"wanted (N, K, C), (N, K) and (N, K, C)."
+            )
+
+    def finite(self) -> Pairs:
+        """The examples whose losses and slopes are finite under all their masks."""
+        good = self.losses.isfinite().all(-1) & self.slopes.isfinite().flatten(1).all(-1)
+        return Pairs(self.masks[good], self.losses[good], self.slopes[good])
+
+
+def joined(parts: list[Pairs]) -> Pairs:
+    """The examples of all parts, in order."""
+    return Pairs(*(torch.cat([getattr(part, name) for part in parts]) for name in ("masks", "losses", "slopes")))
+
+
+def fit_slopes(pairs: Pairs) -> Importance:
+    """The linear model from pairs of examples and masks; `coef` is the loss saved by keeping each filter.
+
+    Standard errors come from the spread between examples, `split_half` from two halves of them. `r2` is about single losses
+    within an example, so it is low even for a good model, and NaN where no example has two masks. Examples with a NaN or an
+    infinite value are left out.
+    """
+    usable = pairs.finite()
+    if len(usable.losses) < 2:
+        raise NonFinite(
+            f"slopes: finite for {len(usable.losses)} of {len(pairs.losses)} examples, wanted at least 2. "
+            f"Check the unmasked network's outputs on the scoring data."
+        )
+    each = gains(usable)
+    coef, z = each.mean(0), usable.masks.double()
+    return Importance(
+        coef=coef,
+        intercept=-usable.losses.double().mean() - z.mean((0, 1)) @ coef,
+        stderr=each.std(0) / math.sqrt(len(each)),
+        r2=_explained(usable, coef.expand_as(each)),
+        r2_held_out=_explained(usable, _from_the_others(each)),
+        split_half=rank_correlation(each[::2].mean(0), each[1::2].mean(0)),
+    )
+
+
+def gains(pairs: Pairs) -> Tensor:
+    """What each example says of the coefficients, float64 (N, C): their mean is the estimate, their spread its error.
+
+    An example's mean of -slope. Where the coefficients by losses (least squares on the masks, every example with a level of its
+    own) differ from that by more than `_DOUBT` standard errors, the estimate is moved towards them by what is beyond that.
+    """
+    by_slopes = -pairs.slopes.double().mean(1)
+    examples, each, channels = pairs.slopes.shape
+    if examples * (each - 1) <= 2 * channels:
+        return by_slopes
+    by_losses, seen = _by_losses(pairs)
+    differs = by_losses - by_slopes @ seen
+    mean, chance = differs.mean(0), _DOUBT * differs.std(0) / math.sqrt(examples)
+    return by_slopes + torch.where(mean.abs() > chance, differs - mean.sign() * chance, 0.0)
+
+
+def _by_losses(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """What each example's losses say of the coefficients (N, C), and the projection (C, C) on what its masks can tell.
+
+    Masks that all keep the same number of filters cannot tell a constant that is added to all coefficients.
+    """
+    z, saved = _within_examples(pairs)
+    moments = torch.einsum("nkc,nkd->cd", z, z) / len(z)
+    inverse = torch.linalg.pinv(moments, rtol=1e-9, hermitian=True)
+    coef = inverse @ torch.einsum("nkc,nk->c", z, saved) / len(z)
+    return coef + torch.einsum("nkc,nk->nc", z, saved - z @ coef) @ inverse, moments @ inverse
+
+
+def _within_examples(pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Masks (N, K, C) and -losses (N, K) as deviations from their means over each example's masks."""
+    z, losses = pairs.masks.double(), pairs.losses.double()
+    return z - z.mean(1, keepdim=True), losses.mean(1, keepdim=True) - losses
+
+
+def _from_the_others(each: Tensor) -> Tensor:
+    """For each example the coefficients (N, C) without the part of the examples that it belongs to."""
+    part = torch.arange(len(each), device=each.device) % _PARTS
+    others = torch.stack([each[part != p].mean(0) for p in range(min(_PARTS, len(each)))])
+    return others[part]
+
+
+def _explained(pairs: Pairs, coef: Tensor) -> Tensor:
+    """Share of the variance of an example's losses under its masks that coefficients (N, C) explain."""
+    z, saved = _within_examples(pairs)
+    total = saved.square().sum()
+    unexplained = (saved - (z * coef[:, None]).sum(-1)).square().sum()
+    return torch.where(total > 0, 1 - unexplained / total, math.nan)
+
+
+_FEWEST = 4  # examples under masks of their own
+_SLICE = 64  # examples at once on a CPU: a round has so few that larger pieces would leave cores without work
+GRADIENT_PASS = 2.4  # what a forward and backward pass costs, in forward passes
+
+
+def by_slopes(work: Work) -> Scored:
+    """Rounds of fresh examples, each under a few masks of its own, until the least important filters are the same twice."""
+    found: list[Pairs] = []
+    agreements: list[float] = []
+    used, rounds = 0, _rounds_of_pairs(work)
+    for number, pairs in enumerate(rounds):
+        found.append(pairs)
+        used += pairs.losses.numel()
+        work.told(0, used)
+        if work.scoring.adaptive:
+            agreements.append(_agreement_of_slopes(joined(found), work.resampling(number)))
+        if settled(agreements, work.scoring.agreement):
+            break
+    whole = joined(found)
+    stable = settled(agreements, work.scoring.agreement) if work.scoring.adaptive else None
+    ensemble = Ensemble(work.bench.site.name, whole.masks.flatten(0, 1), whole.losses.double().flatten())
+    importance = fit_slopes(whole)
+    return Scored(importance, ensemble, used, work.bound, stable, len(whole.losses))
+
+
+def _rounds_of_pairs(work: Work) -> Iterator[Pairs]:
+    """Examples and masks until the bound is reached or the examples are used up."""
+    order = work.order()
+    if len(order) < 2 or work.bound < 2 * _FEWEST:
+        raise InvalidInput(
+            f"site {work.bench.site.name!r}: {work.bound} masks on {len(order)} examples are too few for slopes: wanted "
+            f"{2 * _FEWEST} masks or more, on 2 examples or more. estimator = 'losses' needs fewer masks."
+        )
+    size = min(max(work.bound // (2 * ROUNDS), PILOT), len(order))
+    bench = _in_slices(work.bench)
+    first = bench.on(work.pool.take(order[:size].sort().values))
+    each = _masks_each(work, first, len(order))
+    most = work.bound // each  # examples
+    for number, start in enumerate(range(0, min(most, len(order)), size)):
+        rows = order[start : min(start + size, most)].sort().values
+        measured = first if len(rows) == size and number == 0 else bench.on(work.pool.take(rows))
+        yield _pairs(work, measured, number, each)
+
+
+def _in_slices(bench: Bench) -> Bench:
+    """The bench with batches small enough to be shared out."""
+    on_cpu = (device_of(bench.graph.module) if bench.device is None else torch.device(bench.device)).type == "cpu"
+    return replace(bench, batch=min(bench.batch, _SLICE)) if on_cpu else bench
+
+
+def _pairs(work: Work, measured: Measured, number: int, each: int) -> Pairs:
+    """One round: its examples under `each` masks of their own."""
+    masks = [work.masks(len(measured.examples), number, turn) for turn in range(each)]
+    losses, slopes = measured.slopes(masks)
+    return Pairs(torch.stack(masks, 1), losses.transpose(0, 1), slopes.transpose(0, 1))
+
+
+def _masks_each(work: Work, first: Measured, available: int) -> int:
+    """Masks for each example: as the noise in the first round says, more where the examples would not last.
+
+    At least two, whose losses can be compared.
+    """
+    most = work.bound // _FEWEST  # so that some examples are seen, however few masks there may be
+    least = min(max(math.ceil(work.bound / available), 2), most)
+    if work.scoring.examples is not None:
+        return least
+    pilot = _pairs(work, first, 0, 2).finite()
+    if len(pilot.losses) < 2:
+        return least
+    return min(max(least, masks_per_example(pilot.slopes, preparing=_preparing(work.bench))), most)
+
+
+def _preparing(bench: Bench) -> float:
+    """What it costs to bring an example to the site, in gradient passes from there on; counted in MACs."""
+    before, whole = cost(split_at(bench.graph, bench.site).prefix, bench.graph.example).macs, cost(bench.graph).macs
+    return before / (GRADIENT_PASS * max(whole - before, 1))
+
+
+def _agreement_of_slopes(pairs: Pairs, generator: torch.Generator) -> float:
+    """Examples are drawn again with all their masks: as these are their own, that resamples both."""
+    each = gains(pairs.finite())
+    return agreement(each.mean(0), resampled_means(each, generator=generator)) if len(each) > 1 else 0.0

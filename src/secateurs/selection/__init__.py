@@ -1,0 +1,1 @@
+"""How many filters go: searches, the accuracy contract, allocations over sites."""
