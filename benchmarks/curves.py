@@ -22,8 +22,8 @@ from secateurs import cost, find_sites
 from secateurs._util.files import write_text
 from secateurs.data.splits import split
 from secateurs.metrics import Measure, accuracy, cross_entropy
-from secateurs.pruning.global_allocation import measure_course
-from secateurs.scoring.cache import Store
+from secateurs.pruning.global_allocation import measure_curve
+from secateurs.scoring.cache import MeasurementCache
 
 PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
 TARGETS = (0.05, 0.1, 0.15, 0.2)
@@ -40,14 +40,14 @@ MEASURES: dict[str, Measure] = {"cross-entropy": plain, "divergence": cross_entr
 def line(subject: Subject, name: str) -> str:
     """One row of the table: MACs removed and accuracy, for every target."""
     seen, unseen = split(subject.data.search, (STEERING, len(subject.data.search) - STEERING), seed=0)
-    workshop = subject.workshop(Method("l1", "none"), 0, Store(None))
+    workshop = subject.workshop(Method("l1", "none"), 0, MeasurementCache(None))
     tools = replace(workshop.tools, loss_fn=MEASURES[name])
     workshop = replace(workshop, data=replace(subject.data, search=seen), tools=tools)
     courses = {}
     for number, site in enumerate(find_sites(workshop.original, "before"), 1):
         place = workshop.place(workshop.original, site)
         ranking = workshop.rank(place, step=number, on_scored=lambda done, of: None)
-        courses[site.name] = measure_course(workshop, place, ranking)
+        courses[site.name] = measure_curve(workshop, place, ranking)
     ladder, whole = Ladder(workshop, courses), cost(workshop.original).macs
     cells = []
     for target in TARGETS:

@@ -28,11 +28,11 @@ from secateurs.data.dataset import derive, generator_for
 from secateurs.metrics import correct, cross_entropy
 from secateurs.models import example_input, load_public
 from secateurs.scoring import score_site
-from secateurs.scoring.cache import Store
+from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.engine import split_for
-from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, rank_correlation
-from secateurs.scoring.slopes import GRADIENT_PASS, Pairs, gains
+from secateurs.scoring.slopes import GRADIENT_PASS, MaskedSlopes, per_example_coefficients
 
 RESULT = Path(__file__).parent / "results" / "estimators.json"
 PAGE = Path(__file__).parent.parent / "docs" / "scoring.md"
@@ -93,27 +93,27 @@ def from_losses(name: str, masks: Tensor, losses: Tensor) -> Estimate:
     return Estimate(name, losses.numel(), fit(slice(None)), rank_correlation(*halves))
 
 
-def from_pairs(name: str, pairs: Pairs, estimator: Callable[[Pairs], Tensor], each: float) -> Estimate:
-    one, other = (Pairs(pairs.masks[i::2], pairs.losses[i::2], pairs.slopes[i::2]) for i in (0, 1))
+def from_pairs(name: str, pairs: MaskedSlopes, estimator: Callable[[MaskedSlopes], Tensor], each: float) -> Estimate:
+    one, other = (MaskedSlopes(pairs.masks[i::2], pairs.losses[i::2], pairs.slopes[i::2]) for i in (0, 1))
     return Estimate(name, each * pairs.losses.numel(), estimator(pairs), rank_correlation(estimator(one), estimator(other)))
 
 
-def mean_slope(pairs: Pairs) -> Tensor:
+def mean_slope(pairs: MaskedSlopes) -> Tensor:
     return -pairs.slopes.double().mean((0, 1))
 
 
-def corrected(pairs: Pairs) -> Tensor:
+def corrected(pairs: MaskedSlopes) -> Tensor:
     """Slopes, corrected where losses contradict them by more than chance: what the library does."""
-    return gains(pairs).mean(0)
+    return per_example_coefficients(pairs).mean(0)
 
 
-def trapezoid(pairs: Pairs) -> Tensor:
+def trapezoid(pairs: MaskedSlopes) -> Tensor:
     """Half the mean slope where the filter is kept, half that where it is off: nearer to a difference of losses."""
     z, saved = pairs.masks.double(), -pairs.slopes.double()
     return ((saved * z).sum((0, 1)) / z.sum((0, 1)) + (saved * (1 - z)).sum((0, 1)) / (1 - z).sum((0, 1))) / 2
 
 
-def robust(pairs: Pairs) -> Tensor:
+def robust(pairs: MaskedSlopes) -> Tensor:
     """Slopes longer than all but a tenth are shortened to that length."""
     slopes = -pairs.slopes.double().flatten(0, 1)
     length = slopes.norm(dim=1)
@@ -122,7 +122,7 @@ def robust(pairs: Pairs) -> Tensor:
     return shortened
 
 
-def losses_alone(pairs: Pairs) -> Tensor:
+def losses_alone(pairs: MaskedSlopes) -> Tensor:
     """Least squares of the pairs' losses on their masks, every image with a level of its own."""
     z, saved = within_images(pairs)
     moments = torch.einsum("nkc,nkd->cd", z, z)
@@ -130,7 +130,7 @@ def losses_alone(pairs: Pairs) -> Tensor:
     return coef
 
 
-def losses_and_slopes(pairs: Pairs) -> Tensor:
+def losses_and_slopes(pairs: MaskedSlopes) -> Tensor:
     """One regression on both, each weighted by the inverse of the variance of what it leaves."""
     z, saved = within_images(pairs)
     slope_noise = pairs.slopes.double().var((0, 1)).mean()
@@ -141,12 +141,12 @@ def losses_and_slopes(pairs: Pairs) -> Tensor:
     return coef
 
 
-def within_images(pairs: Pairs) -> tuple[Tensor, Tensor]:
+def within_images(pairs: MaskedSlopes) -> tuple[Tensor, Tensor]:
     z, losses = pairs.masks.double(), pairs.losses.double()
     return z - z.mean(1, keepdim=True), losses.mean(1, keepdim=True) - losses
 
 
-def estimates(bench: Bench, data: Data, plan: Plan) -> Iterator[Estimate]:
+def estimates(bench: SiteEvaluator, data: Data, plan: Plan) -> Iterator[Estimate]:
     """All of them at one site, the reference first."""
     channels = bench.site.channels
     examples = subset(data.train, plan.reference_images, seed=derive(0, "scoring"))
@@ -160,7 +160,7 @@ def estimates(bench: Bench, data: Data, plan: Plan) -> Iterator[Estimate]:
     yield from_pairs("slopes, a mask for each batch", shared, mean_slope, GRADIENT_PASS * BATCH)
     whole = own_pairs(bench, pool, plan.masks_each)
     for each in (2, plan.masks_each):
-        pairs = Pairs(whole.masks[:, :each], whole.losses[:, :each], whole.slopes[:, :each])
+        pairs = MaskedSlopes(whole.masks[:, :each], whole.losses[:, :each], whole.slopes[:, :each])
         label = f"{POOL:,} images, {each} masks each"
         yield from_pairs(f"slopes, {label}", pairs, mean_slope, GRADIENT_PASS)
         yield from_pairs(f"slopes by trapezoid, {label}", pairs, trapezoid, GRADIENT_PASS)
@@ -171,24 +171,24 @@ def estimates(bench: Bench, data: Data, plan: Plan) -> Iterator[Estimate]:
     yield fast(bench, data)
 
 
-def own_pairs(bench: Bench, pool: Examples, each: int) -> Pairs:
+def own_pairs(bench: SiteEvaluator, pool: Examples, each: int) -> MaskedSlopes:
     masks = sample_masks(bench.site.channels, each * len(pool), generator=generator_for(1, "own"))
     turns = torch.split(masks, len(pool))
     losses, slopes = zip(*(bench.on(pool).slopes(turn) for turn in turns), strict=True)
-    return Pairs(torch.stack(turns, 1), torch.stack(losses, 1), torch.stack(slopes, 1))
+    return MaskedSlopes(torch.stack(turns, 1), torch.stack(losses, 1), torch.stack(slopes, 1))
 
 
-def shared_pairs(bench: Bench, pool: Examples, each: int) -> Pairs:
+def shared_pairs(bench: SiteEvaluator, pool: Examples, each: int) -> MaskedSlopes:
     """A batch under one mask counts as one example: its mean loss and slope."""
     batches, channels = len(pool) // BATCH, bench.site.channels
     masks = sample_masks(channels, each * batches, generator=generator_for(1, "shared"))
     found = [bench.on(pool).slopes(turn.repeat_interleave(BATCH, 0)) for turn in torch.split(masks, batches)]
     losses = torch.cat([losses.view(batches, BATCH).mean(1) for losses, _ in found])
     slopes = torch.cat([slopes.view(batches, BATCH, channels).mean(1) for _, slopes in found])
-    return Pairs(masks[:, None], losses[:, None], slopes[:, None])
+    return MaskedSlopes(masks[:, None], losses[:, None], slopes[:, None])
 
 
-def fast(bench: Bench, data: Data) -> Estimate:
+def fast(bench: SiteEvaluator, data: Data) -> Estimate:
     """The default, as it stops by itself."""
     scored = score_site(bench.graph, bench.site, data.train, FAST, store=bench.store, seed=2)
     assert isinstance(scored.importance, Importance)
@@ -196,8 +196,8 @@ def fast(bench: Bench, data: Data) -> Estimate:
     return Estimate(name, GRADIENT_PASS * scored.used, scored.importance.coef, scored.importance.split_half)
 
 
-def measure(graph: Graph, site: Site, data: Data, plan: Plan, store: Store) -> dict[str, object]:
-    bench = Bench(graph, site, cross_entropy, store)
+def measure(graph: Graph, site: Site, data: Data, plan: Plan, store: MeasurementCache) -> dict[str, object]:
+    bench = SiteEvaluator(graph, site, cross_entropy, store)
     found = list(estimates(bench, data, plan))
     paper = PAPER_MASKS * site.channels * PAPER_IMAGES
     left = accuracies(graph, site, subset(data.search, SEARCH, seed=0), [one.coef for one in found])
@@ -258,7 +258,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.store.parent.mkdir(parents=True, exist_ok=True)
-    store, data = Store(options.store), load_cifar10("public", download=False)
+    store, data = MeasurementCache(options.store), load_cifar10("public", download=False)
     graph = trace(load_public(20), example_input("resnet20"))
     sites = {site.name: site for site in find_sites(graph)}
     measured = [measure(graph, sites[plan.site], data, plan, store) for plan in PLANS]

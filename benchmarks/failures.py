@@ -32,9 +32,9 @@ from secateurs.data.dataset import derive, generator_for
 from secateurs.metrics import correct, cross_entropy
 from secateurs.models import example_input, load_public
 from secateurs.scoring import score_site
-from secateurs.scoring.cache import Store
+from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.engine import split_for
-from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, fit_pairs, order
 
 RESULT = Path(__file__).parent / "results" / "failures.json"
@@ -71,7 +71,7 @@ class Found:
     importance: Importance | PairImportance | None = None
 
 
-def orders(bench: Bench, train: Examples) -> Iterator[Found]:
+def orders(bench: SiteEvaluator, train: Examples) -> Iterator[Found]:
     """All orders but the random ones."""
     channels = bench.site.channels
     images = subset(train, IMAGES, seed=derive(0, "scoring"))
@@ -96,7 +96,7 @@ def _said(transform: str) -> str:
     return "Eq. 2" if transform == "linear" else f"Eq. 2 of {'logarithms' if transform == 'log' else 'ranks'}"
 
 
-def measure(bench: Bench, train: Examples, search: Examples) -> dict[str, Any]:
+def measure(bench: SiteEvaluator, train: Examples, search: Examples) -> dict[str, Any]:
     channels, found = bench.site.channels, list(orders(bench, train))
     shuffled = [torch.randperm(channels, generator=generator_for(seed, "random")) for seed in range(RANDOM)]
     tried = found + [Found("random", one) for one in shuffled]
@@ -126,7 +126,7 @@ def _within(worth: Tensor, keeps: Tensor) -> Tensor:
     return ((gone @ worth) * gone).sum(1) / 2
 
 
-def most_named(bench: Bench, examples: Examples, keeps: Tensor) -> Tensor:
+def most_named(bench: SiteEvaluator, examples: Examples, keeps: Tensor) -> Tensor:
     """Under each mask, the share of the examples that get the answer given most often."""
 
     def answer(outputs: Any, targets: Any) -> Tensor:
@@ -136,7 +136,7 @@ def most_named(bench: Bench, examples: Examples, keeps: Tensor) -> Tensor:
     return torch.stack([functional.one_hot(row).double().mean(0).amax() for row in given])
 
 
-def remaining(bench: Bench, examples: Examples, orders: list[Tensor]) -> Tensor:
+def remaining(bench: SiteEvaluator, examples: Examples, orders: list[Tensor]) -> Tensor:
     """Loss and accuracy (orders, shares, 2) of the network without a share of the site's filters."""
     counts = [round(share * bench.site.channels) for share in SHARES]
     masks = torch.cat([cuts_along(one, counts) for one in orders])
@@ -160,7 +160,7 @@ class Apart:
     beyond: Tensor
 
 
-def two_by_two(bench: Bench, examples: Examples) -> Apart:
+def two_by_two(bench: SiteEvaluator, examples: Examples) -> Apart:
     """All filters removed one by one and two by two."""
     channels = bench.site.channels
     pairs = list(combinations(range(channels), 2))
@@ -250,7 +250,7 @@ def main() -> int:
         options.store.parent.mkdir(parents=True, exist_ok=True)
         data, graph = load("cifar10", split="public", download=False), trace(load_public(20), example_input("resnet20"))
         site = next(site for site in find_sites(graph, "before") if site.name == options.site)
-        report = measure(Bench(graph, site, cross_entropy, Store(options.store)), data.train, data.search)
+        report = measure(SiteEvaluator(graph, site, cross_entropy, MeasurementCache(options.store)), data.train, data.search)
         write_text(RESULT, json.dumps({"conditions": conditions().sentence(), **report}, indent=1) + "\n")
     update_page(json.loads(RESULT.read_text()))
     return 0

@@ -29,8 +29,8 @@ from secateurs.data import subset
 from secateurs.data.dataset import derive, generator_for
 from secateurs.graph.sites import Site
 from secateurs.metrics import cross_entropy
-from secateurs.scoring.cache import Store
-from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.cache import MeasurementCache
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import fit_pairs, order
 
 RESULT = Path(__file__).parent / "results" / "pairs.json"
@@ -45,7 +45,7 @@ def orders(given: Setting, site: Site) -> Iterator[tuple[str, Tensor]]:
     """Names and orders (C,) from the same masks, first to go first; norms and chance beside them."""
     images = subset(given.data.train, IMAGES, seed=derive(given.seed, "scoring"))
     masks = sample_masks(site.channels, EACH[-1] * site.channels, generator=generator_for(given.seed, "masks"))
-    bench = Bench(given.graph, site, cross_entropy, given.store)
+    bench = SiteEvaluator(given.graph, site, cross_entropy, given.store)
     losses = bench.on(images, announced=len(masks)).means(masks)
     for each in EACH:
         some = slice(0, each * site.channels)
@@ -101,7 +101,7 @@ def main() -> int:
     if not options.render:
         store = home() / "bench" / "pairs.sqlite"  # what was measured is kept here
         store.parent.mkdir(parents=True, exist_ok=True)
-        given, rows = setting(Store(store), options.seed), []
+        given, rows = setting(MeasurementCache(store), options.seed), []
         for name in options.sites:
             rows += measure_site(given, name)
             sys.stdout.write(f"{name} is done\n")

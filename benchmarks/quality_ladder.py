@@ -20,11 +20,11 @@ from secateurs.config import TrainSettings, recipe_fields
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site
-from secateurs.metrics import name_of
-from secateurs.pruning.context import Place, Workshop
-from secateurs.pruning.global_allocation import Course, course_fields, course_from, measure_course, with_cuts
+from secateurs.metrics import fingerprint
+from secateurs.pruning.context import PreparedSite, PruningContext
+from secateurs.pruning.global_allocation import SiteCurve, apply_allocation, curve_fields, curve_from, measure_curve
 from secateurs.scoring.cache import context_of
-from secateurs.selection.allocation import Division, frontier
+from secateurs.selection.allocation import Allocation, frontier
 from secateurs.training import train_
 
 TOO_MUCH = 0.025  # a search drop above which a ladder ends
@@ -49,13 +49,13 @@ class Seeded:
     def __init__(self, subject: Subject, seed: int, tell: Tell) -> None:
         self.subject, self.seed, self.tell = subject, seed, tell
         self._store = store_of(subject.model, seed)
-        self._places: dict[tuple[str, str], Place] = {}
+        self._places: dict[tuple[str, str], PreparedSite] = {}
         self._ladders: dict[Method, Ladder] = {}
 
-    def workshop(self, method: Method) -> Workshop:
+    def workshop(self, method: Method) -> PruningContext:
         return self.subject.workshop(method, self.seed, self._store)
 
-    def place(self, workshop: Workshop, site: Site) -> Place:
+    def place(self, workshop: PruningContext, site: Site) -> PreparedSite:
         key = workshop.recipe.repair, site.name
         if key not in self._places:
             self._places[key] = workshop.place(workshop.original, site)
@@ -68,7 +68,7 @@ class Seeded:
             self._ladders[cuts] = Ladder(self.workshop(cuts), self.courses(cuts))
         return self.workshop(method).refitted(self._ladders[cuts].network(target))
 
-    def courses(self, method: Method) -> dict[str, Course]:
+    def courses(self, method: Method) -> dict[str, SiteCurve]:
         """Order and curve of every site; from a file, where they were measured before."""
         workshop, began = self.workshop(method), perf_counter()
         sites = [site for site in find_sites(workshop.original, "before") if site.channels > 1]
@@ -79,18 +79,18 @@ class Seeded:
                 if site.name not in known:
                     place = self.place(workshop, site)
                     ranking = workshop.rank(place, step=number, on_scored=lambda done, of: None)
-                    known[site.name] = course_fields(measure_course(workshop, place, ranking))
+                    known[site.name] = curve_fields(measure_curve(workshop, place, ranking))
                     write_text(path, json.dumps(known) + "\n")
             self.tell(f"{path.stem}: courses of {len(sites)} sites, {perf_counter() - began:.0f} s")
-        return {site.name: course_from(site, known[site.name]) for site in sites}
+        return {site.name: curve_from(site, known[site.name]) for site in sites}
 
 
-def _kind(workshop: Workshop) -> str:
+def _kind(workshop: PruningContext) -> str:
     """Names all that courses depend on besides the network: files of another recipe or another measure are left alone."""
     fields = {name: value for name, value in recipe_fields(workshop.recipe).items() if name != "batch"}
     told = json.dumps(fields, sort_keys=True)
     of_rankings = " ".join(field.name for field in dataclasses.fields(Ranking))
-    return context_of(told, name_of(workshop.held_out.loss_fn), workshop.held_out.examples.digest(), of_rankings)[:12]
+    return context_of(told, fingerprint(workshop.held_out.loss_fn), workshop.held_out.examples.digest(), of_rankings)[:12]
 
 
 def climb(seeded: Seeded, method: Method, targets: Sequence[float], known: Mapping[Key, Row], lesson: Lesson) -> Iterator[Row]:
@@ -134,22 +134,22 @@ def untouched(seeded: Seeded, known: Mapping[Key, Row], lesson: Lesson) -> Itera
 class Ladder:
     """The divisions of one method's courses, and the networks that were made of them."""
 
-    workshop: Workshop
-    courses: Mapping[str, Course]
+    workshop: PruningContext
+    courses: Mapping[str, SiteCurve]
     made: dict[float, Graph] = field(default_factory=dict)
     removed: dict[int, float] = field(default_factory=dict)
 
     def network(self, target: float) -> Graph:
         """All cuts made and repaired of the first division that really removes so many of the MACs; the last, if none does."""
         if target not in self.made:
-            self.made[target] = with_cuts(self.workshop, self.courses, self._reaching(target))
+            self.made[target] = apply_allocation(self.workshop, self.courses, self._reaching(target))
         return self.made[target]
 
     @cached_property
-    def _divisions(self) -> Sequence[Division]:
+    def _divisions(self) -> Sequence[Allocation]:
         return frontier([course.curve for course in self.courses.values()])
 
-    def _reaching(self, target: float) -> Division:
+    def _reaching(self, target: float) -> Allocation:
         divisions = self._divisions
         # predicted savings count what two neighbours save together twice: real ones are looked up, by halving
         low, high = 0, len(divisions) - 1
@@ -164,7 +164,7 @@ class Ladder:
             self.removed[place] = self._counted(self._divisions[place])
         return self.removed[place]
 
-    def _counted(self, division: Division) -> float:
+    def _counted(self, division: Allocation) -> float:
         whole = self.workshop.original
         sites = {site.name: site for site in find_sites(whole, "before")}
         masks: dict[str | Site, Tensor] = {

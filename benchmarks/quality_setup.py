@@ -16,8 +16,8 @@ from secateurs.data import Data, Examples, load, subset
 from secateurs.data.dataset import derive
 from secateurs.metrics import Evaluation, correct, cross_entropy, evaluate
 from secateurs.models import example_input, load_public
-from secateurs.pruning.context import Tools, Workshop
-from secateurs.scoring.cache import Store
+from secateurs.pruning.context import PruningContext, Runtime
+from secateurs.scoring.cache import MeasurementCache
 
 _ELSEWHERE = os.environ.get("QUALITY_RESULTS")  # a folder: all is measured anew, whatever was measured before
 RESULTS = Path(_ELSEWHERE or Path(__file__).parent / "results")
@@ -141,7 +141,7 @@ class Subject:
         """On the test half, which chooses nothing."""
         return evaluate(graph.module, self.data.test, batch=BATCH)
 
-    def workshop(self, method: Method, seed: int, store: Store) -> Workshop:
+    def workshop(self, method: Method, seed: int, store: MeasurementCache) -> PruningContext:
         """What a divided run of this method works with; few of the search images steer."""
         size = SIZES[self.model]
         steering = subset(self._searched, size.steering, seed=derive(seed, "steering"))
@@ -156,14 +156,14 @@ class Subject:
             masks=size.masks,
             seed=seed,
         )
-        tools = Tools(cross_entropy, correct, None, store, None)
-        return Workshop(self.graph, replace(self.data, search=steering), recipe, tools)
+        tools = Runtime(cross_entropy, correct, None, store, None)
+        return PruningContext(self.graph, replace(self.data, search=steering), recipe, tools)
 
 
-def store_of(model: str, seed: int) -> Store:
+def store_of(model: str, seed: int) -> MeasurementCache:
     """What was measured once for a network and a seed, whoever asks."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    return Store(FOLDER / f"{model}-{seed}.sqlite")
+    return MeasurementCache(FOLDER / f"{model}-{seed}.sqlite")
 
 
 def series(rows: list[Row], *, finetune: int = 0) -> Iterator[tuple[tuple[str, str], list[Row]]]:

@@ -21,7 +21,7 @@ from secateurs.criteria import criterion
 from secateurs.data import subset
 from secateurs.graph.latency import using_threads
 from secateurs.metrics import correct, cross_entropy
-from secateurs.scoring import Scored, score_site
+from secateurs.scoring import EnsembleResult, score_site
 from secateurs.scoring.engine import split_for
 from secateurs.scoring.importance import rank_correlation
 
@@ -142,7 +142,7 @@ def repeated(method: str, scoring: Scoring, bench: Bench, model: str, site: Site
     return Ranked(method, budget_of(runs[0]), tuple(map(coef_of, runs)), seconds / len(runs), passes, default)
 
 
-def timed_scoring(bench: Bench, model: str, site: Site, scoring: Scoring, seed: int) -> tuple[Scored, float]:
+def timed_scoring(bench: Bench, model: str, site: Site, scoring: Scoring, seed: int) -> tuple[EnsembleResult, float]:
     """What an estimator finds, and its seconds on all cores; the same run is made once."""
     key = (model, site.name, scoring, seed)
     if key not in bench.memory:
@@ -151,21 +151,21 @@ def timed_scoring(bench: Bench, model: str, site: Site, scoring: Scoring, seed: 
             start = perf_counter()
             scored = score_site(bench.graph(model), site, pool, scoring, loss_fn=cross_entropy, seed=seed)
             bench.memory[key] = scored, perf_counter() - start
-    found: tuple[Scored, float] = bench.memory[key]
+    found: tuple[EnsembleResult, float] = bench.memory[key]
     return found
 
 
-def coef_of(scored: Scored) -> Tensor:
+def coef_of(scored: EnsembleResult) -> Tensor:
     assert isinstance(scored.importance, Importance)
     return scored.importance.coef
 
 
-def image_passes(scored: Scored, scoring: Scoring) -> int:
+def image_passes(scored: EnsembleResult, scoring: Scoring) -> int:
     """By slopes each mask has one image of its own, and a backward pass; by losses each meets all images."""
     return scored.used * (1 + BACKWARD) if scoring.estimator == "gradient" else scored.used * scored.examples
 
 
-def budget_of(scored: Scored) -> str:
+def budget_of(scored: EnsembleResult) -> str:
     return f"{scored.used:,} masks, {scored.examples:,} images"
 
 

@@ -25,7 +25,7 @@ from secateurs.errors import InvalidInput
 from secateurs.graph.latency import using_threads
 from secateurs.metrics import Measure, cross_entropy
 from secateurs.models import example_input, load_public
-from secateurs.scoring.cache import Store, context_of, mask_key
+from secateurs.scoring.cache import MeasurementCache, context_of, mask_key
 from secateurs.scoring.engine import MaskedNetwork, split_for
 
 CORES = os.cpu_count() or 1
@@ -113,7 +113,7 @@ class Bench:
         database = self.folder / "measured.sqlite"
         if not resume:
             database.unlink(missing_ok=True)
-        self.store = Store(database)
+        self.store = MeasurementCache(database)
         self.report = self._known(resume)
         self._graphs: dict[str, Graph] = {}
         self.memory: dict[Hashable, Any] = {}  # what two parts need and one has measured

@@ -30,8 +30,8 @@ from secateurs.criteria.ranking import cuts_along
 from secateurs.data import Data, Examples, load, split, subset
 from secateurs.metrics import correct, cross_entropy
 from secateurs.models import example_input, load_public
-from secateurs.pruning.context import Place, Tools, Workshop
-from secateurs.scoring.cache import Store
+from secateurs.pruning.context import PreparedSite, PruningContext, Runtime
+from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.engine import split_for
 
 RESULT = Path(__file__).parent / "results" / "signals.json"
@@ -68,10 +68,10 @@ class Setting:
     graph: Graph
     data: Data
     compare: Examples
-    store: Store
+    store: MeasurementCache
     seed: int
 
-    def workshop(self, *, scoring: Pool = "train", signal: Signal = "loss", repaired: bool = False) -> Workshop:
+    def workshop(self, *, scoring: Pool = "train", signal: Signal = "loss", repaired: bool = False) -> PruningContext:
         recipe = Recipe(
             criterion="ensemble",
             scoring=scoring,
@@ -81,17 +81,17 @@ class Setting:
             confidence=0,
             seed=self.seed,
         )
-        return Workshop(self.graph, self.data, recipe, Tools(cross_entropy, correct, None, self.store, None))
+        return PruningContext(self.graph, self.data, recipe, Runtime(cross_entropy, correct, None, self.store, None))
 
 
-def setting(store: Store, seed: int) -> Setting:
+def setting(store: MeasurementCache, seed: int) -> Setting:
     data = load("cifar10", split="public", download=False)
     ranking, comparing = split(data.search, (len(data.search) // 2, len(data.search) - len(data.search) // 2), seed=seed)
     graph = trace(load_public(20), example_input("resnet20"))
     return Setting(graph, replace(data, search=ranking), subset(comparing, COMPARED, seed=seed), store, seed)
 
 
-def measure_site(given: Setting, rankers: Sequence[Workshop], name: str) -> list[Row]:
+def measure_site(given: Setting, rankers: Sequence[PruningContext], name: str) -> list[Row]:
     """All signals at one site, and both ways of leaving the network behind."""
     site = next(site for site in find_sites(given.graph, "before") if site.name == name)
     orders, seconds = [], []
@@ -109,7 +109,7 @@ def measure_site(given: Setting, rankers: Sequence[Workshop], name: str) -> list
     return rows
 
 
-def remaining(place: Place, examples: Examples, orders: Sequence[Tensor]) -> Tensor:
+def remaining(place: PreparedSite, examples: Examples, orders: Sequence[Tensor]) -> Tensor:
     """Loss and accuracy (orders, shares, 2) of the network without a share of the site's filters, repaired if it can be."""
     counts = [round(share * place.site.channels) for share in SHARES]
     masks = torch.cat([cuts_along(order, counts) for order in orders])
@@ -172,7 +172,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     if not options.render:
         options.store.parent.mkdir(parents=True, exist_ok=True)
-        given, rows = setting(Store(options.store), options.seed), []
+        given, rows = setting(MeasurementCache(options.store), options.seed), []
         rankers = [given.workshop(scoring=scoring, signal=signal) for scoring, signal in SIGNALS.values()]
         for name in options.sites:
             rows += measure_site(given, rankers, name)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.conditions import conditions
 from secateurs._util.files import write_text
-from secateurs.reproduce.xor.experiment import SCHEDULES, SUCCESS, Row, table
+from secateurs.reproduce.xor.experiment import SCHEDULES, SUCCESS, ExperimentRow, table
 from secateurs.reproduce.xor.nets import Setting, one_thread
 from secateurs.scoring.importance import fit_importance, scores
 from secateurs.scoring.masks import sample_masks
@@ -103,7 +103,7 @@ def measure(experiments: int, plain: int) -> dict[str, Any]:
         successes = [plain_experiment(setting, generator) for _ in range(plain)]
         plain_seconds = (time.process_time() - start) / plain * experiments
         start, clock = time.process_time(), time.perf_counter()
-        rows: tuple[Row, ...] = table(setting)
+        rows: tuple[ExperimentRow, ...] = table(setting)
         batched_seconds, elapsed = time.process_time() - start, time.perf_counter() - clock
         measured_on = asdict(conditions())
     return {

@@ -21,7 +21,7 @@ from secateurs.data import Data, load
 from secateurs.data.splits import subset
 from secateurs.models import build
 from secateurs.pruning.journal import read_journal
-from secateurs.scoring.cache import Store
+from secateurs.scoring.cache import MeasurementCache
 
 RECIPE = Recipe.paper(
     max_drop=0.05,
@@ -93,7 +93,7 @@ def killed_at(folder: Path, measured_before: int) -> str:
 def measured(folder: Path) -> int:
     """How many values the run's store holds."""
     path = folder / "measured.sqlite"
-    return len(Store(path)) if path.exists() else 0
+    return len(MeasurementCache(path)) if path.exists() else 0
 
 
 def warm_up() -> None:

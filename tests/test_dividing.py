@@ -8,13 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from secateurs.pruning.global_allocation import COARSE, Trial, find_division, ladder
-from secateurs.selection.allocation import Division
+from secateurs.pruning.global_allocation import COARSE, Trial, choose_allocation, ladder
+from secateurs.selection.allocation import Allocation
 
 
-def divisions(count: int) -> list[Division]:
+def divisions(count: int) -> list[Allocation]:
     """Divisions that save 0, 1, 2, … thousandths."""
-    return [Division({"site": i}, i / 1000, i * 1e-4) for i in range(count)]
+    return [Allocation({"site": i}, i / 1000, i * 1e-4) for i in range(count)]
 
 
 def searched(edge: int, within: int) -> Callable[[int], Trial]:
@@ -35,7 +35,7 @@ def certified(limit: int, asked: list[int]) -> Callable[[int, Sequence[bool]], T
 def test_the_climb_ends_within_a_rung_of_what_can_be_certified(edge: int, truth: float) -> None:
     asked: list[int] = []
     limit = round(truth * edge)
-    found = find_division(divisions(600), searched(edge, 2 * edge), certified(limit, asked))
+    found = choose_allocation(divisions(600), searched(edge, 2 * edge), certified(limit, asked))
     assert asked == sorted(asked)
     assert found.answers == (*[True] * (len(asked) - 1), False)
     assert limit / 1.06 - 1 <= found.division.removed["site"] <= limit
@@ -43,25 +43,25 @@ def test_the_climb_ends_within_a_rung_of_what_can_be_certified(edge: int, truth:
 
 
 def test_a_first_no_leaves_the_network_as_it_was() -> None:
-    found = find_division(divisions(600), searched(200, 300), certified(10, []))
+    found = choose_allocation(divisions(600), searched(200, 300), certified(10, []))
     assert (found.division.saved, found.answers, found.bound) == (0, (False,), None)
 
 
 def test_a_prediction_that_nothing_can_go_is_not_the_last_word() -> None:
     asked: list[int] = []
-    found = find_division(divisions(50), searched(0, 0), certified(30, asked))
+    found = choose_allocation(divisions(50), searched(0, 0), certified(30, asked))
     assert asked[0] == 1
     assert 27 <= found.division.removed["site"] <= 30
 
 
 def test_without_certification_the_edge_is_taken() -> None:
-    found = find_division(divisions(600), searched(123, 123), None)
+    found = choose_allocation(divisions(600), searched(123, 123), None)
     assert found.division.removed["site"] == 123
     assert (found.answers, found.bound) == ((), None)
 
 
 def test_the_largest_saving_within_the_drop_on_the_search_images_is_one_that_was_tried() -> None:
-    found = find_division(divisions(600), searched(200, 260), certified(150, []))
+    found = choose_allocation(divisions(600), searched(200, 260), certified(150, []))
     tried = {round(1000 * saved) for saved, _, _ in found.tried}
     assert round(1000 * found.by_estimate) == max(i for i in tried if i <= 260)
 
@@ -79,4 +79,4 @@ def test_rungs_ascend_by_their_growth_up_to_the_largest(growth: float, most: int
 
 def test_a_frontier_of_nothing_has_no_rungs() -> None:
     assert ladder(divisions(1), 0) == ()
-    assert find_division(divisions(1), searched(0, 0), certified(0, [])).division.saved == 0
+    assert choose_allocation(divisions(1), searched(0, 0), certified(0, [])).division.saved == 0

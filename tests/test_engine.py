@@ -26,7 +26,7 @@ from secateurs.graph.sites import Sites
 from secateurs.metrics import cross_entropy
 from secateurs.metrics import loss as mean_loss
 from secateurs.models import build, example_input
-from secateurs.scoring.engine import Form, MaskedNetwork, split_for
+from secateurs.scoring.engine import MaskedNetwork, MaskingStrategy, split_for
 from secateurs.scoring.engine.memory import default_budget, free_memory
 from secateurs.scoring.engine.strategies import Masking, possible_maskings
 
@@ -122,10 +122,10 @@ def allowed(name: str, shortcut: str, place: int) -> list[Masking]:
 
 
 FORMS = st.builds(
-    Form,
+    MaskingStrategy,
     rows=st.integers(1, 9),
     masking=st.sampled_from(["multiply", "weights", "gather", "subtract"]),
-) | st.builds(Form, rows=st.integers(1, 9), masks_per_pass=st.integers(1, 6))
+) | st.builds(MaskingStrategy, rows=st.integers(1, 9), masks_per_pass=st.integers(1, 6))
 
 
 @settings(deadline=None, max_examples=25)
@@ -140,7 +140,7 @@ FORMS = st.builds(
     cut=st.integers(1, 4),
 )
 def test_losses_are_those_of_the_masked_network(
-    name: str, shortcut: str, place: int, batch: int, budget: int | None, count: int, form: Form | None, cut: int
+    name: str, shortcut: str, place: int, batch: int, budget: int | None, count: int, form: MaskingStrategy | None, cut: int
 ) -> None:
     site, masks, expected = naive(name, shortcut, place)
     graph, examples = problem(name)
@@ -161,7 +161,7 @@ def test_float32_losses_are_those_of_the_masked_network(name: str) -> None:
         site, masks, expected = naive(name, "before", place, torch.float32)
         network = split_for(graph, site, examples)
         torch.testing.assert_close(measured(network, masks), expected, rtol=1e-5, atol=0)
-        plain = split_for(graph, site, examples, form=Form(rows=3, masks_per_pass=2))
+        plain = split_for(graph, site, examples, form=MaskingStrategy(rows=3, masks_per_pass=2))
         torch.testing.assert_close(measured(plain, masks), expected, rtol=1e-5, atol=0)
 
 
@@ -169,7 +169,7 @@ def test_an_inner_site_of_a_resnet_is_subtracted_and_one_before_the_sum_multipli
     graph = trace(build("resnet8").eval(), example_input("resnet8"))
     examples = Examples(example_input("resnet8", 4), torch.arange(4))
     inner, before = find_sites(graph)[1:3]
-    forms: list[Form] = []
+    forms: list[MaskingStrategy] = []
     for site in (inner, before):
         network = split_for(graph, site, examples)
         assert network.form is None
@@ -179,15 +179,20 @@ def test_an_inner_site_of_a_resnet_is_subtracted_and_one_before_the_sum_multipli
     assert [form.masking for form in forms] == ["subtract", "multiply"]
 
 
-@pytest.mark.parametrize("form", [None, Form(rows=4), Form(rows=3, masks_per_pass=4), Form(rows=2, masking="gather")])
-def test_the_same_form_gives_the_same_bits(form: Form | None) -> None:
+@pytest.mark.parametrize(
+    "form",
+    [None, MaskingStrategy(rows=4), MaskingStrategy(rows=3, masks_per_pass=4), MaskingStrategy(rows=2, masking="gather")],
+)
+def test_the_same_form_gives_the_same_bits(form: MaskingStrategy | None) -> None:
     site, _, _ = naive("resnet8", "before", 1, torch.float32)
     graph, examples = problem("resnet8", torch.float32)
     masks = sample_masks(site.channels, 9, generator=seeded(8))
     first = split_for(graph, site, examples, batch=5, form=form)
     once = measured(first, masks)
     assert first.form is not None
-    again = split_for(graph, site, examples, batch=5, form=Form(**json.loads(json.dumps(asdict(first.form)))), cache_bytes=0)
+    again = split_for(
+        graph, site, examples, batch=5, form=MaskingStrategy(**json.loads(json.dumps(asdict(first.form)))), cache_bytes=0
+    )
     with threads(2):
         twice = torch.cat([measured(again, some) for some in (masks[:4], masks[4:8], masks[8:])])
     assert torch.equal(once, twice)
@@ -237,7 +242,7 @@ def test_the_prefix_runs_once_a_chunk_if_it_fits_and_once_a_call_if_not() -> Non
     handle = graph.module.get_submodule("conv1").register_forward_hook(count)
     try:
         for budget, expected in ((10**9, [4, 4]), (0, [4, 8])):
-            network = split_for(graph, site, examples, batch=2, cache_bytes=budget, form=Form(rows=2))
+            network = split_for(graph, site, examples, batch=2, cache_bytes=budget, form=MaskingStrategy(rows=2))
             calls = 0
             for so_far in expected:
                 measured(network, masks)
@@ -303,7 +308,7 @@ def test_masks_of_another_kind_or_width_are_refused() -> None:
     with pytest.raises(InvalidInput, match="no examples"):
         split_for(problem("mlp")[0], site, problem("mlp")[1].take(torch.arange(0)))
     with pytest.raises(InvalidInput, match="rows and masks_per_pass"):
-        split_for(*problem("mlp")[:1], site, problem("mlp")[1], form=Form(rows=0))
+        split_for(*problem("mlp")[:1], site, problem("mlp")[1], form=MaskingStrategy(rows=0))
     with pytest.raises(InvalidInput, match="fill"):
         split_for(*problem("mlp")[:1], site, problem("mlp")[1], fill=torch.zeros(1))
 

@@ -16,7 +16,7 @@ from secateurs.errors import InvalidInput
 from secateurs.graph.masking import copy_module
 from secateurs.metrics import cross_entropy
 from secateurs.metrics import loss as mean_loss
-from secateurs.scoring.engine import Form, split_for
+from secateurs.scoring.engine import MaskingStrategy, split_for
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -91,7 +91,7 @@ def test_replaced_weights_reach_fused_convolutions() -> None:
     zero = {"conv1.weight": torch.zeros(6, 6, 3, 3), "conv1.bias": torch.zeros(6)}
     module = copy_module(graph)
     module.load_state_dict({**module.state_dict(), **zero})
-    network = split_for(graph, site, examples, unfolded=["conv1", "bn1"], form=Form(rows=4, fused=True))
+    network = split_for(graph, site, examples, unfolded=["conv1", "bn1"], form=MaskingStrategy(rows=4, fused=True))
     found = network.measure(drawn(site), [cross_entropy], weights=lambda _: zero)[:, 0]
     torch.testing.assert_close(found, losses_of(graph.with_module(module), site, drawn(site), examples), rtol=1e-5, atol=0)
 
@@ -126,8 +126,8 @@ class Filled(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize("form", [None, Form(rows=4, masks_per_pass=3)])
-def test_a_masked_channel_takes_its_fill(form: Form | None) -> None:
+@pytest.mark.parametrize("form", [None, MaskingStrategy(rows=4, masks_per_pass=3)])
+def test_a_masked_channel_takes_its_fill(form: MaskingStrategy | None) -> None:
     net = Net()
     graph, examples = problem(net)
     site = next(s for s in find_sites(graph) if s.name == "conv1")
@@ -136,7 +136,7 @@ def test_a_masked_channel_takes_its_fill(form: Form | None) -> None:
     expected = [mean_loss(Filled(net, mask, fill), examples) for mask in drawn(site)]
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=0)
     with pytest.raises(InvalidInput, match="allows only"):
-        split_for(graph, site, examples, fill=fill, form=Form(rows=4, masking="subtract"))
+        split_for(graph, site, examples, fill=fill, form=MaskingStrategy(rows=4, masking="subtract"))
 
 
 @pytest.mark.parametrize("name", ["stem", "conv1", "conv2"])
@@ -245,14 +245,18 @@ def test_channels_on_the_last_axis_and_several_outputs() -> None:
         return cross_entropy(outputs["logits"], targets) + 0.1 * again.square().mean(1)
 
     expected = [mean_loss(masked(graph, {site: mask}), examples, loss_fn=loss) for mask in drawn(site)]
-    for form in (None, Form(rows=2, masks_per_pass=3), *(Form(rows=4, masking=m) for m in ("weights", "gather", "subtract"))):
+    for form in (
+        None,
+        MaskingStrategy(rows=2, masks_per_pass=3),
+        *(MaskingStrategy(rows=4, masking=m) for m in ("weights", "gather", "subtract")),
+    ):
         network = split_for(graph, site, examples, batch=5, form=form)
         found = network.measure(drawn(site), [loss])[:, 0]
         torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("form", [None, Form(rows=3, masks_per_pass=2), Form(rows=9, masking="subtract")])
-def test_infinite_activations_in_a_masked_channel_vanish(form: Form | None) -> None:
+@pytest.mark.parametrize("form", [None, MaskingStrategy(rows=3, masks_per_pass=2), MaskingStrategy(rows=9, masking="subtract")])
+def test_infinite_activations_in_a_masked_channel_vanish(form: MaskingStrategy | None) -> None:
     graph, examples = problem()
     site = next(s for s in find_sites(graph) if s.name == "conv1")
     module = copy_module(graph)

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from secateurs.errors import InvalidInput, NonFinite
 from secateurs.scoring.importance import fit_importance
 from secateurs.scoring.masks import sample_masks
-from secateurs.scoring.slopes import Pairs, fit_slopes, joined
+from secateurs.scoring.slopes import MaskedSlopes, fit_slopes, joined
 
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def linear_pairs(examples: int, each: int, worth: torch.Tensor, spread: float, seed: int = 0) -> Pairs:
+def linear_pairs(examples: int, each: int, worth: torch.Tensor, spread: float, seed: int = 0) -> MaskedSlopes:
     """Losses start - mask · w of examples whose own worths w scatter about `worth`; slopes are exactly -w."""
     channels, generator = len(worth), seeded(seed)
     masks = sample_masks(channels, examples * each, generator=generator).view(examples, each, channels)
     own = worth + spread * torch.randn(examples, 1, channels, generator=generator, dtype=torch.float64)
     start = 5 + torch.randn(examples, 1, generator=generator, dtype=torch.float64)
-    return Pairs(masks, start - (masks * own).sum(-1), -own.expand(examples, each, channels))
+    return MaskedSlopes(masks, start - (masks * own).sum(-1), -own.expand(examples, each, channels))
 
 
 @settings(deadline=None, max_examples=15)
@@ -44,7 +44,7 @@ def test_it_is_the_model_that_least_squares_fits_to_the_losses() -> None:
     # one mask each, and no example with a level of its own: the losses are those of one linear function
     losses = 3 - (pairs.masks * worth).sum(-1)
     by_losses = fit_importance(pairs.masks[:, 0], -losses[:, 0])
-    by_slopes = fit_slopes(Pairs(pairs.masks, losses, pairs.slopes))
+    by_slopes = fit_slopes(MaskedSlopes(pairs.masks, losses, pairs.slopes))
     torch.testing.assert_close(by_slopes.coef - by_slopes.coef.mean(), by_losses.coef, rtol=0, atol=1e-10)
     assert by_slopes.intercept == pytest.approx(-3)
 
@@ -63,7 +63,7 @@ def test_losses_are_heard_where_slopes_are_wrong_and_only_there() -> None:
     right = linear_pairs(600, 2, worth, 0.5)
     slopes = right.slopes.clone()
     slopes[..., 5] += 3  # as if filter 5 were worth 3 less than the losses say
-    found = fit_slopes(Pairs(right.masks, right.losses, slopes))
+    found = fit_slopes(MaskedSlopes(right.masks, right.losses, slopes))
     by_slopes = -slopes.mean((0, 1))
     # masks of equal size cannot tell a constant: the 3 is known as 3 · 7/8 for filter 5, and 3/8 less for each other
     expected = by_slopes + torch.where(torch.arange(8) == 5, 3 * 7 / 8, -3 / 8)
@@ -82,7 +82,7 @@ def test_examples_that_are_not_finite_are_left_out() -> None:
     good, bad = linear_pairs(20, 2, worth, 0.3), linear_pairs(2, 2, worth, 0.3, seed=1)
     losses, slopes = bad.losses.clone(), bad.slopes.clone()
     losses[0, 1], slopes[1, 0, 2] = math.inf, math.nan
-    broken = Pairs(bad.masks, losses, slopes)
+    broken = MaskedSlopes(bad.masks, losses, slopes)
     assert torch.equal(fit_slopes(joined([good, broken])).coef, fit_slopes(good).coef)
     with pytest.raises(NonFinite, match="finite for 0 of 2 examples"):
         fit_slopes(broken)
@@ -91,4 +91,4 @@ def test_examples_that_are_not_finite_are_left_out() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     masks = torch.ones(3, 2, 4, dtype=torch.bool)
     with pytest.raises(InvalidInput, match=r"wanted \(N, K, C\), \(N, K\) and \(N, K, C\)"):
-        Pairs(masks, torch.ones(3), torch.ones(3, 2, 4))
+        MaskedSlopes(masks, torch.ones(3), torch.ones(3, 2, 4))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from secateurs.metrics import Measure, called, changed, correct, cross_entropy, fingerprints, name_of
+from secateurs.metrics import Measure, changed, correct, cross_entropy, display_name, fingerprint, fingerprints
 
 PAIRS: dict[str, tuple[Measure, Measure]] = {
     "instructions": (lambda o, t: o + t, lambda o, t: o - t),
@@ -45,7 +45,7 @@ class Top:
 
 def goes_on(first: Measure, second: Measure) -> bool:
     """Whether a run that was started with the one may go on with the other."""
-    return not changed({"metric": second}, {"metric": called(first)}, fingerprints({"metric": first}))
+    return not changed({"metric": second}, {"metric": display_name(first)}, fingerprints({"metric": first}))
 
 
 PAIRS |= {
@@ -57,7 +57,7 @@ PAIRS |= {
 
 @pytest.mark.parametrize(("first", "second"), PAIRS.values(), ids=PAIRS)
 def test_measures_that_differ_are_told_apart(first: Measure, second: Measure) -> None:
-    assert name_of(first) != name_of(second)
+    assert fingerprint(first) != fingerprint(second)
     assert not goes_on(first, second)
     assert goes_on(first, first)
     assert goes_on(second, second)

@@ -24,14 +24,14 @@ from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.graph.cost import cost
 from secateurs.graph.sites import Site
 from secateurs.methods import METHODS, NO_TRAINING, Budget, Pruned, Task, Trained, method
-from secateurs.methods.base import Standing, opened, recipe_for
+from secateurs.methods.base import MethodState, opened, recipe_for
 from secateurs.methods.li2017 import advances
 from secateurs.methods.profiles import ranked
 from secateurs.methods.sfp import Zeroing, _zero_filters_
-from secateurs.methods.training import finished, stretches, tally, total, train_rest
+from secateurs.methods.training import finished, tally, total, train_rest, training_stages
 from secateurs.metrics import Measure, accuracy
 from secateurs.models import example_input, load_public
-from secateurs.pruning.context import Workshop
+from secateurs.pruning.context import PruningContext
 from secateurs.pruning.results import Progress
 from secateurs.selection.allocation import Curve
 from secateurs.training import train_
@@ -245,7 +245,7 @@ def test_all_targets_and_budgets_of_a_method_share_what_it_finds_at_the_sites(
     def refuse(*args: Any, **options: Any) -> Any:
         raise AssertionError("ranked again")
 
-    monkeypatch.setattr(Workshop, "rank", refuse)
+    monkeypatch.setattr(PruningContext, "rank", refuse)
     shared = method(name)(task(target_macs=0.5, budget=BUDGET, store=store))
     assert shared.passes == alone.passes
     assert all(torch.equal(weights(alone.graph)[key], value) for key, value in weights(shared.graph).items())
@@ -318,7 +318,7 @@ def test_training_that_differs_from_the_budget_is_an_error() -> None:
     asked = task(budget=BUDGET)
     wanted = pytest.raises(TrainingError, match=r"budget 'tiny': 0 images were trained on .*, wanted 362 ")
     with opened(asked, "l1", recipe_for(asked, "l1"), None) as work, wanted:
-        finished(work, Standing(untrained("l2:uniform").graph))
+        finished(work, MethodState(untrained("l2:uniform").graph))
 
 
 # ---- soft pruning --------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_training_that_differs_from_the_budget_is_an_error() -> None:
 def test_soft_pruning_of_no_filter_is_plain_training_to_the_bit() -> None:
     asked = task(budget=replace(BUDGET, between=None))
     with opened(asked, "sfp", recipe_for(asked, "l2"), None) as work:
-        standing = Standing(work.copied())
+        standing = MethodState(work.copied())
         zeroing = Zeroing.of(standing.graph, work.sites, dict.fromkeys((s.name for s in work.sites), 0), "l2")
         soft = train_rest(work, standing, lambda before, now: zeroing.zero_())
         plain = work.copied()
@@ -444,12 +444,12 @@ def test_killed_methods_end_like_those_that_were_left_alone(name: str, kills: li
 
 def test_pieces_add_up() -> None:
     for count in (1, 2, 3, 7):
-        found = stretches(task(budget=BUDGET), count)
+        found = training_stages(task(budget=BUDGET), count)
         pieces = [stretch.settings.steps for stretch in found if stretch.phase == "finetune"]
         assert sum(piece or 0 for piece in pieces) == 5
         assert len(pieces) == min(count, 5)
         assert len({stretch.settings.seed for stretch in found}) == len(found)
-    assert stretches(task(budget=NO_TRAINING), 3) == ()
+    assert training_stages(task(budget=NO_TRAINING), 3) == ()
     assert total([]) == Trained(0, 0.0)
     both = total([tally(PIECES, 121, 2), tally(PIECES, 121, 5)])
     assert both.images == 48 + 121

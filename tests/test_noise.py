@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from secateurs.errors import InvalidInput
-from secateurs.scoring.convergence import MOST_MASKS_PER_EXAMPLE, examples_needed, masks_per_example
+from secateurs.scoring.convergence import MOST_MASKS_PER_EXAMPLE, masks_per_example, required_examples
 from secateurs.scoring.masks import sample_masks
 
 
@@ -27,7 +27,7 @@ def pilot(by_mask: float, by_example: float, single: float, *, seed: int) -> tup
 
 @pytest.mark.parametrize(("by_mask", "by_example", "single"), [(1.0, 1.0, 0.0), (0.5, 1.0, 0.5), (1.0, 3.0, 2.0)])
 def test_examples_follow_the_planted_variances(by_mask: float, by_example: float, single: float) -> None:
-    found = [examples_needed(*pilot(by_mask, by_example, single, seed=seed), final=80) for seed in range(20)]
+    found = [required_examples(*pilot(by_mask, by_example, single, seed=seed), final=80) for seed in range(20)]
     # Coefficients are known up to a constant: worths count without their mean over filters, which leaves 7 of 8 directions.
     # Masks are centred; 2 of 8 are off. In each of the 7 directions the variance of a coefficient is (noise²) / (M p),
     # with p = (2/8)(6/8)(8/7) the variance of a mask along it.
@@ -37,13 +37,13 @@ def test_examples_follow_the_planted_variances(by_mask: float, by_example: float
 
 
 def test_examples_all_alike_need_no_more_than_one() -> None:
-    assert examples_needed(*pilot(1.0, 0.0, 0.0, seed=0), final=80) == 1
+    assert required_examples(*pilot(1.0, 0.0, 0.0, seed=0), final=80) == 1
 
 
 def test_a_pilot_must_have_more_masks_than_coefficients() -> None:
     masks = sample_masks(8, 9, generator=seeded(0))
     with pytest.raises(InvalidInput, match="M at least 10"):
-        examples_needed(masks, torch.ones(9, 5), final=80)
+        required_examples(masks, torch.ones(9, 5), final=80)
 
 
 @pytest.mark.parametrize(("by_mask", "preparing", "wanted"), [(2.1, 9.0, 4), (2.1, 1.0, 2), (1.05, 9.0, 1), (0.0, 9.0, 1)])

@@ -21,7 +21,7 @@ from secateurs.compaction import compact, replay, verify
 from secateurs.compaction.serialization import load, save
 from secateurs.data.dataset import Examples
 from secateurs.errors import EmptyLayer, InvalidInput, InvalidMask, PlanError
-from secateurs.graph.consumers import find_readers
+from secateurs.graph.consumers import find_consumers
 from secateurs.graph.layers import Offset
 from secateurs.graph.masking import masked
 from secateurs.graph.plan import Plan
@@ -432,10 +432,10 @@ def test_observing_changes_no_network() -> None:
 
 def test_what_reads_a_site() -> None:
     graph = trace(randomise_(build("resnet8")), example_input("resnet8").double())
-    inner = find_readers(graph, find_site(graph, "layer2.0.conv1"))
+    inner = find_consumers(graph, find_site(graph, "layer2.0.conv1"))
     assert [(r.module, r.norm) for r in inner.layers] == [("layer2.0.conv2", "layer2.0.bn2")]
     assert not inner.sums
-    behind = find_readers(graph, find_site(graph, "layer1.0.add"))
+    behind = find_consumers(graph, find_site(graph, "layer1.0.add"))
     assert [r.module for r in behind.layers] == ["layer2.0.conv1"]
     (total,) = behind.sums  # through the padded shortcut: eight zero channels on each side
     assert total.source.tolist() == [-1] * 8 + list(range(16)) + [-1] * 8

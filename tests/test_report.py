@@ -39,7 +39,7 @@ from secateurs.report.charts.allocation import Point, best
 from secateurs.report.charts.figure import Figure, el, ticks
 from secateurs.report.charts.sites import importances
 from secateurs.report.exports import note_exports
-from secateurs.report.records import Ranking, StepRecord
+from secateurs.report.records import RankingRecord, StepRecord
 from secateurs.report.verdicts import run_warnings, step_warnings, verdict
 from secateurs.scoring.importance import Importance
 from torture.journals import entries_of, write_entries
@@ -379,7 +379,7 @@ def test_runs_of_different_metrics_share_no_axis_and_a_training_that_some_lack_i
 
 
 def test_the_loss_that_a_cut_adds_is_told_as_predicted_and_as_measured(folder: Path) -> None:
-    by_slopes = Ranking((4, 5, 6, 7), (0.5, 0.25, -1.0, 2.0), (), of_loss=True)
+    by_slopes = RankingRecord((4, 5, 6, 7), (0.5, 0.25, -1.0, 2.0), (), of_loss=True)
     cut = step(ranking=by_slopes, removed=(4, 6), loss_before=0.3, loss_cut=0.7)
     assert cut.loss_rise == pytest.approx((0.5 - 1.0, 0.4))
     assert step(ranking=replace(by_slopes, of_loss=False), removed=(4,)).loss_rise == (None, None)
@@ -511,7 +511,7 @@ numbers = st.floats(-1e6, 1e6) | st.floats(-1e-9, 1e-9) | st.sampled_from([math.
 )
 @settings(deadline=None, max_examples=60)
 def test_any_figures_draw_well_formed_pictures(coef: list[float], error: float, tried: list[tuple[int, float]]) -> None:
-    ranking = Ranking(tuple(range(len(coef))), tuple(coef), (error,) * len(coef), tuple((c, c) for c in coef))
+    ranking = RankingRecord(tuple(range(len(coef))), tuple(coef), (error,) * len(coef), tuple((c, c) for c in coef))
     drawn = step(ranking=ranking, evaluated=tuple(tried))
     for figure in (importances(drawn), accuracy(drawn, Metric(), 0.01), agreement(drawn)):
         assert figure is not None

@@ -17,9 +17,9 @@ from secateurs.data.dataset import derive, generator_for
 from secateurs.errors import InvalidInput
 from secateurs.metrics import cross_entropy
 from secateurs.models import example_input, load_public
-from secateurs.scoring import Scored, score_site
-from secateurs.scoring.cache import Store
-from secateurs.scoring.evaluator import Bench
+from secateurs.scoring import EnsembleResult, score_site
+from secateurs.scoring.cache import MeasurementCache
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, rank_correlation
 
 
@@ -53,14 +53,14 @@ def whole(problem: tuple[Graph, Site, Examples]) -> Importance:
     return found
 
 
-def same(one: Scored, other: Scored) -> bool:
+def same(one: EnsembleResult, other: EnsembleResult) -> bool:
     assert isinstance(one.importance, Importance)
     assert isinstance(other.importance, Importance)
     tensors = [(s.importance.coef, s.ensemble.masks, s.ensemble.losses) for s in (one, other)]  # type: ignore[union-attr]
     return one.note == other.note and all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
 
 
-class Counting(Store):
+class Counting(MeasurementCache):
     """A store that counts what it is given, and may break down after so many times."""
 
     def __init__(self, path: Path | None = None, *, breaks_after: float = math.inf) -> None:
@@ -139,7 +139,7 @@ def test_an_interrupted_ensemble_ends_the_same_and_nothing_is_measured_twice(
         path = tmp_path / f"{stop}.sqlite"
         with pytest.raises(KeyboardInterrupt):
             score_site(graph, site, pool, scoring, seed=5, store=Counting(path, breaks_after=stop))
-        assert same(whole, score_site(graph, site, pool, scoring, seed=5, store=Store(path)))
+        assert same(whole, score_site(graph, site, pool, scoring, seed=5, store=MeasurementCache(path)))
         again = Counting(path, breaks_after=0)
         assert same(whole, score_site(graph, site, pool, scoring, seed=5, store=again))
 
@@ -152,10 +152,13 @@ def test_other_weights_examples_or_losses_are_measured_anew(problem: tuple[Graph
         return cross_entropy(3 * outputs, targets)
 
     other = trace(nn.Sequential(nn.Linear(6, CHANNELS), nn.ReLU(), nn.Linear(CHANNELS, 3)).eval(), torch.randn(2, 6))
-    store = Store()
+    store = MeasurementCache()
     few, more = pool.take(torch.arange(40)), pool.take(torch.arange(40, 80))
-    benches = [(Bench(graph, site, cross_entropy, store), few), (Bench(graph, site, cross_entropy, store), more)]
-    benches += [(Bench(graph, site, sharper, store), few), (Bench(other, site, cross_entropy, store), few)]
+    benches = [
+        (SiteEvaluator(graph, site, cross_entropy, store), few),
+        (SiteEvaluator(graph, site, cross_entropy, store), more),
+    ]
+    benches += [(SiteEvaluator(graph, site, sharper, store), few), (SiteEvaluator(other, site, cross_entropy, store), few)]
     found = [bench.on(examples).means(masks) for bench, examples in benches]
     fresh = [score_masks(b.graph, b.site, masks, examples, loss_fn=b.measure).losses for b, examples in benches]
     for one, wanted in zip(found, fresh, strict=True):
@@ -165,7 +168,7 @@ def test_other_weights_examples_or_losses_are_measured_anew(problem: tuple[Graph
 def test_slopes_are_those_of_autograd(problem: tuple[Graph, Site, Examples]) -> None:
     graph, site, pool = problem
     few, turns = pool.take(torch.arange(30)), [sample_masks(CHANNELS, 30, generator=seeded(seed)) for seed in (0, 1)]
-    losses, slopes = Bench(graph, site, cross_entropy, Store(), batch=7).on(few).slopes(turns)
+    losses, slopes = SiteEvaluator(graph, site, cross_entropy, MeasurementCache(), batch=7).on(few).slopes(turns)
     hidden, last = graph.module.get_submodule("0"), graph.module.get_submodule("2")
     for turn, masks in enumerate(turns):
         z = masks.float().requires_grad_()

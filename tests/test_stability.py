@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from secateurs.errors import InvalidInput
-from secateurs.scoring.convergence import agreement, resampled_fits, resampled_means, settled
+from secateurs.scoring.convergence import agreement, has_converged, resampled_fits, resampled_means
 from secateurs.scoring.importance import fit_importance
 from secateurs.scoring.masks import sample_masks
 
@@ -72,10 +72,10 @@ def test_agreement_of_few_filters_is_defined(channels: int) -> None:
 
 
 def test_settled_wants_it_twice_in_a_row() -> None:
-    assert not settled([0.9], 0.8)
-    assert not settled([0.9, 0.7], 0.8)
-    assert not settled([0.9, 0.7, 0.9], 0.8)
-    assert settled([0.1, 0.8, 0.9], 0.8)
+    assert not has_converged([0.9], 0.8)
+    assert not has_converged([0.9, 0.7], 0.8)
+    assert not has_converged([0.9, 0.7, 0.9], 0.8)
+    assert has_converged([0.1, 0.8, 0.9], 0.8)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -25,7 +25,7 @@ from secateurs.pruning.results import Step
 from secateurs.reproduce.table2 import cli as command
 from secateurs.reproduce.table2 import paper as table2_paper
 from secateurs.reproduce.table2.findings import findings
-from secateurs.reproduce.table2.run import Asked, Row, column_of
+from secateurs.reproduce.table2.run import Request, Row, column_of
 from secateurs.reproduce.table2.tables import page, sheets, tables
 from test_golden import LAYERS, TABLE_2  # the paper's figures, typed in a second time
 
@@ -281,12 +281,12 @@ def test_what_is_finished_is_not_run_again_and_what_was_killed_goes_on(run: Run,
 
 
 def test_our_variant_is_a_portfolio_with_repair_whatever_the_others_are() -> None:
-    asked = Asked("builtin", "2core", 0.3, "l1", False, 0.01, 3)
+    asked = Request("builtin", "2core", 0.3, "l1", False, 0.01, 3)
     plain, ours = (command.chosen_recipe("table2-2core", asked.changes(name)) for name in ("BF", "BF+"))
     assert (plain.criterion, plain.repair, plain.max_drop, plain.seed) == ("l1", "none", 0.01, 3)
     assert replace(ours, criterion="l1", repair="none") == plain
     assert (ours.criterion, ours.repair, ours.target_parameters) == ("portfolio", "least-squares", 0.3)
-    assert Asked("builtin", "2core", 0.3, "l1", True, None, 0).changes("AB")["repair"] == "least-squares"
+    assert Request("builtin", "2core", 0.3, "l1", True, None, 0).changes("AB")["repair"] == "least-squares"
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ from secateurs.graph.sites import find_sites
 from secateurs.metrics import correct, cross_entropy, evaluate
 from secateurs.models import build
 from secateurs.pruning.budget import CERTIFYING
-from secateurs.pruning.context import Tools, Workshop
-from secateurs.pruning.results import Outcome
-from secateurs.scoring.cache import Store
+from secateurs.pruning.context import PruningContext, Runtime
+from secateurs.pruning.results import Result
+from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.engine import MaskedNetwork
 from secateurs.selection.contract import divide_images, paired_bound
 
@@ -220,7 +220,7 @@ def test_the_portfolios_record_says_who_won_and_by_how_much(data: Data, trained:
 # ---- what was measured once ------------------------------------------------------------------------------------------
 
 
-def figures(outcome: Outcome) -> list[tuple[object, ...]]:
+def figures(outcome: Result) -> list[tuple[object, ...]]:
     return [(step.site, step.removed, step.compared, step.bound, step.accuracy, step.loss) for step in outcome.steps]
 
 
@@ -282,7 +282,9 @@ def test_what_the_search_measures_is_what_the_run_makes(name: str, options: dict
     sets = [Examples(torch.randn(12, *shape, generator=generator, dtype=torch.float64), torch.arange(12) % 10) for _ in "123"]
     graph = trace(model, sets[0].inputs[:2])
     recipe = Recipe(confidence=0.0, repair="least-squares", repair_examples=12, shortcut=shortcut)
-    workshop = Workshop(graph, Data("random", *sets), recipe, Tools(cross_entropy, correct, None, Store(), None))
+    workshop = PruningContext(
+        graph, Data("random", *sets), recipe, Runtime(cross_entropy, correct, None, MeasurementCache(), None)
+    )
     for site in reversed(find_sites(graph, shortcut)):
         now = workshop.site(graph, site.name)
         if now is None:

@@ -17,7 +17,7 @@ from secateurs.reproduce.cli import app
 from secateurs.reproduce.xor.experiment import (
     HIDDEN,
     SCHEDULES,
-    Row,
+    ExperimentRow,
     Share,
     SweptPoint,
     explicit_solution,
@@ -233,7 +233,7 @@ def test_intervals_are_wilsons() -> None:
 
 
 def test_pooled_rows_add_up_seeds() -> None:
-    first, second = (Row("FCN3", "", "", Share(n, 10), Share(n + 1, 10)) for n in (3, 5))
+    first, second = (ExperimentRow("FCN3", "", "", Share(n, 10), Share(n + 1, 10)) for n in (3, 5))
     (row,) = pooled([[first], [second]])
     assert (row.training, row.fresh, row.paper) == (Share(8, 20), Share(10, 20), 40.4)
 
@@ -254,10 +254,10 @@ def test_settings_out_of_range_are_explained(field: str) -> None:
 # ---- Tables, figures, command
 
 
-def rows_of(percent: int) -> list[Row]:
+def rows_of(percent: int) -> list[ExperimentRow]:
     share, low = Share(percent, 100), Share(percent - 10, 100)
     keys = [("FCN10", "ensembles", "one-shot"), ("FCN10", "ensembles", "iterative")]
-    return [Row(*key, share, low) for key in keys]
+    return [ExperimentRow(*key, share, low) for key in keys]
 
 
 def test_sheets_put_the_papers_figure_beside_ours() -> None:

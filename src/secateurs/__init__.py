@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from secateurs.graph.plan import Plan
     from secateurs.graph.sites import Site, Unprunable, find_site, find_sites
     from secateurs.graph.trace import Graph, trace
-    from secateurs.pruning.results import Outcome, Step
+    from secateurs.pruning.results import Result, Step
     from secateurs.scoring.ensemble import Ensemble, score_masks
     from secateurs.scoring.importance import Importance, fit_importance, fit_pairs, scores
     from secateurs.scoring.masks import sample_masks
@@ -37,7 +37,7 @@ _HOMES = {
     "graph.plan": ("Plan",),
     "graph.sites": ("Site", "Unprunable", "find_site", "find_sites"),
     "graph.trace": ("Graph", "trace"),
-    "pruning.results": ("Outcome", "Step"),
+    "pruning.results": ("Result", "Step"),
     "scoring.ensemble": ("Ensemble", "score_masks"),
     "scoring.importance": ("Importance", "fit_importance", "fit_pairs", "scores"),
     "scoring.masks": ("sample_masks",),
@@ -53,10 +53,10 @@ __all__ = [
     "Graph",
     "Importance",
     "Latency",
-    "Outcome",
     "Plan",
     "Pruner",
     "Recipe",
+    "Result",
     "SecateursError",
     "Site",
     "Step",

@@ -14,7 +14,7 @@ from secateurs.data.splits import Data
 from secateurs.errors import RunError
 from secateurs.graph.trace import trace
 from secateurs.metrics import Measure, correct, cross_entropy
-from secateurs.pruning.budget import contract_of, summon
+from secateurs.pruning.budget import contract_of, split_acceptance_sets
 from secateurs.pruning.checkpoints import (
     check_data,
     check_measures,
@@ -23,7 +23,7 @@ from secateurs.pruning.checkpoints import (
     open_store,
     provenance,
 )
-from secateurs.pruning.context import Tools, Workshop
+from secateurs.pruning.context import PruningContext, Runtime
 from secateurs.pruning.folder import Record, create_folder, disk_errors, open_folder
 from secateurs.pruning.results import Progress
 from secateurs.pruning.run import Run
@@ -79,15 +79,15 @@ def prune(
     """
     recipe = recipe or Recipe()
     graph = trace(model, example_for(model, data), leaves=leaves)
-    summon(data.search, contract_of(recipe), metric, seed=recipe.seed)  # an error here leaves no folder behind
+    split_acceptance_sets(data.search, contract_of(recipe), metric, seed=recipe.seed)  # an error here leaves no folder behind
     record = Record()
     if folder is not None:
         measures = {"loss": loss_fn, "metric": metric}
         known = provenance(graph, data, recipe, measures=measures, store=store, origin=origin)
         record = create_folder(Path(folder), recipe, known)
     try:
-        tools = Tools(loss_fn, metric, device, open_store(record, store), cache_bytes)
-        run = Pruner(Workshop(graph, data, recipe, tools), record, watch=watch)
+        tools = Runtime(loss_fn, metric, device, open_store(record, store), cache_bytes)
+        run = Pruner(PruningContext(graph, data, recipe, tools), record, watch=watch)
         run.save_start()
         return run
     except BaseException:
@@ -117,8 +117,8 @@ def resume(
         check_data(path, data, known)
         check_measures(path, {"loss": loss_fn, "metric": metric}, known)
         start = load_start(path, model, data, known)
-        tools = Tools(loss_fn, metric, device, open_store(record, store or known.get("store")), cache_bytes)
-        run = Pruner(Workshop(start, data, stored, tools), record, watch=watch)
+        tools = Runtime(loss_fn, metric, device, open_store(record, store or known.get("store")), cache_bytes)
+        run = Pruner(PruningContext(start, data, stored, tools), record, watch=watch)
         run.restore(model)
         return run
     except BaseException:

@@ -175,12 +175,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _PACKAGES = ("torch", "secateurs")  # whose functions do what they are called, in every version
 
 
-def called(measure: Measure) -> str:
+def display_name(measure: Measure) -> str:
     """What a measure is called: "accuracy" for ours, the function's or its type's name for a user's own."""
     return "accuracy" if measure is correct else getattr(measure, "__name__", type(measure).__name__)
 
 
-def name_of(measure: Measure) -> str:
+def fingerprint(measure: Measure) -> str:
     """All there is to tell measures apart, for values that are kept: two lambdas, or two settings of a class, are two."""
     return _told(measure, whole=True)
 
@@ -199,7 +199,7 @@ def changed(measures: Mapping[str, Measure], names: Mapping[str, str], kept: Map
     now = fingerprints(measures)
     if kept.get("python") == now["python"]:
         return [role for role in measures if kept[role] != now[role]]
-    return [role for role, measure in measures.items() if kept and names[role] != called(measure)]
+    return [role for role, measure in measures.items() if kept and names[role] != display_name(measure)]
 
 
 def _told(measure: Any, *, whole: bool) -> str:

@@ -28,18 +28,18 @@ from secateurs.config import Recipe
 from secateurs.data.dataset import Examples
 from secateurs.metrics import correct
 from secateurs.pruning.budget import (
-    Jury,
-    Looking,
-    Start,
+    AcceptanceSets,
+    BaselineValues,
+    SearchOptions,
     caution_at,
     certify_values,
     contract_of,
-    find_site_cut,
+    largest_cut,
     predicted,
-    summon,
+    split_acceptance_sets,
 )
-from secateurs.pruning.global_allocation import Trial, counts_of, find_division
-from secateurs.selection.allocation import Curve, Division, frontier
+from secateurs.pruning.global_allocation import Trial, choose_allocation, counts_of
+from secateurs.selection.allocation import Allocation, Curve, frontier
 
 KINDS = ("global", "sequential", "site")
 MARGIN = 1.4  # mean of the margins, in standard deviations: 91.9 % are right
@@ -100,7 +100,7 @@ def simulate(kind: str, world: World, confidence: float, *, certifying: float | 
     )
     images = Examples(torch.arange(len(world.margins)), torch.zeros(len(world.margins)))
     more = {} if certifying is None else {"certifying": certifying}
-    jury = summon(images, contract_of(recipe), correct, seed=recipe.seed, **more)
+    jury = split_acceptance_sets(images, contract_of(recipe), correct, seed=recipe.seed, **more)
     if kind == "global":
         cuts = _divided(world, recipe, jury)
         return Ended(world.accuracy([]) - world.accuracy(cuts), world.saved(cuts))
@@ -109,7 +109,7 @@ def simulate(kind: str, world: World, confidence: float, *, certifying: float | 
     return Ended(drop, world.saved(cuts))
 
 
-def _divided(world: World, recipe: Recipe, jury: Jury) -> list[int]:
+def _divided(world: World, recipe: Recipe, jury: AcceptanceSets) -> list[int]:
     """Measure curves, then search and certify along the frontier."""
     few, start = jury.steering.inputs[:HELD_OUT], _start(world, [], jury)
     counts = counts_of(CHANNELS, recipe.largest_share, recipe.round_to)
@@ -134,10 +134,10 @@ def _divided(world: World, recipe: Recipe, jury: Jury) -> list[int]:
         found = certify_values(jury, start, after, answers)
         return {"accepted": found.accepted, "upper": found.upper}
 
-    return _cuts(find_division(divisions, search, None if jury.certifying is None else certify).division)
+    return _cuts(choose_allocation(divisions, search, None if jury.certifying is None else certify).division)
 
 
-def _site_by_site(world: World, recipe: Recipe, jury: Jury) -> tuple[list[int], list[float]]:
+def _site_by_site(world: World, recipe: Recipe, jury: AcceptanceSets) -> tuple[list[int], list[float]]:
     """Algorithm 1: the cuts, and what each cost, truly."""
     cuts: list[int] = []
     drops: list[float] = []
@@ -145,12 +145,12 @@ def _site_by_site(world: World, recipe: Recipe, jury: Jury) -> tuple[list[int], 
     for site in range(SITES):
         earlier = cuts if recipe.budget == "site" else []
         start = _start(world, earlier, jury)
-        found, answers = find_site_cut(
+        found, answers = largest_cut(
             cast(Any, _Bench(world, cuts)),
             torch.arange(CHANNELS),
             jury,
             None if jury.by_means else start,
-            Looking(recipe.search, recipe.largest_share),
+            SearchOptions(recipe.search, recipe.largest_share),
             baseline=float(start.steering.mean()),
             accuracy_now=float(world.right(cuts, jury.steering.inputs).mean()),
             answers=answers,
@@ -181,12 +181,12 @@ class _Bench:
         return self.values(masks).mean(1)
 
 
-def _start(world: World, cuts: Sequence[int], jury: Jury) -> Start:
+def _start(world: World, cuts: Sequence[int], jury: AcceptanceSets) -> BaselineValues:
     certifying = None if jury.certifying is None else world.right(cuts, jury.certifying.inputs)
-    return Start(world.right(cuts, jury.steering.inputs), certifying)
+    return BaselineValues(world.right(cuts, jury.steering.inputs), certifying)
 
 
-def _cuts(division: Division) -> list[int]:
+def _cuts(division: Allocation) -> list[int]:
     return [division.removed[str(site)] for site in range(SITES)]
 
 

@@ -115,7 +115,7 @@ def compare(
     comparison = comparison_of(
         origin, out, runs or RUNS / f"compare-{out.name}", shortcut=shortcut, examples=examples, batch=batch
     )
-    asked = Asked(split(methods), split(budgets), shares(targets), seeds, () if only else BESIDE)
+    asked = ComparisonRequest(split(methods), split(budgets), shares(targets), seeds, () if only else BESIDE)
     with display(quiet=as_json) as shown:
         shown.line(f"Comparing methods on {model} and {comparison.data.name}: rows in {out}, networks in {comparison.runs}")
         failures = work_through(comparison, asked, shown)
@@ -128,7 +128,7 @@ def compare(
 
 
 @dataclass(frozen=True)
-class Asked:
+class ComparisonRequest:
     """Which rows are wanted."""
 
     methods: tuple[str, ...]
@@ -160,7 +160,7 @@ def comparison_of(
     return Comparison(build_model(origin), found, out, runs, names, shortcut, batch, origin.device)
 
 
-def work_through(comparison: Comparison, asked: Asked, shown: Display) -> list[str]:
+def work_through(comparison: Comparison, asked: ComparisonRequest, shown: Display) -> list[str]:
     """Make all rows that are missing; gives what could not be made, with the reason. Ctrl-C says how to go on."""
     from secateurs.methods import method
     from secateurs.methods.compare.run import entries

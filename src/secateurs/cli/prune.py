@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from secateurs.data import Data
-    from secateurs.pruning.results import Outcome
+    from secateurs.pruning.results import Result
     from secateurs.training import EpochRecord
 
 
@@ -250,7 +250,7 @@ def trained(
     return model
 
 
-def _print_closing(folder: Path, outcome: Outcome) -> None:
+def _print_closing(folder: Path, outcome: Result) -> None:
     speed = "" if outcome.speed is None else f", {outcome.speed.summary()} on batches of {outcome.batch}"
     say(f"{outcome.summary()}{speed}.")
     say("")

@@ -13,12 +13,12 @@ from secateurs.cli.terminal import clock, percent, print_json, print_table, say
 
 if TYPE_CHECKING:
     from secateurs.api import Pruner
-    from secateurs.pruning.results import Outcome, Step
+    from secateurs.pruning.results import Result, Step
 
 _COLUMNS = ("site", "round", "filters", "accuracy after the cut", "after training", "parameters removed", "MACs removed")
 
 
-def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> Outcome:
+def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> Result:
     """Do all of the run's work, telling the watcher; the report is written after every so many steps (0: at the end only)."""
     for step in run:
         watcher.step(step)
@@ -48,7 +48,7 @@ def step_fields(step: Step) -> dict[str, Any]:
     return {field.name: getattr(step, field.name) for field in fields(step) if field.name != "importance"} | {"kept": step.kept}
 
 
-def print_outcome(folder: Path, outcome: Outcome) -> None:
+def print_outcome(folder: Path, outcome: Result) -> None:
     """The table of steps and the closing lines of a finished run."""
     from secateurs.pruning.results import outcome_fields
 
@@ -72,7 +72,7 @@ def print_closing(folder: Path, outcome: Mapping[str, Any]) -> None:
     say(f"The report: {folder / 'report.html'}")
 
 
-def print_run_json(folder: Path, run: Pruner, outcome: Outcome, **more: Any) -> None:
+def print_run_json(folder: Path, run: Pruner, outcome: Result, **more: Any) -> None:
     """A finished run as one JSON document."""
     from secateurs.config import recipe_fields
     from secateurs.pruning.results import outcome_fields

@@ -108,10 +108,10 @@ def _at(run: Path, entries: Entries) -> str:
 
 def _measured(run: Path) -> str:
     """How much the run's store holds, which may be growing."""
-    from secateurs.scoring.cache import Store
+    from secateurs.scoring.cache import MeasurementCache
 
     path = run / "measured.sqlite"
-    return f"{len(Store(path)) if path.exists() else 0:,} values are measured so far"
+    return f"{len(MeasurementCache(path)) if path.exists() else 0:,} values are measured so far"
 
 
 def _units(entries: Entries, unit: str) -> list[dict[str, Any]]:

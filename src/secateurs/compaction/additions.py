@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from secateurs.errors import PlanError
 from secateurs.graph.channels import free_name
-from secateurs.graph.consumers import SumReader, find_readers
+from secateurs.graph.consumers import SumConsumer, find_consumers
 from secateurs.graph.layers import Offset
 from secateurs.graph.masking import copy_module
 from secateurs.graph.plan import PlannedCut
@@ -33,7 +33,7 @@ def with_additions(graph: Graph, site: Site, *, biases: Sequence[str] = (), offs
     remaining = dict(graph.ids)
     for path in biases:
         _add_bias_(module, path)
-    sums = {reader.name: reader for reader in find_readers(graph, site).sums} if offsets else {}
+    sums = {reader.name: reader for reader in find_consumers(graph, site).sums} if offsets else {}
     for name in offsets:
         if name not in sums or sums[name].offset is not None:
             raise PlanError(
@@ -60,7 +60,7 @@ def _add_bias_(module: fx.GraphModule, path: str) -> None:
     layer.bias = nn.Parameter(bias, requires_grad=weight.requires_grad)
 
 
-def _add_offset_(module: fx.GraphModule, reader: SumReader) -> fx.Node:
+def _add_offset_(module: fx.GraphModule, reader: SumConsumer) -> fx.Node:
     add = next(node for node in module.graph.nodes if node.name == reader.node)
     first = next((t for t in module.parameters() if t.is_floating_point()), torch.zeros(0))
     name = free_name(module, f"offset_{add.name}")

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from secateurs.criteria.filters import Criterion
 from secateurs.criteria.leave_one_out import leave_one_out
-from secateurs.criteria.magnitude import batchnorm, drawn, geometric_median, l1, l2
+from secateurs.criteria.magnitude import batchnorm, geometric_median, l1, l2, random_scores
 from secateurs.criteria.taylor import taylor
 from secateurs.errors import InvalidInput, suggest
 
 __all__ = ["CRITERIA", "Criterion", "criterion"]
 
 CRITERIA: Mapping[str, Criterion] = {
-    "random": drawn,
+    "random": random_scores,
     "l1": l1,
     "l2": l2,
     "fpgm": geometric_median,

@@ -51,7 +51,7 @@ def importance_of(coef: Tensor) -> Importance:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class FilterPart:
     """A module that has a share in a site's channels: `makes` (C, F) says which of its F filters is in which channel."""
 
     name: str
@@ -59,20 +59,20 @@ class Part:
     makes: Tensor
 
 
-def layers_behind(graph: Graph, site: Site) -> tuple[Part, ...]:
+def layers_behind(graph: Graph, site: Site) -> tuple[FilterPart, ...]:
     """The layers whose filters go when the site's channels go, in network order."""
     flows, reached = _walk_back(graph, site)
     return tuple(_part(graph, node, reached) for node in _own_layers(flows, reached, site))
 
 
-def norms_behind(graph: Graph, site: Site) -> tuple[Part, ...]:
+def norms_behind(graph: Graph, site: Site) -> tuple[FilterPart, ...]:
     """The BatchNorms with weights that lie between those layers and the site, in network order."""
     flows, reached = _walk_back(graph, site)
     found = {norm: None for layer in _own_layers(flows, reached, site) for norm in _next_norms(graph, flows, reached, layer)}
     return tuple(_part(graph, node, reached) for node in flows.of if node in found)
 
 
-def sum_over(parts: Sequence[Part], values: Callable[[nn.Module], Tensor]) -> Tensor:
+def sum_over(parts: Sequence[FilterPart], values: Callable[[nn.Module], Tensor]) -> Tensor:
     """The value of every filter (F,) that `values` gives for a module, summed for each channel: float64 (C,)."""
     sums = [part.makes.double() @ values(part.module).detach().cpu().double() for part in parts]
     return torch.stack(sums).sum(0)
@@ -136,6 +136,6 @@ def _next_norms(graph: Graph, flows: Flows, reached: Mapping[fx.Node, Tensor], l
             yield from _next_norms(graph, flows, reached, user)
 
 
-def _part(graph: Graph, node: fx.Node, reached: Mapping[fx.Node, Tensor]) -> Part:
+def _part(graph: Graph, node: fx.Node, reached: Mapping[fx.Node, Tensor]) -> FilterPart:
     name = str(node.target)
-    return Part(name, graph.module.get_submodule(name), reached[node])
+    return FilterPart(name, graph.module.get_submodule(name), reached[node])

@@ -91,7 +91,7 @@ def _scales(norm: nn.Module) -> Tensor:
     return weight.detach().abs()  # type: ignore[no-any-return]  # a module's attribute has no type
 
 
-def drawn(
+def random_scores(
     graph: Graph,
     site: Site,
     data: Examples,

@@ -22,7 +22,7 @@ from secateurs.metrics import Measure
 from secateurs.repair import Reconstruction
 from secateurs.scoring import OnScored, score_bench
 from secateurs.scoring.ensemble import Ensemble
-from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, order
 
 _SHARES = (0.25, 0.5, 0.75)  # of a site's filters: where a portfolio compares orders
@@ -62,7 +62,7 @@ class Ranker:
 
 def rank(
     name: str,
-    bench: Bench,
+    bench: SiteEvaluator,
     ranker: Ranker,
     *,
     reconstruction: Reconstruction | None = None,
@@ -87,7 +87,12 @@ def rank(
 
 
 def _by_ensemble(
-    name: str, bench: Bench, ranker: Ranker, reconstruction: Reconstruction | None, step: int, on_scored: OnScored | None
+    name: str,
+    bench: SiteEvaluator,
+    ranker: Ranker,
+    reconstruction: Reconstruction | None,
+    step: int,
+    on_scored: OnScored | None,
 ) -> Ranking:
     scoring = ranker.scoring
     if name == "pairs":
@@ -116,7 +121,7 @@ def _solved(reconstruction: Reconstruction) -> Callable[[Tensor], Mapping[str, T
 
 
 def _best_of(
-    bench: Bench, ranker: Ranker, reconstruction: Reconstruction | None, step: int, on_scored: OnScored | None
+    bench: SiteEvaluator, ranker: Ranker, reconstruction: Reconstruction | None, step: int, on_scored: OnScored | None
 ) -> Ranking:
     """The ranking that leaves the smallest loss, a mean over cuts of several sizes."""
     names = [name for name in ranker.portfolio if name != "obs" or reconstruction is not None]

@@ -73,7 +73,7 @@ TIMED_BATCHES = (1, 64)
 WARMUP = 3
 
 
-class Form(Protocol):
+class Exporter(Protocol):
     """One kind of export: how it is written, how it is run elsewhere, and how it is run to be timed."""
 
     kind: Kind
@@ -90,7 +90,7 @@ class Form(Protocol):
 
 
 def deliver(
-    form: Form,
+    form: Exporter,
     graph: Graph | Prepared,
     path: str | Path,
     *,
@@ -140,7 +140,9 @@ def _agreement(found: list[list[Tensor]], network: Prepared, tolerance: float, k
     return Agreement(worst, scale, len(network.inputs[0]), network.given)
 
 
-def _compared(form: Form, network: Prepared, draft: Path, original: Prepared, repeats: int) -> tuple[int, tuple[Speed, ...]]:
+def _compared(
+    form: Exporter, network: Prepared, draft: Path, original: Prepared, repeats: int
+) -> tuple[int, tuple[Speed, ...]]:
     """The size of the unpruned network's export, and the speed of both, run in turns."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / draft.name
@@ -152,7 +154,7 @@ def _compared(form: Form, network: Prepared, draft: Path, original: Prepared, re
         return _bytes(path), speeds
 
 
-def _speed(form: Form, calls: list[Callable[[], Any]], batch: int, repeats: int) -> Speed:
+def _speed(form: Exporter, calls: list[Callable[[], Any]], batch: int, repeats: int) -> Speed:
     with torch.inference_mode(), undisturbed():
         seconds = in_turns(calls, WARMUP, repeats)
     original, pruned = median(seconds).tolist()

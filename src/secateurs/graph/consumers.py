@@ -25,7 +25,7 @@ ELSEWHERE = -1
 
 
 @dataclass(frozen=True)
-class LayerReader:
+class LayerConsumer:
     """A layer that reads the site; `source` gives for each of its input channels the site's channel, -1 for one from elsewhere.
 
     `norm` is the BatchNorm that alone reads the layer, if there is one.
@@ -38,7 +38,7 @@ class LayerReader:
 
 
 @dataclass(frozen=True)
-class SumReader:
+class SumConsumer:
     """A sum whose terms come from the site as `sources` say: a vector like a layer's, or None for a term from elsewhere.
 
     `source` says the same of the sum's own channels. `name` ('layer1.0.add') survives all cuts. `offset` is the `Offset` behind
@@ -56,24 +56,24 @@ class SumReader:
 
 
 @dataclass(frozen=True)
-class Readers:
+class Consumers:
     """All that reads a site; `others` says by node name why a reader is neither a layer nor a sum that can be mended."""
 
-    layers: tuple[LayerReader, ...]
-    sums: tuple[SumReader, ...]
+    layers: tuple[LayerConsumer, ...]
+    sums: tuple[SumConsumer, ...]
     others: Mapping[str, str]
 
 
-def find_readers(graph: Graph, site: Site) -> Readers:
+def find_consumers(graph: Graph, site: Site) -> Consumers:
     """The layers and sums that read the site's channels first, in network order."""
     module = spread_sums(graph.module)
     return _readers_of(module, find_flows(module), site.node, site.channels)
 
 
-def _readers_of(module: fx.GraphModule, flows: Flows, start: str, channels: int) -> Readers:
+def _readers_of(module: fx.GraphModule, flows: Flows, start: str, channels: int) -> Consumers:
     source: dict[fx.Node, Tensor] = {}
-    layers: list[LayerReader] = []
-    sums: list[SumReader] = []
+    layers: list[LayerConsumer] = []
+    sums: list[SumConsumer] = []
     others: dict[str, str] = {}
     for node, flow in flows.of.items():
         ins = [source.get(i) for i in flows.inputs[node]]
@@ -83,7 +83,7 @@ def _readers_of(module: fx.GraphModule, flows: Flows, start: str, channels: int)
             continue
         elif isinstance(flow, Layer) and not node.meta.get("filters_a_channel", flow.depthwise):
             assert ins[0] is not None
-            layers.append(LayerReader(node.name, str(node.target), ins[0], _norm_behind(module, flows, node)))
+            layers.append(LayerConsumer(node.name, str(node.target), ins[0], _norm_behind(module, flows, node)))
         else:
             found = _handed_on(flow, ins)
             if found is not None:
@@ -94,7 +94,7 @@ def _readers_of(module: fx.GraphModule, flows: Flows, start: str, channels: int)
                 others[node.name] = (
                     f"{node.meta.get('name', node.target)!s} mixes channels in a way that no weights make up for"
                 )
-    return Readers(tuple(layers), tuple(sums), others)
+    return Consumers(tuple(layers), tuple(sums), others)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class LastTerm:
     place: Tensor
 
 
-def find_layers(graph: Graph) -> tuple[tuple[LayerReader, LastTerm | None], ...]:
+def find_layers(graph: Graph) -> tuple[tuple[LayerConsumer, LastTerm | None], ...]:
     """Every layer in network order, as the reader of whatever comes in, with the sum that it is a term of, if there is one."""
     module = spread_sums(graph.module)
     flows = find_flows(module)
@@ -117,7 +117,7 @@ def find_layers(graph: Graph) -> tuple[tuple[LayerReader, LastTerm | None], ...]
     for node, flow in flows.of.items():
         if isinstance(flow, Layer):
             norm = _norm_behind(module, flows, node)
-            reader = LayerReader(node.name, str(node.target), _elsewhere(flow.inputs), norm)
+            reader = LayerConsumer(node.name, str(node.target), _elsewhere(flow.inputs), norm)
             found.append((reader, _last_term(module, flows, node if norm is None else flows.users[node][0], flow.filters)))
     return tuple(found)
 
@@ -153,7 +153,7 @@ def _only_shifts(module: fx.GraphModule, flows: Flows, node: fx.Node) -> bool:
     return isinstance(flows.of[node], Moved) or isinstance(module.get_submodule(str(node.target)), Offset)
 
 
-def _sum_reader(module: fx.GraphModule, flows: Flows, node: fx.Node, flow: Join, ins: list[Tensor | None]) -> SumReader:
+def _sum_reader(module: fx.GraphModule, flows: Flows, node: fx.Node, flow: Join, ins: list[Tensor | None]) -> SumConsumer:
     name = str(node.meta.get("name", node.name))
     behind = _offset_behind(module, node)
     if behind is not None:
@@ -164,7 +164,7 @@ def _sum_reader(module: fx.GraphModule, flows: Flows, node: fx.Node, flow: Join,
         for source, term in zip(ins, flows.inputs[node], strict=True):
             there = ~zero[term].expand(flow.width) if term in zero else torch.ones(flow.width, dtype=torch.bool)
             covered |= there if source is None else there & (source == ELSEWHERE)
-    return SumReader(node.name, name, flow.axis, tuple(ins), _of_any(ins), None if behind is None else behind[0], covered)
+    return SumConsumer(node.name, name, flow.axis, tuple(ins), _of_any(ins), None if behind is None else behind[0], covered)
 
 
 def _offset_behind(module: fx.GraphModule, add: fx.Node) -> tuple[str, Offset] | None:

@@ -19,10 +19,10 @@ from secateurs.compaction import compact
 from secateurs.errors import InvalidInput
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.methods.base import Pruned, Standing, Task, Watch, Work, opened, recipe_for
+from secateurs.methods.base import MethodRun, MethodState, Pruned, Task, Watch, opened, recipe_for
 from secateurs.methods.profiles import observing, ranked
 from secateurs.methods.training import finished, train_next, train_rest
-from secateurs.pruning.context import Place
+from secateurs.pruning.context import PreparedSite
 from secateurs.selection.search import find_cut
 from secateurs.training import carry_momentum
 
@@ -41,7 +41,7 @@ def paper(task: Task, *, repair: bool = False, watch: Watch | None = None) -> Pr
         max_drop=MAX_DROP,
     )
     with opened(task, name, recipe, watch) as work:
-        standing = work.standing() or Standing(work.copied(), state=_Way(MAX_DROP).fields())
+        standing = work.standing() or MethodState(work.copied(), state=_Way(MAX_DROP).fields())
         while not work.reached(standing.graph):
             standing = work.keep(_visit(work, standing))
         return finished(work, train_rest(work, standing))
@@ -73,7 +73,7 @@ class _Way:
         return f"{self.cuts} cuts in {self.visits / sites:.1f} rounds, each within a drop of {self.max_drop:g}"
 
 
-def _visit(work: Work, standing: Standing) -> Standing:
+def _visit(work: MethodRun, standing: MethodState) -> MethodState:
     """The next site in turn: its filters ranked, as many removed as the drop allows, a piece of the training."""
     began, way, count = time.monotonic(), _Way(**standing.state), len(work.sites)
     if way.max_drop > 1:
@@ -105,7 +105,7 @@ class _Found:
     passes: int
 
 
-def _find_cut(work: Work, place: Place, way: _Way) -> _Found:
+def _find_cut(work: MethodRun, place: PreparedSite, way: _Way) -> _Found:
     """The largest cut of a site within the drop, or the smallest that reaches the target."""
     workshop, site = work.workshop, place.site
     number = way.visits % len(work.sites) + 1
@@ -128,7 +128,7 @@ def _find_cut(work: Work, place: Place, way: _Way) -> _Found:
     return _Found(keep, len(removed), passes + (1 + looks) * len(workshop.search) + observing(work))
 
 
-def _enough(work: Work, graph: Graph, site: Site, removed: tuple[int, ...]) -> tuple[int, ...]:
+def _enough(work: MethodRun, graph: Graph, site: Site, removed: tuple[int, ...]) -> tuple[int, ...]:
     """Of the filters that may go, least important first, as many as the target needs."""
 
     def reaches(count: int) -> bool:
@@ -146,7 +146,7 @@ def _enough(work: Work, graph: Graph, site: Site, removed: tuple[int, ...]) -> t
     return removed[:low]
 
 
-def _cut(work: Work, place: Place, keep: Tensor, standing: Standing) -> Standing:
+def _cut(work: MethodRun, place: PreparedSite, keep: Tensor, standing: MethodState) -> MethodState:
     """The cut made, repaired if repairs are made; the momentum of the weights that are left comes along."""
     made = work.workshop.made(place, keep).graph
     parameters = dict(made.module.named_parameters())

@@ -11,12 +11,12 @@ from secateurs.compaction import compact
 from secateurs.errors import InvalidInput
 from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
-from secateurs.methods.base import Work
-from secateurs.pruning.global_allocation import Course, with_cuts
+from secateurs.methods.base import MethodRun
+from secateurs.pruning.global_allocation import SiteCurve, apply_allocation
 from secateurs.repair import prepare
-from secateurs.selection.allocation import Division
+from secateurs.selection.allocation import Allocation
 
-Rung = Mapping[str, int]
+Counts = Mapping[str, int]
 """How many filters go at each site. Every rung of a ladder removes at least what the one before it does."""
 
 
@@ -25,7 +25,7 @@ class Reached:
     """The lowest rung that reaches the target, the cuts on the way to it that just do, and the network that they leave."""
 
     rung: int  # from 0
-    removed: Rung  # more than the rung before, at most what this one removes
+    removed: Counts  # more than the rung before, at most what this one removes
     graph: Graph
 
     @property
@@ -39,7 +39,9 @@ class Reached:
         return sum(self.removed.values())
 
 
-def first_reaching(work: Work, courses: Mapping[str, Course], ladder: Sequence[Rung], graph: Graph | None = None) -> Reached:
+def first_reaching(
+    work: MethodRun, courses: Mapping[str, SiteCurve], ladder: Sequence[Counts], graph: Graph | None = None
+) -> Reached:
     """How far up a ladder the target is, counted on compacted networks; an error if even the last rung does not reach it.
 
     Methods are compared at equal MACs, so the step to the rung that reaches it is taken filter by filter, site by site. The
@@ -58,10 +60,10 @@ def first_reaching(work: Work, courses: Mapping[str, Course], ladder: Sequence[R
     return Reached(found, removed, smaller)
 
 
-def _lowest(work: Work, courses: Mapping[str, Course], ladder: Sequence[Rung]) -> int:
+def _lowest(work: MethodRun, courses: Mapping[str, SiteCurve], ladder: Sequence[Counts]) -> int:
     """The lowest rung that reaches the target, found by halving: by structure alone, nothing is repaired or measured."""
 
-    def network(rung: Rung) -> Graph:
+    def network(rung: Counts) -> Graph:
         wide = work.task.graph
         masks = masks_of(wide, courses, rung)
         if work.workshop.recipe.repair != "none":  # what repairs add to the network keeps channels alive
@@ -82,7 +84,7 @@ def _lowest(work: Work, courses: Mapping[str, Course], ladder: Sequence[Rung]) -
     return low
 
 
-def _filter_by_filter(ladder: Sequence[Rung]) -> list[Rung]:
+def _filter_by_filter(ladder: Sequence[Counts]) -> list[Counts]:
     """The ladder with a rung for every filter: from each of its rungs to the next one site after the other."""
     at, rungs = dict(ladder[0]), [ladder[0]]
     for above in ladder[1:]:
@@ -93,7 +95,7 @@ def _filter_by_filter(ladder: Sequence[Rung]) -> list[Rung]:
     return rungs
 
 
-def cut(work: Work, courses: Mapping[str, Course], rung: Rung, graph: Graph | None = None) -> Graph:
+def cut(work: MethodRun, courses: Mapping[str, SiteCurve], rung: Counts, graph: Graph | None = None) -> Graph:
     """The network (by default the untouched one) with all cuts of a rung made, and proved to compute what the masked one does.
 
     All are made at once; only where readers are repaired they come in network order, each repaired after those before it, and
@@ -101,13 +103,13 @@ def cut(work: Work, courses: Mapping[str, Course], rung: Rung, graph: Graph | No
     """
     if work.workshop.recipe.repair != "none":
         assert graph is None, "repairs are solved for the untouched network"
-        return with_cuts(work.workshop, courses, Division(rung, 0.0, 0.0), proved=True)
+        return apply_allocation(work.workshop, courses, Allocation(rung, 0.0, 0.0), proved=True)
     wide = work.task.graph if graph is None else graph
     masks = masks_of(wide, courses, rung)
     return compact(wide, masks)
 
 
-def masks_of(graph: Graph, courses: Mapping[str, Course], rung: Rung) -> dict[str | Site, Tensor]:
+def masks_of(graph: Graph, courses: Mapping[str, SiteCurve], rung: Counts) -> dict[str | Site, Tensor]:
     """The masks of a rung, of those sites that lose anything."""
     sites = resolve(graph, [name for name, count in rung.items() if count])
     return {name: courses[name].keep(rung[name], site) for name, site in sites.items()}

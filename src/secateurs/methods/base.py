@@ -23,11 +23,11 @@ from secateurs.graph.masking import copied
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure, called, changed, correct, cross_entropy, fingerprints
-from secateurs.pruning.context import Tools, Workshop
+from secateurs.metrics import Measure, changed, correct, cross_entropy, display_name, fingerprints
+from secateurs.pruning.context import PruningContext, Runtime
 from secateurs.pruning.folder import Record, RunFolder, disk_errors
 from secateurs.pruning.results import Progress
-from secateurs.scoring.cache import Store
+from secateurs.scoring.cache import MeasurementCache
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ _ROUNDING = 1e-12  # a share that is reached exactly must not be missed by the r
 
 
 @dataclass(frozen=True, eq=False)
-class Standing:
+class MethodState:
     """Where a method stands: the network as it is, and what it took to get there."""
 
     graph: Graph
@@ -117,11 +117,11 @@ class Standing:
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class MethodRun:
     """A task on the table of one method."""
 
     task: Task
-    workshop: Workshop
+    workshop: PruningContext
     record: Record
     watch: Watch | None
     asked: Mapping[str, Any]  # all that the outcome depends on, as JSON has it
@@ -155,7 +155,7 @@ class Work:
 
     # ---- the folder --------------------------------------------------------------------------------------------------
 
-    def keep(self, standing: Standing) -> Standing:
+    def keep(self, standing: MethodState) -> MethodState:
         """Write the standing down as a whole, and give it back."""
         tensors = {f"{_WEIGHTS}{name}": tensor for name, tensor in standing.graph.module.state_dict().items()}
         tensors |= {f"{_MOMENTUM}{name}": tensor for name, tensor in standing.momentum.items()}
@@ -165,7 +165,7 @@ class Work:
         self.record.save_tensors(_STANDING, tensors, {**meta, "trained": trained, "plan": plan})
         return standing
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> MethodState | None:
         """The standing that was written down last; None at the beginning."""
         found = self.record.load_tensors(_STANDING, _StandingMeta)
         if found is None:
@@ -175,7 +175,7 @@ class Work:
         graph = self.copied() if graph is self.task.graph else graph
         graph.module.load_state_dict(_under(_WEIGHTS, tensors))
         trained = tuple(Trained(**stretch) for stretch in meta["trained"])
-        return Standing(graph, _under(_MOMENTUM, tensors), trained, **{name: meta[name] for name in _FIGURES})
+        return MethodState(graph, _under(_MOMENTUM, tensors), trained, **{name: meta[name] for name in _FIGURES})
 
 
 class _StandingMeta(TypedDict):
@@ -194,17 +194,17 @@ _FIGURES = ("passes", "search_seconds", "training_seconds", "note", "state")
 
 
 @contextmanager
-def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterator[Work]:
+def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterator[MethodRun]:
     """The work of the method called `name`, whose searching `recipe` describes; goes on with what the task's folder holds."""
     if not 0 < task.target_macs < 1:
         raise InvalidInput(f"target_macs = {task.target_macs:g}: wanted a share of the MACs between 0 and 1, such as 0.3")
     asked = _asked(task, name)
     record = Record() if task.folder is None else _folder(task.folder, task, asked)
     try:
-        store = Store(task.store or (None if record.path is None else record.path / _MEASURED))
+        store = MeasurementCache(task.store or (None if record.path is None else record.path / _MEASURED))
         try:
-            tools = Tools(task.loss_fn, task.metric, task.device, store, cache_bytes=None)
-            yield Work(task, Workshop(task.graph, task.data, recipe, tools), record, watch, asked)
+            tools = Runtime(task.loss_fn, task.metric, task.device, store, cache_bytes=None)
+            yield MethodRun(task, PruningContext(task.graph, task.data, recipe, tools), record, watch, asked)
         finally:
             store.close()
     finally:
@@ -265,8 +265,8 @@ def _asked(task: Task, name: str) -> dict[str, Any]:
         "shortcut": task.shortcut,
         "seed": task.seed,
         "batch": task.batch,
-        "loss": called(task.loss_fn),
-        "metric": called(task.metric),
+        "loss": display_name(task.loss_fn),
+        "metric": display_name(task.metric),
     }
     plain: dict[str, Any] = json.loads(json.dumps(told))
     return plain

@@ -6,8 +6,8 @@ import time
 
 from secateurs.config import Repair
 from secateurs.methods.allocations import first_reaching
-from secateurs.methods.base import ENDINGS, Pruned, Standing, Task, Watch, Work, opened, recipe_for
-from secateurs.methods.profiles import look_at_curve, look_at_sites, observing
+from secateurs.methods.base import ENDINGS, MethodRun, MethodState, Pruned, Task, Watch, opened, recipe_for
+from secateurs.methods.profiles import look_at_curve, observing, profile_sites
 from secateurs.methods.training import finished, train_rest
 from secateurs.selection.allocation import frontier
 
@@ -19,13 +19,13 @@ def divided(task: Task, *, criterion: str, repair: Repair = "none", watch: Watch
         return finished(work, train_rest(work, work.standing() or work.keep(_cut(work))))
 
 
-def _cut(work: Work) -> Standing:
-    looked = look_at_sites(work, look_at_curve)
+def _cut(work: MethodRun) -> MethodState:
+    looked = profile_sites(work, look_at_curve)
     courses, began = {name: found.course for name, found in looked.items()}, time.monotonic()
     divisions = frontier([course.curve for course in courses.values()])
     chosen = first_reaching(work, courses, [division.removed for division in divisions])
     answering = len(work.workshop.held_out.examples)  # the untouched network, whose answers curves are measured against
-    return Standing(
+    return MethodState(
         chosen.graph,
         passes=answering + sum(found.passes for found in looked.values()) + observing(work) * chosen.cuts,
         search_seconds=sum(found.seconds for found in looked.values()) + time.monotonic() - began,

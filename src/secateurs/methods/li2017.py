@@ -15,11 +15,11 @@ from secateurs.criteria.ranking import cuts_along
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
 from secateurs.graph.sites import Site
-from secateurs.methods.allocations import Rung, first_reaching
-from secateurs.methods.base import Pruned, Standing, Task, Watch, Work, opened, recipe_for
-from secateurs.methods.profiles import Looked, look_at_sites, ranked
+from secateurs.methods.allocations import Counts, first_reaching
+from secateurs.methods.base import MethodRun, MethodState, Pruned, Task, Watch, opened, recipe_for
+from secateurs.methods.profiles import SiteProfile, profile_sites, ranked
 from secateurs.methods.training import finished, train_rest
-from secateurs.pruning.global_allocation import Course, counts_of
+from secateurs.pruning.global_allocation import SiteCurve, counts_of
 from secateurs.selection.allocation import Curve
 
 _IMAGES = 2048  # of the search set at most: a step of the accuracy is then a twentieth of a point
@@ -55,7 +55,7 @@ def advances(curves: Sequence[Curve]) -> list[Advance]:
     return sorted(found)
 
 
-def ladder_of(steps: Sequence[Advance], sites: Sequence[str]) -> list[Rung]:
+def ladder_of(steps: Sequence[Advance], sites: Sequence[str]) -> list[Counts]:
     """From nothing removed on, one advance more on every rung."""
     at = dict.fromkeys(sites, 0)
     rungs: list[Mapping[str, int]] = [dict(at)]
@@ -65,12 +65,12 @@ def ladder_of(steps: Sequence[Advance], sites: Sequence[str]) -> list[Rung]:
     return rungs
 
 
-def _cut(work: Work) -> Standing:
-    looked = look_at_sites(work, _sensitivity)
+def _cut(work: MethodRun) -> MethodState:
+    looked = profile_sites(work, _sensitivity)
     courses, began = {name: found.course for name, found in looked.items()}, time.monotonic()
     steps = advances([course.curve for course in courses.values()])
     chosen = first_reaching(work, courses, ladder_of(steps, list(courses)))
-    return Standing(
+    return MethodState(
         chosen.graph,
         passes=sum(found.passes for found in looked.values()),
         search_seconds=sum(found.seconds for found in looked.values()) + time.monotonic() - began,
@@ -78,7 +78,7 @@ def _cut(work: Work) -> Standing:
     )
 
 
-def _sensitivity(work: Work, site: Site, number: int) -> Looked:
+def _sensitivity(work: MethodRun, site: Site, number: int) -> SiteProfile:
     """The drop of the search accuracy against the filters removed at this site alone, by L1 norm."""
     workshop, recipe = work.workshop, work.workshop.recipe
     place = workshop.place(work.task.graph, site)
@@ -88,4 +88,4 @@ def _sensitivity(work: Work, site: Site, number: int) -> Looked:
     accuracies = workshop.bench(place, work.task.metric).on(few).means(cuts_along(ranking.order, counts)).tolist()
     drops = tuple(accuracies[0] - accuracy for accuracy in accuracies)
     curve = Curve(site.name, counts, drops, tuple(map(float, counts)))
-    return Looked(Course(ranking, site.original, curve), len(counts) * len(few))
+    return SiteProfile(SiteCurve(ranking, site.original, curve), len(counts) * len(few))

@@ -13,11 +13,11 @@ from typing import Any
 
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.sites import Site
-from secateurs.methods.base import Work
-from secateurs.metrics import name_of
-from secateurs.pruning.context import Place
+from secateurs.methods.base import MethodRun
+from secateurs.metrics import fingerprint
+from secateurs.pruning.context import PreparedSite
 from secateurs.pruning.folder import environment
-from secateurs.pruning.global_allocation import Course, course_fields, course_from, measure_course
+from secateurs.pruning.global_allocation import SiteCurve, curve_fields, curve_from, measure_curve
 from secateurs.scoring.cache import context_of
 from secateurs.selection.allocation import Curve
 
@@ -29,24 +29,24 @@ _COMPARED_AT = 3  # numbers of filters at which a portfolio compares orders
 
 
 @dataclass(frozen=True, eq=False)
-class Looked:
+class SiteProfile:
     """A site's course, and what it took to find it."""
 
-    course: Course
+    course: SiteCurve
     passes: int
     seconds: float = 0.0
 
 
-Look = Callable[[Work, Site, int], Looked]
+Look = Callable[[MethodRun, Site, int], SiteProfile]
 """Looks at a site of the untouched network; the number counts the sites from 1."""
 
 
-def look_at_sites(work: Work, look: Look) -> dict[str, Looked]:
+def profile_sites(work: MethodRun, look: Look) -> dict[str, SiteProfile]:
     """What `look` finds at every site, in network order; not looked for again where it was found before.
 
     The passes are those that it took to find it, the seconds those that it took now.
     """
-    found: dict[str, Looked] = {}
+    found: dict[str, SiteProfile] = {}
     for number, site in enumerate(work.sites, 1):
         work.tell("score", number - 1, len(work.sites), site, number)
         if not work.record.units("course", site=site.name):
@@ -54,50 +54,50 @@ def look_at_sites(work: Work, look: Look) -> dict[str, Looked]:
             fields = _kept_or_looked_at(work, look, site, number)
             work.record.append("course", site=site.name, **fields, seconds=time.monotonic() - began)
         entry = work.record.units("course", site=site.name)[0]
-        found[site.name] = Looked(course_from(site, entry), entry["passes"], entry["seconds"])
+        found[site.name] = SiteProfile(curve_from(site, entry), entry["passes"], entry["seconds"])
     return found
 
 
-def _kept_or_looked_at(work: Work, look: Look, site: Site, number: int) -> dict[str, Any]:
+def _kept_or_looked_at(work: MethodRun, look: Look, site: Site, number: int) -> dict[str, Any]:
     """A site's course and passes as plain values, from the store if it has them."""
     store, context = work.workshop.tools.store, _context(work)
     key = site.name.encode()
     kept = store.get_fields(context, key)
     if kept is None:
         looked = look(work, site, number)
-        kept = {**course_fields(looked.course), "passes": looked.passes}
+        kept = {**curve_fields(looked.course), "passes": looked.passes}
         store.put_fields(context, key, kept)
     return kept
 
 
-def _context(work: Work) -> str:
+def _context(work: MethodRun) -> str:
     """All that a course depends on besides the site: not what is to be removed, and not the training that comes after it."""
     task, module = work.task, work.task.graph.module
     asked = {name: value for name, value in work.asked.items() if name not in _NOT_OF_A_COURSE}
-    measures = name_of(task.loss_fn), name_of(task.metric)
+    measures = fingerprint(task.loss_fn), fingerprint(task.metric)
     structure, versions = f"{module.code}{module}", environment()["versions"]
     return context_of("courses", json.dumps([asked, versions], sort_keys=True), structure, *measures)
 
 
-def look_at_curve(work: Work, site: Site, number: int) -> Looked:
+def look_at_curve(work: MethodRun, site: Site, number: int) -> SiteProfile:
     """The order of the site's filters by the recipe's criterion, and the loss along it."""
     place = work.workshop.place(work.task.graph, site)
     ranking, passes = ranked(work, place, number)
-    course = measure_course(work.workshop, place, ranking)
+    course = measure_curve(work.workshop, place, ranking)
     looks = len(course.curve.removed) * len(work.workshop.held_out.examples)
-    return Looked(course, passes + looks + observing(work))
+    return SiteProfile(course, passes + looks + observing(work))
 
 
-def look_at_order(work: Work, site: Site, number: int) -> Looked:
+def look_at_order(work: MethodRun, site: Site, number: int) -> SiteProfile:
     """The order of the site's filters by the recipe's criterion; no loss is measured along it."""
     observed = work.workshop.recipe.criterion in _BY_REPAIRS
-    place = work.workshop.place(work.task.graph, site) if observed else Place(work.task.graph, site, None)
+    place = work.workshop.place(work.task.graph, site) if observed else PreparedSite(work.task.graph, site, None)
     ranking, passes = ranked(work, place, number)
-    course = Course(ranking, site.original, Curve(site.name, (0,), (0.0,), (0.0,)))
-    return Looked(course, passes + (observing(work) if observed else 0))
+    course = SiteCurve(ranking, site.original, Curve(site.name, (0,), (0.0,), (0.0,)))
+    return SiteProfile(course, passes + (observing(work) if observed else 0))
 
 
-def ranked(work: Work, place: Place, number: int) -> tuple[Ranking, int]:
+def ranked(work: MethodRun, place: PreparedSite, number: int) -> tuple[Ranking, int]:
     """The ranking of a site by the recipe's criterion, and the passes that it took."""
     scored = 0
 
@@ -110,7 +110,7 @@ def ranked(work: Work, place: Place, number: int) -> tuple[Ranking, int]:
     return ranking, _passes(work, place.site, ranking, scored)
 
 
-def observing(work: Work) -> int:
+def observing(work: MethodRun) -> int:
     """The passes that a repair of one site takes; none where nothing is repaired."""
     recipe = work.workshop.recipe
     if recipe.repair == "none":
@@ -119,7 +119,7 @@ def observing(work: Work) -> int:
     return networks * len(work.workshop.repair_examples)
 
 
-def _passes(work: Work, site: Site, ranking: Ranking, scored: int) -> int:
+def _passes(work: MethodRun, site: Site, ranking: Ranking, scored: int) -> int:
     """Images brought through the network, or what of it follows the site, once for every mask."""
     name, recipe = work.workshop.recipe.criterion, work.workshop.recipe
     if name == "taylor":

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from secateurs.criteria import criterion as criterion_called
-from secateurs.criteria.filters import Part, layers_behind, norms_behind
+from secateurs.criteria.filters import FilterPart, layers_behind, norms_behind
 from secateurs.criteria.ranking import Ranking
 from secateurs.data.dataset import Examples
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.methods.allocations import cut
-from secateurs.methods.base import Pruned, Standing, Task, Watch, Work, opened, recipe_for
+from secateurs.methods.base import MethodRun, MethodState, Pruned, Task, Watch, opened, recipe_for
 from secateurs.methods.training import finished, train_rest
 from secateurs.methods.uniform import share_note, smallest_share
-from secateurs.pruning.global_allocation import Course
+from secateurs.pruning.global_allocation import SiteCurve
 from secateurs.scoring.importance import order
 from secateurs.selection.allocation import Curve
 
@@ -52,11 +52,11 @@ def soft(task: Task, *, name: str, criterion: str, watch: Watch | None = None) -
         return finished(work, standing)
 
 
-def _start(work: Work, criterion: str) -> Standing:
+def _start(work: MethodRun, criterion: str) -> MethodState:
     """The whole network, and how many of its filters have to go."""
     began = time.monotonic()
     chosen = smallest_share(work, _courses(work, work.task.graph, criterion))
-    return Standing(
+    return MethodState(
         work.copied(),
         search_seconds=time.monotonic() - began,
         note=share_note(work, chosen),
@@ -64,7 +64,7 @@ def _start(work: Work, criterion: str) -> Standing:
     )
 
 
-def _removed(work: Work, standing: Standing, criterion: str) -> Standing:
+def _removed(work: MethodRun, standing: MethodState, criterion: str) -> MethodState:
     """The network without the filters that come last by now."""
     began = time.monotonic()
     courses = _courses(work, standing.graph, criterion)
@@ -83,12 +83,12 @@ def _removed(work: Work, standing: Standing, criterion: str) -> Standing:
     )
 
 
-def _courses(work: Work, graph: Graph, criterion: str) -> dict[str, Course]:
+def _courses(work: MethodRun, graph: Graph, criterion: str) -> dict[str, SiteCurve]:
     """The order of every site's filters in a network of the untouched one's structure."""
     found = {}
     for site in work.sites:
         ranking = Ranking(criterion, _order(graph, site, criterion))
-        found[site.name] = Course(ranking, site.original, Curve(site.name, (0,), (0.0,), (0.0,)))
+        found[site.name] = SiteCurve(ranking, site.original, Curve(site.name, (0,), (0.0,), (0.0,)))
     return found
 
 
@@ -104,8 +104,8 @@ class _Place:
     """A site with the modules that make its channels, and how many of them are zeroed."""
 
     site: Site
-    layers: tuple[Part, ...]
-    norms: tuple[Part, ...]
+    layers: tuple[FilterPart, ...]
+    norms: tuple[FilterPart, ...]
     count: int
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, TrainingError
-from secateurs.methods.base import Pruned, Standing, Task, Trained, Work
+from secateurs.methods.base import MethodRun, MethodState, Pruned, Task, Trained
 from secateurs.metrics import cross_entropy
 from secateurs.training import TrainState, learning_rate, train_
 from secateurs.training.schedule import steps_in_epoch, total_steps
@@ -37,7 +37,7 @@ class Stretch:
     settings: TrainSettings  # with the seed of this stretch alone
 
 
-def stretches(task: Task, sites: int) -> tuple[Stretch, ...]:
+def training_stages(task: Task, sites: int) -> tuple[Stretch, ...]:
     """The budget of a task on a network with so many sites, in the order in which everybody spends it."""
     found: list[Stretch] = []
     examples, between, after = len(task.data.train), task.budget.between, task.budget.after
@@ -70,27 +70,27 @@ def total(parts: Sequence[Trained]) -> Trained:
 def owed(task: Task, sites: int) -> Trained:
     """What the budget of a task says that everybody gets."""
     examples = len(task.data.train)
-    whole = [stretch.settings for stretch in stretches(task, sites)]
+    whole = [stretch.settings for stretch in training_stages(task, sites)]
     return total([tally(settings, examples, _steps(settings, examples)) for settings in whole])
 
 
-def train_next(work: Work, standing: Standing, at_epoch: AtEpoch | None = None) -> Standing:
+def train_next(work: MethodRun, standing: MethodState, at_epoch: AtEpoch | None = None) -> MethodState:
     """The standing after the next stretch of the budget; as it is, where nothing of `between` is left.
 
     `at_epoch` may change the weights after every epoch: training goes on from what it leaves, with the momentum as it was.
     """
-    left = stretches(work.task, len(work.sites))[len(standing.trained) :]
+    left = training_stages(work.task, len(work.sites))[len(standing.trained) :]
     return _trained(work, standing, left[0], at_epoch) if left and left[0].phase == "finetune" else standing
 
 
-def train_rest(work: Work, standing: Standing, at_epoch: AtEpoch | None = None) -> Standing:
+def train_rest(work: MethodRun, standing: MethodState, at_epoch: AtEpoch | None = None) -> MethodState:
     """The standing after all that is left of the budget, each stretch written down when it is done."""
-    for stretch in stretches(work.task, len(work.sites))[len(standing.trained) :]:
+    for stretch in training_stages(work.task, len(work.sites))[len(standing.trained) :]:
         standing = work.keep(_trained(work, standing, stretch, at_epoch))
     return standing
 
 
-def finished(work: Work, standing: Standing) -> Pruned:
+def finished(work: MethodRun, standing: MethodState) -> Pruned:
     """What the method gives, after making sure that the target is reached and the budget spent, no less and no more."""
     spent, due = total(standing.trained), owed(work.task, len(work.sites))
     if spent != due:
@@ -105,7 +105,7 @@ def finished(work: Work, standing: Standing) -> Pruned:
     return Pruned(standing.graph, spent, standing.passes, standing.search_seconds, standing.training_seconds, standing.note)
 
 
-def _trained(work: Work, standing: Standing, stretch: Stretch, at_epoch: AtEpoch | None) -> Standing:
+def _trained(work: MethodRun, standing: MethodState, stretch: Stretch, at_epoch: AtEpoch | None) -> MethodState:
     """One stretch, resumed after its last epoch that was kept; the network of the standing is trained in place."""
     task, settings, number = work.task, stretch.settings, len(standing.trained)
     module, examples = standing.graph.module, task.data.train
@@ -142,7 +142,7 @@ def _trained(work: Work, standing: Standing, stretch: Stretch, at_epoch: AtEpoch
     )
 
 
-def _state(work: Work, number: int) -> TrainState | None:
+def _state(work: MethodRun, number: int) -> TrainState | None:
     """The last epoch that was kept of the stretch of that number."""
     found = work.record.load_tensors(_TRAINING, StateMeta)
     if found is None or found[1].get("stretch") != number:

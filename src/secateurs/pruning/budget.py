@@ -16,7 +16,7 @@ from secateurs.config import Method, Recipe
 from secateurs.data.dataset import Examples, class_labels
 from secateurs.errors import InvalidInput
 from secateurs.metrics import Measure, values
-from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.selection.contract import Contract, Promise, Verdict, divide_images, paired_bound
 from secateurs.selection.search import Cut, Judgement, find_cut
 
@@ -33,7 +33,7 @@ def contract_of(recipe: Recipe) -> Contract:
 
 
 @dataclass(frozen=True, eq=False)
-class Jury:
+class AcceptanceSets:
     """The images that judge cuts: `steering` ones may be looked at freely, `certifying` ones only judge what those chose."""
 
     contract: Contract
@@ -48,7 +48,7 @@ class Jury:
 
 
 @dataclass(frozen=True, eq=False)
-class Start:
+class BaselineValues:
     """What the network that the drop counts from got on the images of a jury: a value each, float64."""
 
     steering: Tensor  # (N,)
@@ -56,7 +56,7 @@ class Start:
 
 
 @dataclass(frozen=True, eq=False)
-class Looking:
+class SearchOptions:
     """How a cut is looked for."""
 
     method: Method = "bisect"
@@ -65,14 +65,16 @@ class Looking:
     widths: Sequence[int] | None = None
 
 
-def summon(search: Examples, contract: Contract, metric: Measure, *, seed: int, certifying: float = CERTIFYING) -> Jury:
+def split_acceptance_sets(
+    search: Examples, contract: Contract, metric: Measure, *, seed: int, certifying: float = CERTIFYING
+) -> AcceptanceSets:
     """Divide the validation images once, blindly, a share `certifying` to certify. Too few to certify anything: an error."""
     if contract.worst_class is not None and class_labels(search.targets) is None:
         raise InvalidInput(
             f"worst_class = {contract.worst_class}: the targets are no class numbers, so no class can be judged."
         )
     if contract.confidence is None:
-        return Jury(contract, metric, search, None)
+        return AcceptanceSets(contract, metric, search, None)
     sides = divide_images(len(search), certifying=certifying, seed=seed)
     least = _least_slack(contract, len(sides.certifying))
     if least > contract.max_drop:
@@ -82,7 +84,7 @@ def summon(search: Examples, contract: Contract, metric: Measure, *, seed: int, 
             f"Use more images, a larger max_drop, or confidence=0."
         )
     _check_classes(contract, search.take(sides.certifying))
-    return Jury(contract, metric, search.take(sides.steering), search.take(sides.certifying))
+    return AcceptanceSets(contract, metric, search.take(sides.steering), search.take(sides.certifying))
 
 
 def _check_classes(contract: Contract, certifying: Examples) -> None:
@@ -106,22 +108,24 @@ def _least_slack(contract: Contract, images: int) -> float:
     return paired_bound(same, same, 1 - chance).upper
 
 
-def start_of(module: nn.Module, jury: Jury, *, batch: int, device: Device) -> Start:
+def baseline_values(module: nn.Module, jury: AcceptanceSets, *, batch: int, device: Device) -> BaselineValues:
     """What a network gets on the jury's images, to count drops from."""
 
     def measured(examples: Examples) -> Tensor:
         return values(module, examples, jury.metric, batch=batch, device=device)
 
-    return Start(measured(jury.steering), None if jury.certifying is None else measured(jury.certifying))
+    return BaselineValues(measured(jury.steering), None if jury.certifying is None else measured(jury.certifying))
 
 
-def certify(module: nn.Module, jury: Jury, start: Start, answers: Sequence[bool], *, batch: int, device: Device) -> Verdict:
+def certify(
+    module: nn.Module, jury: AcceptanceSets, start: BaselineValues, answers: Sequence[bool], *, batch: int, device: Device
+) -> Verdict:
     """Ask the certification images about a whole network."""
     assert jury.certifying is not None
     return certify_values(jury, start, values(module, jury.certifying, jury.metric, batch=batch, device=device), answers)
 
 
-def certify_values(jury: Jury, start: Start, after: Tensor, answers: Sequence[bool]) -> Verdict:
+def certify_values(jury: AcceptanceSets, start: BaselineValues, after: Tensor, answers: Sequence[bool]) -> Verdict:
     """Ask the certification images, with values `after` (N,); `answers` are those that they gave before."""
     return _promise(jury, start, answers).certify(after)
 
@@ -131,12 +135,12 @@ def caution_at(done: float) -> float:
     return _CAUTION * (1 - done)
 
 
-def find_site_cut(
-    bench: Bench,
+def largest_cut(
+    bench: SiteEvaluator,
     order: Tensor,
-    jury: Jury,
-    start: Start | None,
-    looking: Looking,
+    jury: AcceptanceSets,
+    start: BaselineValues | None,
+    looking: SearchOptions,
     *,
     baseline: float,
     accuracy_now: float,
@@ -185,7 +189,13 @@ def find_site_cut(
 
 
 def predicted(
-    jury: Jury, start: Start, after: Tensor, *, answers: Sequence[bool] = (), share: float = 1.0, caution: float = 0.0
+    jury: AcceptanceSets,
+    start: BaselineValues,
+    after: Tensor,
+    *,
+    answers: Sequence[bool] = (),
+    share: float = 1.0,
+    caution: float = 0.0,
 ) -> Verdict:
     """What the search images, with values `after` (N,), predict that certification will say: see `Contract.predict`."""
     images = len(jury.steering if jury.certifying is None else jury.certifying)
@@ -200,12 +210,12 @@ def predicted(
     )
 
 
-def classes_of(examples: Examples, jury: Jury) -> Tensor | None:
+def classes_of(examples: Examples, jury: AcceptanceSets) -> Tensor | None:
     """The classes of the images, if the contract says anything of classes."""
     return None if jury.contract.worst_class is None else class_labels(examples.targets)
 
 
-def _promise(jury: Jury, start: Start, answers: Sequence[bool]) -> Promise:
+def _promise(jury: AcceptanceSets, start: BaselineValues, answers: Sequence[bool]) -> Promise:
     assert jury.certifying is not None
     assert start.certifying is not None
     return Promise(jury.contract, start.certifying, classes=classes_of(jury.certifying, jury), answers=answers)

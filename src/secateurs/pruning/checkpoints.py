@@ -16,11 +16,11 @@ from secateurs.data.splits import Data
 from secateurs.errors import RunError
 from secateurs.graph.structure import describe
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure, called, changed, fingerprints
-from secateurs.pruning.context import Outfit, Standing, measured
+from secateurs.metrics import Measure, changed, display_name, fingerprints
+from secateurs.pruning.context import NetworkState, RunContext, measured
 from secateurs.pruning.folder import Record, disk_errors, environment
-from secateurs.pruning.results import Outcome, Step, outcome_fields, step_fields
-from secateurs.scoring.cache import Store
+from secateurs.pruning.results import Result, Step, outcome_fields, step_fields
+from secateurs.scoring.cache import MeasurementCache
 
 START = "checkpoints/start"
 TRAINING = "checkpoints/training"
@@ -40,7 +40,7 @@ def keep_description(record: Record, graph: Graph) -> None:
         record.append("network", **describe(graph))
 
 
-def keep_step(record: Record, standing: Standing, step: Step) -> None:
+def keep_step(record: Record, standing: NetworkState, step: Step) -> None:
     """Write a step down, with a checkpoint in place of the earlier one if the network changed."""
     earlier, files = _latest_cut(record), {}
     if step.removed and record.path is not None:
@@ -54,20 +54,20 @@ def keep_step(record: Record, standing: Standing, step: Step) -> None:
         record.delete(_momentum(earlier["number"]))
 
 
-def standing_kept(record: Record, model: nn.Module, original: Graph) -> Standing:
+def standing_kept(record: Record, model: nn.Module, original: Graph) -> NetworkState:
     """The network as the latest step left it; before any, as it came, not yet measured."""
-    standing, steps, latest = Standing(original), record.units("step"), _latest_cut(record)
+    standing, steps, latest = NetworkState(original), record.units("step"), _latest_cut(record)
     if not steps:
         return standing
     if latest is not None and record.path is not None:
         record.check_files(latest)
         path = record.path / f"{_checkpoint(latest['number'])}.safetensors"
         graph, found = load(model, path, example_input=original.example), record.load_tensors(_momentum(latest["number"]))
-        standing = Standing(graph, momentum={} if found is None else found[0])
+        standing = NetworkState(graph, momentum={} if found is None else found[0])
     return replace(standing, accuracy=steps[-1]["accuracy"], loss=steps[-1]["loss"])
 
 
-def keep_retrained(record: Record, standing: Standing) -> None:
+def keep_retrained(record: Record, standing: NetworkState) -> None:
     """Keep the weights of the retrained network."""
     record.save_tensors(RETRAINED, standing.graph.module.state_dict(), listed=True)
     files = record.file_digests(f"{RETRAINED}.safetensors")
@@ -84,7 +84,7 @@ def load_retrained_(record: Record, graph: Graph) -> None:
     graph.module.load_state_dict(found[0])
 
 
-def keep_outcome(record: Record, outcome: Outcome) -> None:
+def keep_outcome(record: Record, outcome: Result) -> None:
     """Keep the smaller network, its plan and its figures."""
     if record.path is None:
         return
@@ -140,7 +140,7 @@ def provenance(
         "model": {"class": graph.plan.model, "weights_sha256": _weights_digest(graph), "leaves": list(graph.leaves)},
         "data": data.record(),
         "seed": recipe.seed,
-        "measures": {role: called(measure) for role, measure in measures.items()},
+        "measures": {role: display_name(measure) for role, measure in measures.items()},
         "fingerprints": fingerprints(measures),
         "store": None if store is None else str(Path(store).absolute()),
         "origin": dict(origin or {}),
@@ -166,7 +166,7 @@ def check_measures(path: Path, measures: Mapping[str, Measure], known: Mapping[s
     names = known.get("measures", {})
     others = changed(measures, names, known.get("fingerprints", {}))
     if others:
-        was = " and ".join(f"{role} ({names[role]}, now {called(measures[role])})" for role in others)
+        was = " and ".join(f"{role} ({names[role]}, now {display_name(measures[role])})" for role in others)
         raise RunError(f"{path}: was started with another {was}. Give what it was started with, or start a new run.")
 
 
@@ -184,14 +184,14 @@ def load_start(path: Path, model: nn.Module, data: Data, known: Mapping[str, Any
     return graph
 
 
-def open_store(record: Record, path: str | Path | None) -> Store:
+def open_store(record: Record, path: str | Path | None) -> MeasurementCache:
     """The store at `path`, or in the run folder, or in memory for a run that has none."""
     if path is not None:
-        return Store(Path(path))
-    return Store(None if record.path is None else record.path / MEASURED)
+        return MeasurementCache(Path(path))
+    return MeasurementCache(None if record.path is None else record.path / MEASURED)
 
 
-def measure_start(outfit: Outfit, standing: Standing) -> Standing:
+def measure_start(outfit: RunContext, standing: NetworkState) -> NetworkState:
     """The standing with its accuracy and loss known: those of the untouched network are measured once."""
     record = outfit.record
     if not record.units("start"):

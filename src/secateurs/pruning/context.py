@@ -24,13 +24,21 @@ from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site, find_site, find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, evaluate, values, with_answers
-from secateurs.pruning.budget import Jury, Start, certify, contract_of, predicted, start_of, summon
+from secateurs.pruning.budget import (
+    AcceptanceSets,
+    BaselineValues,
+    baseline_values,
+    certify,
+    contract_of,
+    predicted,
+    split_acceptance_sets,
+)
 from secateurs.pruning.folder import Record
 from secateurs.pruning.results import Progress
 from secateurs.repair import Reconstruction, Repair, apply_, observe, prepare, refit_
 from secateurs.scoring import OnScored
-from secateurs.scoring.cache import Store
-from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.cache import MeasurementCache
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.selection.contract import Verdict
 from secateurs.training import carry_momentum
 
@@ -38,18 +46,18 @@ _HELD_OUT = 1024  # examples tell orders and curves apart well enough; a jury ma
 
 
 @dataclass(frozen=True)
-class Tools:
+class Runtime:
     """What all measurements of a run are made with."""
 
     loss_fn: Measure
     metric: Measure
     device: Device
-    store: Store
+    store: MeasurementCache
     cache_bytes: int | None  # of activations kept while masks are scored; None: a quarter of the free memory
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class PreparedSite:
     """A site of a network, and what repairs of it need: `graph` has room for them, and computes the same."""
 
     graph: Graph
@@ -66,7 +74,7 @@ class HeldOut:
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class CompactedNetwork:
     """A network with a cut made, and the repair that went with it."""
 
     graph: Graph
@@ -74,13 +82,13 @@ class Made:
 
 
 @dataclass(frozen=True, eq=False)
-class Workshop:
+class PruningContext:
     """The untouched network with its data, recipe and tools."""
 
     original: Graph
     data: Data
     recipe: Recipe
-    tools: Tools
+    tools: Runtime
 
     # ---- examples ----------------------------------------------------------------------------------------------------
 
@@ -95,10 +103,10 @@ class Workshop:
         return self.data.search.ready(self.dtype)
 
     @cached_property
-    def jury(self) -> Jury:
+    def jury(self) -> AcceptanceSets:
         """The validation images, divided into those that are searched with and those that certify."""
         seed = derive(self.recipe.seed, "certify")
-        return summon(self.search, contract_of(self.recipe), self.tools.metric, seed=seed)
+        return split_acceptance_sets(self.search, contract_of(self.recipe), self.tools.metric, seed=seed)
 
     @cached_property
     def held_out(self) -> HeldOut:
@@ -148,10 +156,10 @@ class Workshop:
         found = next((site for site in find_sites(graph, self.recipe.shortcut) if site.name == name), None)
         return found if found is not None and found.channels > 1 else None
 
-    def place(self, graph: Graph, site: Site) -> Place:
+    def place(self, graph: Graph, site: Site) -> PreparedSite:
         """The site with what a repair of it needs, if repairs are made."""
         if self.recipe.repair == "none":
-            return Place(graph, site, None)
+            return PreparedSite(graph, site, None)
         prepared = prepare(graph, [site])
         found = observe(
             prepared,
@@ -164,13 +172,13 @@ class Workshop:
             seed=derive(self.recipe.seed, "repair"),
         )
         if not found.layers and not found.sums:  # all that reads the site was too large, or of a kind that is left alone
-            return Place(graph, site, None)
-        return Place(prepared, find_site(prepared, site.name), found)
+            return PreparedSite(graph, site, None)
+        return PreparedSite(prepared, find_site(prepared, site.name), found)
 
-    def bench(self, place: Place, measure: Measure) -> Bench:
+    def bench(self, place: PreparedSite, measure: Measure) -> SiteEvaluator:
         """The network at a place, repaired under each mask if repairs are made, to be measured."""
         tools, repair = self.tools, place.reconstruction
-        bench = Bench(place.graph, place.site, measure, tools.store, self.recipe.batch, tools.device, tools.cache_bytes)
+        bench = SiteEvaluator(place.graph, place.site, measure, tools.store, self.recipe.batch, tools.device, tools.cache_bytes)
         if repair is None:
             return bench
         return replace(
@@ -184,14 +192,14 @@ class Workshop:
         target = "itself" if self.recipe.finetune else digest(dict(self.original.module.state_dict()))
         return f"repaired {self.repair_examples.digest()} {target} {seed}"
 
-    def rank(self, place: Place, *, step: int, on_scored: OnScored) -> Ranking:
+    def rank(self, place: PreparedSite, *, step: int, on_scored: OnScored) -> Ranking:
         """The order in which the site's filters would go, as the recipe's criterion has it."""
         bench = self.bench(place, self.tools.loss_fn)
         return rank(
             self.recipe.criterion, bench, self.ranker, reconstruction=place.reconstruction, step=step, on_scored=on_scored
         )
 
-    def made(self, place: Place, keep: Tensor, *, proved: bool = True) -> Made:
+    def made(self, place: PreparedSite, keep: Tensor, *, proved: bool = True) -> CompactedNetwork:
         """The network without the filters, its readers repaired; if wanted, proved to compute what the masked one does."""
         graph, repair = place.graph, None
         if place.reconstruction is not None:
@@ -199,7 +207,7 @@ class Workshop:
             graph = copied(graph)
             apply_(graph, repair)
         masks: dict[str | Site, Tensor] = {place.site.name: keep}
-        return Made(compact(graph, masks, verify=proved), repair)
+        return CompactedNetwork(compact(graph, masks, verify=proved), repair)
 
     def refitted(self, graph: Graph) -> Graph:
         """The network with every layer solved anew against the untouched one, if the recipe wants that; else as it is."""
@@ -224,24 +232,24 @@ class Workshop:
             return []
         return [float(found.values[labels.cpu() == k].mean()) for k in range(len(self.data.classes))]
 
-    def start(self, graph: Graph) -> Start | None:
+    def start(self, graph: Graph) -> BaselineValues | None:
         """What a network gets on each of the jury's images, to count drops from; None where only means count."""
         if self.jury.by_means:
             return None
-        return start_of(graph.module, self.jury, batch=self.recipe.batch, device=self.tools.device)
+        return baseline_values(graph.module, self.jury, batch=self.recipe.batch, device=self.tools.device)
 
-    def steered(self, graph: Graph, start: Start) -> Verdict:
+    def steered(self, graph: Graph, start: BaselineValues) -> Verdict:
         """What the search images predict that certification will say of a network; they may be asked as often as one likes."""
         after = values(graph.module, self.jury.steering, self.jury.metric, batch=self.recipe.batch, device=self.tools.device)
         return predicted(self.jury, start, after)
 
-    def certified(self, graph: Graph, start: Start, answers: list[bool]) -> Verdict:
+    def certified(self, graph: Graph, start: BaselineValues, answers: list[bool]) -> Verdict:
         """What the certifying images say of a network; the caller adds the answer to those before."""
         return certify(graph.module, self.jury, start, answers, batch=self.recipe.batch, device=self.tools.device)
 
 
 @dataclass(frozen=True, eq=False)
-class Standing:
+class NetworkState:
     """A network and how well it does on the search set; NaN until that is measured."""
 
     graph: Graph
@@ -251,13 +259,13 @@ class Standing:
     repair: Repair | None = None  # that the latest cut was made with
 
 
-def measured(workshop: Workshop, standing: Standing) -> Standing:
+def measured(workshop: PruningContext, standing: NetworkState) -> NetworkState:
     """The same network, its accuracy and loss on the search set measured."""
     found = workshop.evaluate(standing.graph, workshop.search)
     return replace(standing, accuracy=found.accuracy, loss=found.loss)
 
 
-def with_cut(workshop: Workshop, standing: Standing, place: Place, keep: Tensor) -> Standing:
+def with_cut(workshop: PruningContext, standing: NetworkState, place: PreparedSite, keep: Tensor) -> NetworkState:
     """The smaller network, repaired if repairs are made, and measured; the momentum of the weights that are left comes along.
 
     `keep` is a mask (C,) over the channels of the place's site.
@@ -268,44 +276,44 @@ def with_cut(workshop: Workshop, standing: Standing, place: Place, keep: Tensor)
     return measured(workshop, replace(standing, graph=made.graph, momentum=momentum, repair=made.repair))
 
 
-def refitted(workshop: Workshop, standing: Standing) -> Standing:
+def refitted(workshop: PruningContext, standing: NetworkState) -> NetworkState:
     """Every layer solved anew and the network measured, if the recipe wants that; else the network as it stands."""
     graph = workshop.refitted(standing.graph)
     return standing if graph is standing.graph else measured(workshop, replace(standing, graph=graph))
 
 
 @dataclass(frozen=True, eq=False)
-class Counted:
+class Baseline:
     """What a network was found to do, for drops to count from."""
 
     accuracy: float  # on the search set
-    start: Start | None  # on each of the jury's images; None where only means count
+    start: BaselineValues | None  # on each of the jury's images; None where only means count
 
 
 @dataclass(eq=False)
-class Judge:
+class AccuracyBudget:
     """Judges the networks of a run, and remembers what belongs to the step at hand."""
 
-    workshop: Workshop
+    workshop: PruningContext
     record: Record
-    jury: Jury = field(init=False)
+    jury: AcceptanceSets = field(init=False)
     answers: list[bool] = field(init=False, default_factory=list)  # of the certifying images, in the step at hand
-    _at_this_site: Counted | None = field(init=False, default=None)
+    _at_this_site: Baseline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.jury = self.workshop.jury  # too few images for the contract are an error at once
 
     @cached_property
-    def untouched(self) -> Counted:
+    def untouched(self) -> Baseline:
         """The network as it came."""
         accuracy = self.record.units("start")[0]["accuracy"]
-        return Counted(accuracy, self.workshop.start(self.workshop.original))
+        return Baseline(accuracy, self.workshop.start(self.workshop.original))
 
-    def counts_from(self, standing: Standing) -> Counted:
+    def counts_from(self, standing: NetworkState) -> Baseline:
         """What drops at the next site count from: the untouched network, or the one at hand where each site has a budget."""
         if self.workshop.recipe.budget == "run":
             return self.untouched
-        self._at_this_site = Counted(standing.accuracy, self.workshop.start(standing.graph))
+        self._at_this_site = Baseline(standing.accuracy, self.workshop.start(standing.graph))
         return self._at_this_site
 
     def earlier_answers(self) -> list[bool]:
@@ -322,7 +330,7 @@ class Judge:
         """Whether an accuracy is within the drop from `baseline`."""
         return round(baseline - accuracy, 12) <= self.workshop.recipe.max_drop
 
-    def still_within(self, standing: Standing) -> bool:
+    def still_within(self, standing: NetworkState) -> bool:
         """Whether the network keeps the budget of the site at hand; where there are certifying images, they are asked."""
         counted = self.untouched if self.workshop.recipe.budget == "run" else self._at_this_site
         assert counted is not None
@@ -339,7 +347,7 @@ Watch = Callable[[Progress], None]
 
 
 @dataclass(eq=False)
-class Whereabouts:
+class ProgressReporter:
     """The round and the site at hand, and who wants to know."""
 
     watch: Watch | None
@@ -355,13 +363,13 @@ class Whereabouts:
 
 
 @dataclass(frozen=True, eq=False)
-class Outfit:
+class RunContext:
     """What all parts of a run share."""
 
-    workshop: Workshop
+    workshop: PruningContext
     record: Record
-    judge: Judge
-    whereabouts: Whereabouts
+    judge: AccuracyBudget
+    whereabouts: ProgressReporter
 
     @property
     def step(self) -> int:

@@ -14,14 +14,14 @@ from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
 from secateurs.metrics import cross_entropy
 from secateurs.pruning.checkpoints import TRAINING, keep_retrained, load_retrained_
-from secateurs.pruning.context import Judge, Outfit, Standing, measured
+from secateurs.pruning.context import AccuracyBudget, NetworkState, RunContext, measured
 from secateurs.pruning.folder import Record
 from secateurs.training import EpochRecord, TrainState, recalibrate_, train_
 from secateurs.training.state import StateMeta
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TrainingPhase:
     """A training within a run."""
 
     settings: TrainSettings
@@ -29,28 +29,28 @@ class Lesson:
     step: int  # that it belongs to; retraining follows the last one
 
 
-def refresh_(outfit: Outfit, standing: Standing) -> Standing:
+def recalibrate_statistics_(outfit: RunContext, standing: NetworkState) -> NetworkState:
     """Measure BatchNorm's statistics anew, if that is asked for."""
     workshop, count = outfit.workshop, outfit.workshop.recipe.recalibrate
     if count is None:
         return standing
 
-    def recalibrate() -> Standing:
+    def recalibrate() -> NetworkState:
         train, recipe = workshop.data.train, workshop.recipe
         chosen = subset(train, min(count, len(train)), seed=derive(recipe.seed, "recalibrate"))
         recalibrate_(standing.graph.module, chosen, batch=recipe.batch, device=workshop.tools.device)
         return measured(workshop, standing)
 
-    return _taken(outfit.judge, standing, recalibrate, if_within=True)
+    return _rollback_if_over_budget(outfit.judge, standing, recalibrate, if_within=True)
 
 
-def finetune_(outfit: Outfit, standing: Standing) -> Standing:
+def finetune_(outfit: RunContext, standing: NetworkState) -> NetworkState:
     """Train the network after a cut, if that is asked for."""
     settings = outfit.workshop.recipe.finetune
-    return standing if settings is None else _train_(outfit, standing, Lesson(settings, "finetune", outfit.step))
+    return standing if settings is None else _train_(outfit, standing, TrainingPhase(settings, "finetune", outfit.step))
 
 
-def retrain_(outfit: Outfit, standing: Standing) -> Standing:
+def retrain_(outfit: RunContext, standing: NetworkState) -> NetworkState:
     """Train the network at the end, if that is asked for."""
     settings, record = outfit.workshop.recipe.retrain, outfit.record
     if settings is None:
@@ -58,12 +58,12 @@ def retrain_(outfit: Outfit, standing: Standing) -> Standing:
     if record.units("retrained"):
         load_retrained_(record, standing.graph)
         return standing
-    standing = _train_(outfit, standing, Lesson(settings, "retrain", outfit.step))
+    standing = _train_(outfit, standing, TrainingPhase(settings, "retrain", outfit.step))
     keep_retrained(record, standing)
     return standing
 
 
-def _train_(outfit: Outfit, standing: Standing, lesson: Lesson) -> Standing:
+def _train_(outfit: RunContext, standing: NetworkState, lesson: TrainingPhase) -> NetworkState:
     workshop, record = outfit.workshop, outfit.record
     tools, recipe = workshop.tools, workshop.recipe
     settings = replace(lesson.settings, seed=derive(recipe.seed, lesson.phase, lesson.step))
@@ -78,7 +78,7 @@ def _train_(outfit: Outfit, standing: Standing, lesson: Lesson) -> Standing:
     def tell(epoch: EpochRecord) -> None:
         outfit.whereabouts.tell(lesson.phase, epoch.epoch + 1, settings.epochs)
 
-    def train() -> Standing:
+    def train() -> NetworkState:
         history = train_(
             standing.graph.module,
             workshop.data.train,
@@ -99,10 +99,12 @@ def _train_(outfit: Outfit, standing: Standing, lesson: Lesson) -> Standing:
             return measured(workshop, learnt)
         return replace(learnt, accuracy=last.search_accuracy, loss=last.search_loss)  # it was measured after its last epoch
 
-    return _taken(outfit.judge, standing, train, if_within=recipe.budget == "run")
+    return _rollback_if_over_budget(outfit.judge, standing, train, if_within=recipe.budget == "run")
 
 
-def _taken(judge: Judge, standing: Standing, learn_: Callable[[], Standing], *, if_within: bool) -> Standing:
+def _rollback_if_over_budget(
+    judge: AccuracyBudget, standing: NetworkState, learn_: Callable[[], NetworkState], *, if_within: bool
+) -> NetworkState:
     """The network with the weights that `learn_` gives it.
 
     If that is wanted, and the new weights break the budget, the network gets its old ones again.
@@ -115,14 +117,14 @@ def _taken(judge: Judge, standing: Standing, learn_: Callable[[], Standing], *, 
     return standing
 
 
-def _note_epochs(record: Record, lesson: Lesson, state: TrainState) -> None:
+def _note_epochs(record: Record, lesson: TrainingPhase, state: TrainState) -> None:
     """Journal the epochs that a checkpoint holds and the journal does not."""
     known = record.units("epoch", step=lesson.step, phase=lesson.phase)
     for epoch in state.meta["epochs"][len(known) :]:
         record.append("epoch", step=lesson.step, phase=lesson.phase, **epoch)
 
 
-def _training_state(record: Record, lesson: Lesson) -> TrainState | None:
+def _training_state(record: Record, lesson: TrainingPhase) -> TrainState | None:
     """Where the lesson was stopped, if it was."""
     found = record.load_tensors(TRAINING, StateMeta)
     if found is None or (found[1].get("phase"), found[1].get("step")) != (lesson.phase, lesson.step):

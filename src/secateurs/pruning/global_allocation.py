@@ -22,12 +22,12 @@ from secateurs.errors import NonFinite, RunError
 from secateurs.graph.cost import cost
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
-from secateurs.pruning.budget import Start
-from secateurs.pruning.context import Outfit, Place, Workshop
+from secateurs.pruning.budget import BaselineValues
+from secateurs.pruning.context import PreparedSite, PruningContext, RunContext
 from secateurs.pruning.folder import Record
 from secateurs.pruning.order import sites_of_round
-from secateurs.pruning.visiting import allowed_widths, rank
-from secateurs.selection.allocation import Curve, Division, frontier
+from secateurs.pruning.visiting import allowed_widths, rank_site
+from secateurs.selection.allocation import Allocation, Curve, frontier
 from secateurs.selection.search import Cut
 
 _TINY = 1e-12  # sums of shares are rounded
@@ -40,7 +40,7 @@ FINE, COARSE = (
 
 
 @dataclass(frozen=True, eq=False)
-class Course:
+class SiteCurve:
     """One site's filters in the order they would go, and what that costs and saves. Ids are positions at the start."""
 
     ranking: Ranking
@@ -68,7 +68,9 @@ def counts_of(channels: int, largest_share: float, round_to: int, widths: Sequen
     return (0, *sorted({min(allowed, key=lambda m: abs(m - want)) for want in wanted} if allowed else ()))
 
 
-def measure_course(workshop: Workshop, place: Place, ranking: Ranking, widths: Sequence[int] | None = None) -> Course:
+def measure_curve(
+    workshop: PruningContext, place: PreparedSite, ranking: Ranking, widths: Sequence[int] | None = None
+) -> SiteCurve:
     """The loss on held-out images along the ranking, and what the cuts save, which is in proportion to their filters."""
     recipe, site = workshop.recipe, place.site
     counts = counts_of(site.channels, recipe.largest_share, recipe.round_to, widths)
@@ -81,10 +83,10 @@ def measure_course(workshop: Workshop, place: Place, ranking: Ranking, widths: S
         )
     most = _saved(workshop, compact(workshop.original, {site.name: cuts_along(ranking.order, counts[-1:])[0]}, verify=False))
     saved = [most * count / max(counts[-1], 1) for count in counts]
-    return Course(ranking, site.original, Curve(site.name, counts, tuple(losses), tuple(saved)))
+    return SiteCurve(ranking, site.original, Curve(site.name, counts, tuple(losses), tuple(saved)))
 
 
-def course_fields(course: Course) -> dict[str, Any]:
+def curve_fields(course: SiteCurve) -> dict[str, Any]:
     """A course as plain values."""
     ranking, curve = course.ranking, course.curve
     names = ("criterion", "masks", "examples", "note", "r2_held_out", "split_half", "compared")
@@ -95,7 +97,7 @@ def course_fields(course: Course) -> dict[str, Any]:
     }
 
 
-def course_from(site: Site, entry: Mapping[str, Any]) -> Course:
+def curve_from(site: Site, entry: Mapping[str, Any]) -> SiteCurve:
     """The course of a site that was written down as plain values."""
     curve = [entry[name] for name in ("removed", "loss", "saved")]
     if sorted(entry["order"]) != list(range(site.channels)) or len({len(values) for values in curve}) > 1 or not curve[0]:
@@ -106,14 +108,14 @@ def course_from(site: Site, entry: Mapping[str, Any]) -> Course:
     compared = tuple((str(name), float(loss)) for name, loss in entry["compared"])
     figures = {name: entry[name] for name in ("masks", "examples", "note", "r2_held_out", "split_half")}
     ranking = Ranking(entry["criterion"], torch.tensor(entry["order"]), compared=compared, **figures)
-    return Course(ranking, site.original, Curve(site.name, *(tuple(entry[name]) for name in ("removed", "loss", "saved"))))
+    return SiteCurve(ranking, site.original, Curve(site.name, *(tuple(entry[name]) for name in ("removed", "loss", "saved"))))
 
 
 @dataclass(frozen=True)
-class Divided:
+class ChosenAllocation:
     """The division that was chosen, and what led to it."""
 
-    division: Division
+    division: Allocation
     tried: tuple[tuple[float, float, bool], ...]  # saved, accuracy on the search images, predicted to be certified
     answers: tuple[bool, ...]  # of the certification images
     bound: float | None  # upper bound on the drop of what was chosen; None: not certified
@@ -129,14 +131,14 @@ allowed). By the certification images: `accepted` and `upper`, the upper bound o
 """
 
 
-def find_division(
-    divisions: Sequence[Division],
+def choose_allocation(
+    divisions: Sequence[Allocation],
     search: Callable[[int], Trial],
     certify: Callable[[int, Sequence[bool]], Trial] | None,
     *,
     growth: float = FINE,
     on_trial: Callable[[int, int], None] = lambda done, of: None,
-) -> Divided:
+) -> ChosenAllocation:
     """Choose the division that saves most within the contract; each saves more than the one before, the first nothing.
 
     `search` measures a division, by its index, on the search images. The edge, the largest one that they predict to be
@@ -162,7 +164,7 @@ def find_division(
                 break
             best = rung
     bounds = [verdict["upper"] for verdict in verdicts if verdict["accepted"]]
-    return Divided(
+    return ChosenAllocation(
         division=divisions[best],
         tried=tuple((divisions[index].saved, found["accuracy"], bool(found["accepted"])) for index, found in tried.items()),
         answers=tuple(bool(verdict["accepted"]) for verdict in verdicts),
@@ -172,7 +174,7 @@ def find_division(
     )
 
 
-def ladder(divisions: Sequence[Division], edge: int, growth: float = FINE) -> tuple[int, ...]:
+def ladder(divisions: Sequence[Allocation], edge: int, growth: float = FINE) -> tuple[int, ...]:
     """Indices of the divisions that certification climbs, ascending: from 0.4 of the saving at `edge` to the largest.
 
     The search images are few, so the true edge may lie well below the predicted one, or above it.
@@ -186,7 +188,9 @@ def ladder(divisions: Sequence[Division], edge: int, growth: float = FINE) -> tu
     return tuple(sorted(reached - {0}))
 
 
-def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Division, *, proved: bool = False) -> Graph:
+def apply_allocation(
+    workshop: PruningContext, courses: Mapping[str, SiteCurve], division: Allocation, *, proved: bool = False
+) -> Graph:
     """The untouched network with all cuts of a division made in network order, each repaired after those before it."""
     graph = workshop.original
     for name, course in courses.items():
@@ -197,10 +201,10 @@ def with_cuts(workshop: Workshop, courses: Mapping[str, Course], division: Divis
     return workshop.refitted(graph) if any(division.removed.values()) else graph
 
 
-def divisions_for(workshop: Workshop, courses: Mapping[str, Course]) -> Sequence[Division]:
+def allocations_for(workshop: PruningContext, courses: Mapping[str, SiteCurve]) -> Sequence[Allocation]:
     """The frontier, up to the first division that reaches all targets by what its cuts really save together; else all of it."""
     if not courses:
-        return (Division({}, 0.0, 0.0),)
+        return (Allocation({}, 0.0, 0.0),)
     divisions = frontier([course.curve for course in courses.values()])
     recipe = workshop.recipe
     if recipe.target_macs is None and recipe.target_parameters is None:
@@ -212,7 +216,7 @@ def divisions_for(workshop: Workshop, courses: Mapping[str, Course]) -> Sequence
     return divisions[: low + 1]
 
 
-def _reaches(workshop: Workshop, courses: Mapping[str, Course], division: Division) -> bool:
+def _reaches(workshop: PruningContext, courses: Mapping[str, SiteCurve], division: Allocation) -> bool:
     """Whether the cuts of a division, all made at once, save what the recipe wants; nothing is repaired or measured for it."""
     masks: dict[str | Site, Tensor] = {}
     for name, course in courses.items():
@@ -238,7 +242,7 @@ def _largest(count: int, accepted: Callable[[int], bool]) -> int:
     return passing
 
 
-def judged_by_search(workshop: Workshop, graph: Graph, start: Start | None, baseline: float) -> dict[str, Any]:
+def judged_by_search(workshop: PruningContext, graph: Graph, start: BaselineValues | None, baseline: float) -> dict[str, Any]:
     """What the search images say of a network: see `Trial`."""
     if start is None:
         found = workshop.evaluate(graph, workshop.jury.steering).accuracy
@@ -248,7 +252,7 @@ def judged_by_search(workshop: Workshop, graph: Graph, start: Start | None, base
     return {"accuracy": verdict.accuracy, "accepted": verdict.accepted, "by_estimate": verdict.by_estimate}
 
 
-def _saved(workshop: Workshop, graph: Graph) -> float:
+def _saved(workshop: PruningContext, graph: Graph) -> float:
     """The share of the MACs that is gone; of the parameters, if only for these there is a target."""
     before, after = cost(workshop.original), cost(graph)
     if workshop.recipe.target_macs is None and workshop.recipe.target_parameters is not None:
@@ -256,7 +260,7 @@ def _saved(workshop: Workshop, graph: Graph) -> float:
     return 1 - after.macs / max(before.macs, 1)
 
 
-def find_courses(outfit: Outfit) -> dict[str, Course]:
+def find_curves(outfit: RunContext) -> dict[str, SiteCurve]:
     """The order and the curve of every site of the untouched network, by name, in network order."""
     workshop, here = outfit.workshop, outfit.whereabouts
     places = [site.name for site in find_sites(workshop.original, workshop.recipe.shortcut)]
@@ -277,15 +281,15 @@ def find_courses(outfit: Outfit) -> dict[str, Course]:
     return found
 
 
-def _course(outfit: Outfit, site: Site) -> Course:
+def _course(outfit: RunContext, site: Site) -> SiteCurve:
     """The course of the site at hand, measured once."""
     workshop, record, number = outfit.workshop, outfit.record, outfit.whereabouts.number
     if not record.units("curve", site=site.name):
         place = workshop.place(workshop.original, site)
-        ranking = rank(outfit, place, number=number, name=_curve(number))
-        course = measure_course(workshop, place, ranking, allowed_widths(outfit, workshop.original, site))
-        record.append("curve", site=site.name, **course_fields(course))
-    return course_from(site, record.units("curve", site=site.name)[0])
+        ranking = rank_site(outfit, place, number=number, name=_curve(number))
+        course = measure_curve(workshop, place, ranking, allowed_widths(outfit, workshop.original, site))
+        record.append("curve", site=site.name, **curve_fields(course))
+    return curve_from(site, record.units("curve", site=site.name)[0])
 
 
 def _curve(number: int) -> str:
@@ -293,7 +297,7 @@ def _curve(number: int) -> str:
     return f"curve-{number:04d}"
 
 
-def divide(outfit: Outfit, courses: Mapping[str, Course]) -> Division:
+def allocate(outfit: RunContext, courses: Mapping[str, SiteCurve]) -> Allocation:
     """How many filters go at each site: the most that is within the contract, or enough for the target."""
     if not outfit.record.units("division"):
         _note(outfit, _found(outfit, courses))
@@ -304,19 +308,19 @@ def divide(outfit: Outfit, courses: Mapping[str, Course]) -> Division:
             f"journal.jsonl: the division does not fit site {brief(repr(wrong[0]))}. Restore the run from a copy, or "
             f"start a new one."
         )
-    return Division(entry["removed"], entry["saved"], entry["loss"])
+    return Allocation(entry["removed"], entry["saved"], entry["loss"])
 
 
-def _found(outfit: Outfit, courses: Mapping[str, Course]) -> Divided:
+def _found(outfit: RunContext, courses: Mapping[str, SiteCurve]) -> ChosenAllocation:
     """Try divisions as whole networks. Every trial is journaled: a killed run does not make it again."""
     workshop, record, counted = outfit.workshop, outfit.record, outfit.judge.untouched
-    divisions, start = divisions_for(workshop, courses), counted.start
+    divisions, start = allocations_for(workshop, courses), counted.start
     networks: dict[int, Graph] = {}
 
     def network(index: int) -> Graph:
         if index not in networks:
             networks.clear()  # one at a time: they are as large as the user's
-            networks[index] = with_cuts(workshop, courses, divisions[index])
+            networks[index] = apply_allocation(workshop, courses, divisions[index])
         return networks[index]
 
     def search(index: int) -> Trial:
@@ -331,7 +335,7 @@ def _found(outfit: Outfit, courses: Mapping[str, Course]) -> Divided:
 
         return _trial(record, "certifying", index, measure)
 
-    return find_division(
+    return choose_allocation(
         divisions,
         search,
         None if start is None or workshop.jury.certifying is None else certify,
@@ -347,7 +351,7 @@ def _trial(record: Record, judge: str, place: int, measure: Callable[[], dict[st
     return record.units("trial", judge=judge, place=place)[0]
 
 
-def _note(outfit: Outfit, found: Divided) -> None:
+def _note(outfit: RunContext, found: ChosenAllocation) -> None:
     """Write the division down."""
     certifying = outfit.judge.jury.certifying
     outfit.record.append(
@@ -370,7 +374,7 @@ def bound_of_division(record: Record) -> float | None:
     return bound
 
 
-def file_ranking(outfit: Outfit) -> None:
+def file_ranking(outfit: RunContext) -> None:
     """Keep the ranking of the site at hand under the number of its step, too."""
     found = outfit.record.load_tensors(f"ensembles/{_curve(outfit.whereabouts.number)}")
     if found is not None:

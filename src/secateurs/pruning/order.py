@@ -9,10 +9,10 @@ from secateurs.config import Recipe
 from secateurs.errors import InvalidInput, suggest
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph
-from secateurs.pruning.context import Outfit
+from secateurs.pruning.context import RunContext
 
 
-def sites_of_round(outfit: Outfit, graph: Graph, number: int) -> list[str]:
+def sites_of_round(outfit: RunContext, graph: Graph, number: int) -> list[str]:
     """The names of the sites that a round visits, in turn: those that `graph` has when the round begins."""
     record, recipe = outfit.record, outfit.workshop.recipe
     if not record.units("round", round=number):
@@ -32,7 +32,7 @@ def _chosen(recipe: Recipe, names: Sequence[str]) -> list[str]:
     return chosen
 
 
-def target_reached(outfit: Outfit, graph: Graph) -> str:
+def target_reached(outfit: RunContext, graph: Graph) -> str:
     """The target that `graph` reaches, in words; empty if it reaches none."""
     recipe, (parameters, macs) = outfit.workshop.recipe, outfit.shares_removed(graph)
     for what, wanted, got in (("parameters", recipe.target_parameters, parameters), ("MACs", recipe.target_macs, macs)):
@@ -46,7 +46,7 @@ def why_rounds_end(rounds: int) -> str:
     return f"all {rounds} rounds are done" if rounds > 1 else "all sites are done"
 
 
-def why_division_ends(outfit: Outfit, graph: Graph) -> str:
+def why_division_ends(outfit: RunContext, graph: Graph) -> str:
     """The reason where all cuts of a division were made."""
     recipe, reached = outfit.workshop.recipe, target_reached(outfit, graph)
     if not outfit.record.units("step"):

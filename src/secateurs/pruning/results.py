@@ -72,7 +72,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class Result:
     """What a finished run gives: the smaller network, and what it costs and can do beside the original."""
 
     graph: Graph
@@ -135,7 +135,7 @@ def kept_of_ranking(site: Site, ranking: Ranking) -> tuple[dict[str, Tensor], di
     return tensors, {"site": site.name, "original": list(site.original), **{name: getattr(ranking, name) for name in names}}
 
 
-def outcome_fields(outcome: Outcome) -> dict[str, Any]:
+def outcome_fields(outcome: Result) -> dict[str, Any]:
     """The figures of an outcome as plain values."""
     speed = outcome.speed
     return {

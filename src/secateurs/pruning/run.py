@@ -15,7 +15,7 @@ from secateurs.graph.cost import cost
 from secateurs.graph.latency import SpeedUp, aligning_share, latency
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Evaluation, called
+from secateurs.metrics import Evaluation, display_name
 from secateurs.pruning.checkpoints import (
     keep_description,
     keep_outcome,
@@ -24,28 +24,36 @@ from secateurs.pruning.checkpoints import (
     measure_start,
     standing_kept,
 )
-from secateurs.pruning.context import Judge, Outfit, Standing, Whereabouts, Workshop, refitted, with_cut
-from secateurs.pruning.finetune import finetune_, refresh_, retrain_
+from secateurs.pruning.context import (
+    AccuracyBudget,
+    NetworkState,
+    ProgressReporter,
+    PruningContext,
+    RunContext,
+    refitted,
+    with_cut,
+)
+from secateurs.pruning.finetune import finetune_, recalibrate_statistics_, retrain_
 from secateurs.pruning.folder import Record
-from secateurs.pruning.global_allocation import Course, bound_of_division, divide, file_ranking, find_courses
+from secateurs.pruning.global_allocation import SiteCurve, allocate, bound_of_division, file_ranking, find_curves
 from secateurs.pruning.order import sites_of_round, target_reached, why_division_ends, why_rounds_end
-from secateurs.pruning.results import Outcome, Progress, Step, step_from
-from secateurs.pruning.visiting import Visit, find_cut, rank, remove, step_of
+from secateurs.pruning.results import Progress, Result, Step, step_from
+from secateurs.pruning.visiting import SiteResult, find_site_cut, rank_site, remove_filters, step_of
 
 _TIMED, _TIMINGS = 64, 12  # examples at once, and how often, when the speed is measured
 
 
-def find_outcome(outfit: Outfit, graph: Graph, steps: Sequence[Step], *, stopped: str, began: float) -> Outcome:
+def find_outcome(outfit: RunContext, graph: Graph, steps: Sequence[Step], *, stopped: str, began: float) -> Result:
     """What the run gives, with `graph` as its last network; `began` is by the monotonic clock."""
     workshop, original = outfit.workshop, outfit.workshop.original
     test, search = workshop.data.test.ready(workshop.dtype), workshop.search
     before, after = (workshop.evaluate(network, test) for network in (original, graph))
     timed = test.batch(slice(0, _TIMED)).inputs if any(step.removed for step in steps) else None
-    return Outcome(
+    return Result(
         graph=graph,
         steps=tuple(steps),
         stopped=stopped,
-        metric=called(workshop.tools.metric),
+        metric=display_name(workshop.tools.metric),
         search_before=workshop.evaluate(original, search),
         search_after=workshop.evaluate(graph, search),
         test_before=before,
@@ -60,13 +68,13 @@ def find_outcome(outfit: Outfit, graph: Graph, steps: Sequence[Step], *, stopped
     )
 
 
-def _classes(workshop: Workshop, found: Sequence[Evaluation], test: Examples) -> tuple[tuple[str, float, float], ...]:
+def _classes(workshop: PruningContext, found: Sequence[Evaluation], test: Examples) -> tuple[tuple[str, float, float], ...]:
     """Test accuracy of every class before and after."""
     each = [workshop.by_class(one, test) for one in found]
     return tuple(zip(workshop.data.classes, *each, strict=True)) if all(each) else ()
 
 
-def _speed(workshop: Workshop, graph: Graph, inputs: Tensor) -> SpeedUp:
+def _speed(workshop: PruningContext, graph: Graph, inputs: Tensor) -> SpeedUp:
     """How much faster the smaller network is here."""
     found = latency(workshop.original, graph, example_input=inputs, repeats=_TIMINGS, device=workshop.tools.device)
     return found.speedups[0]
@@ -75,14 +83,14 @@ def _speed(workshop: Workshop, graph: Graph, inputs: Tensor) -> SpeedUp:
 class Run:
     """A journey through the sites of a network. Iterating does the work, one Step at a time."""
 
-    def __init__(self, workshop: Workshop, record: Record, *, watch: Callable[[Progress], None] | None) -> None:
+    def __init__(self, workshop: PruningContext, record: Record, *, watch: Callable[[Progress], None] | None) -> None:
         self.workshop, self.record = workshop, record
         self.original, self.data, self.recipe = workshop.original, workshop.data, workshop.recipe
         self.steps: list[Step] = []
-        self.outcome: Outcome | None = None
-        self._here = Whereabouts(watch)
-        self._outfit = Outfit(workshop, record, Judge(workshop, record), self._here)
-        self._standing = Standing(workshop.original)
+        self.outcome: Result | None = None
+        self._here = ProgressReporter(watch)
+        self._outfit = RunContext(workshop, record, AccuracyBudget(workshop, record), self._here)
+        self._standing = NetworkState(workshop.original)
         self.cost_before = self._outfit.cost_before
         self._stopped = ""
         self._began = time.monotonic()
@@ -115,18 +123,18 @@ class Run:
         """Algorithm 1 at one site: rank its filters, find how many may go, remove them, fine-tune."""
         outfit, began, before = self._outfit, time.monotonic(), self._standing.accuracy
         place = self.workshop.place(self.graph, site)
-        ranking = rank(outfit, place, number=outfit.step, name=f"{outfit.step:04d}")
-        cut = find_cut(outfit, self._standing, place, ranking)
-        self._standing, cut = remove(outfit, self._standing, place, cut)
+        ranking = rank_site(outfit, place, number=outfit.step, name=f"{outfit.step:04d}")
+        cut = find_site_cut(outfit, self._standing, place, ranking)
+        self._standing, cut = remove_filters(outfit, self._standing, place, cut)
         loss = self._standing.loss
         if cut.m:
             self._train_after_cut()
-        return self._settle(Visit(place, ranking, cut, before, loss, began))
+        return self._settle(SiteResult(place, ranking, cut, before, loss, began))
 
     def _divided(self) -> Iterator[Step]:
         """All sites weighed against each other: measure every curve, divide, then make the cuts in network order."""
-        courses = find_courses(self._outfit)
-        removed = divide(self._outfit, courses).removed
+        courses = find_curves(self._outfit)
+        removed = allocate(self._outfit, courses).removed
         chosen = [name for name in courses if removed.get(name, 0)]
         for name in chosen:
             self._here.number, self._here.sites = list(courses).index(name) + 1, len(courses)
@@ -135,7 +143,7 @@ class Run:
                 yield self._take_share(site, courses[name], removed[name], last=name == chosen[-1])
         self._stopped = why_division_ends(self._outfit, self.graph)
 
-    def _take_share(self, site: Site, course: Course, m: int, *, last: bool) -> Step:
+    def _take_share(self, site: Site, course: SiteCurve, m: int, *, last: bool) -> Step:
         """A division's cut at one site; after the last one the network is the one that was judged, and is trained."""
         began, before = time.monotonic(), self._standing.accuracy
         place = self.workshop.place(self.graph, site)
@@ -149,13 +157,13 @@ class Run:
         if last:
             self._train_after_cut()
         file_ranking(self._outfit)
-        return self._settle(Visit(place, course.ranking, cut, before, loss, began))
+        return self._settle(SiteResult(place, course.ranking, cut, before, loss, began))
 
     def _train_after_cut(self) -> None:
-        self._standing = refresh_(self._outfit, self._standing)
+        self._standing = recalibrate_statistics_(self._outfit, self._standing)
         self._standing = finetune_(self._outfit, self._standing)
 
-    def _settle(self, visit: Visit) -> Step:
+    def _settle(self, visit: SiteResult) -> Step:
         """Write the step down, with a checkpoint if the network changed."""
         step = step_of(self._outfit, self._standing, visit)
         keep_step(self.record, self._standing, step)
@@ -213,7 +221,7 @@ class Run:
         """The optimiser's momentum as it is now, by parameter name."""
         return self._standing.momentum
 
-    def finish(self) -> Outcome:
+    def finish(self) -> Result:
         """Do all that is left, and give the outcome."""
         if self.outcome is None:
             for _ in self:

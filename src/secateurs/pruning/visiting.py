@@ -14,18 +14,18 @@ from secateurs.criteria.ranking import Ranking
 from secateurs.errors import RunError
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.pruning.budget import Looking, caution_at, find_site_cut
-from secateurs.pruning.context import Outfit, Place, Standing, with_cut
+from secateurs.pruning.budget import SearchOptions, caution_at, largest_cut
+from secateurs.pruning.context import NetworkState, PreparedSite, RunContext, with_cut
 from secateurs.pruning.results import Step, kept_of_ranking
 from secateurs.selection.latency_widths import fast_widths
 from secateurs.selection.search import Cut
 
 
 @dataclass(frozen=True, eq=False)
-class Visit:
+class SiteResult:
     """What was done at a site."""
 
-    place: Place
+    place: PreparedSite
     ranking: Ranking
     cut: Cut
     before: float  # accuracy when it began
@@ -33,7 +33,7 @@ class Visit:
     began: float  # by the monotonic clock
 
 
-def rank(outfit: Outfit, place: Place, *, number: int, name: str) -> Ranking:
+def rank_site(outfit: RunContext, place: PreparedSite, *, number: int, name: str) -> Ranking:
     """The order in which the site's filters would go; kept in the folder under `name`. Its draws depend on `number`."""
 
     def scored(done: int, of: int) -> None:
@@ -44,7 +44,7 @@ def rank(outfit: Outfit, place: Place, *, number: int, name: str) -> Ranking:
     return ranking
 
 
-def find_cut(outfit: Outfit, standing: Standing, place: Place, ranking: Ranking) -> Cut:
+def find_site_cut(outfit: RunContext, standing: NetworkState, place: PreparedSite, ranking: Ranking) -> Cut:
     """How many of the least important filters may go."""
     judge, record = outfit.judge, outfit.record
     known = record.units("cut", step=outfit.step)
@@ -57,17 +57,17 @@ def find_cut(outfit: Outfit, standing: Standing, place: Place, ranking: Ranking)
     return cut
 
 
-def _look_for_cut(outfit: Outfit, standing: Standing, place: Place, ranking: Ranking) -> tuple[Cut, list[bool]]:
+def _look_for_cut(outfit: RunContext, standing: NetworkState, place: PreparedSite, ranking: Ranking) -> tuple[Cut, list[bool]]:
     """The cut, and what the certifying images answered on the way."""
     workshop, judge, site = outfit.workshop, outfit.judge, place.site
     recipe, looks = workshop.recipe, count(1)
     earlier, counted, done = judge.earlier_answers(), judge.counts_from(standing), _share_done(outfit)
-    cut, answers = find_site_cut(
+    cut, answers = largest_cut(
         workshop.bench(place, workshop.tools.metric),
         ranking.order,
         judge.jury,
         counted.start,
-        Looking(recipe.search, recipe.largest_share, recipe.round_to, allowed_widths(outfit, standing.graph, site)),
+        SearchOptions(recipe.search, recipe.largest_share, recipe.round_to, allowed_widths(outfit, standing.graph, site)),
         baseline=counted.accuracy,
         accuracy_now=standing.accuracy,
         answers=earlier,
@@ -79,13 +79,13 @@ def _look_for_cut(outfit: Outfit, standing: Standing, place: Place, ranking: Ran
     return cut, list(answers[len(earlier) :])
 
 
-def _share_done(outfit: Outfit) -> float:
+def _share_done(outfit: RunContext) -> float:
     """How far the run has come with the site at hand, as a share of all visits; 1 at the last one."""
     recipe, here = outfit.workshop.recipe, outfit.whereabouts
     return (here.round * here.sites + here.number) / (recipe.rounds * here.sites)
 
 
-def allowed_widths(outfit: Outfit, graph: Graph, site: Site) -> tuple[int, ...] | None:
+def allowed_widths(outfit: RunContext, graph: Graph, site: Site) -> tuple[int, ...] | None:
     """The numbers of filters that may be kept at a site of `graph`, as measured once; None: all."""
     workshop, record = outfit.workshop, outfit.record
     if not workshop.recipe.latency_aware:
@@ -97,7 +97,7 @@ def allowed_widths(outfit: Outfit, graph: Graph, site: Site) -> tuple[int, ...] 
     return tuple(record.units("widths", **known)[0]["widths"])
 
 
-def remove(outfit: Outfit, standing: Standing, place: Place, cut: Cut) -> tuple[Standing, Cut]:
+def remove_filters(outfit: RunContext, standing: NetworkState, place: PreparedSite, cut: Cut) -> tuple[NetworkState, Cut]:
     """Make the cut. Where rounding tips the accuracy of the compacted network over the edge, a filter less goes."""
     judge = outfit.judge
     while cut.m:
@@ -108,7 +108,7 @@ def remove(outfit: Outfit, standing: Standing, place: Place, cut: Cut) -> tuple[
     return standing, cut
 
 
-def step_of(outfit: Outfit, standing: Standing, visit: Visit) -> Step:
+def step_of(outfit: RunContext, standing: NetworkState, visit: SiteResult) -> Step:
     """The visit as a step, with the network that it left."""
     site, cut, ranking = visit.place.site, visit.cut, visit.ranking
     parameters, macs = outfit.shares_removed(standing.graph)

@@ -12,7 +12,7 @@ from secateurs._util.modules import Device
 from secateurs.compaction.additions import with_additions
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
-from secateurs.graph.consumers import find_readers
+from secateurs.graph.consumers import find_consumers
 from secateurs.graph.masking import Masks, copied
 from secateurs.graph.sites import Site, check_masks, resolve
 from secateurs.graph.trace import Graph
@@ -29,7 +29,7 @@ def prepare(graph: Graph, sites: Iterable[Site | str]) -> Graph:
     current = resolve(prepared, sites)
     for name in list(current):
         site = current[name]
-        readers = find_readers(prepared, site)
+        readers = find_consumers(prepared, site)
         layers = {r.module: prepared.module.get_submodule(r.module) for r in readers.layers if r.norm is None}
         biases = [path for path, layer in layers.items() if layer.bias is None]
         offsets = [r.name for r in readers.sums if r.offset is None and bool(r.covered.any())]

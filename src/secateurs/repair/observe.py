@@ -15,7 +15,7 @@ from secateurs._util.modules import Device, eval_mode, on_device
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
-from secateurs.graph.consumers import ELSEWHERE, LayerReader, SumReader, find_readers
+from secateurs.graph.consumers import ELSEWHERE, LayerConsumer, SumConsumer, find_consumers
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.layers import mask_channels
 from secateurs.graph.masking import Masks, masked
@@ -142,7 +142,7 @@ def tapped(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> fx.GraphModule:
     return fx.GraphModule(module, graph, class_name="Tapped")
 
 
-def sum_of(node: fx.Node, values: Sequence[Any], reader: SumReader | None = None) -> Tensor:
+def sum_of(node: fx.Node, values: Sequence[Any], reader: SumConsumer | None = None) -> Tensor:
     """What the sum at `node` gives for the values of its `mentioned` nodes; with `reader`, without what comes from the site."""
     terms = iter(reader.sources if reader is not None else ())
     given = []
@@ -236,13 +236,13 @@ class _Observed:
     """A network, with the cuts that are decided, and the readers of one site in it."""
 
     module: fx.GraphModule
-    layers: tuple[LayerReader, ...]
-    sums: tuple[SumReader, ...]
+    layers: tuple[LayerConsumer, ...]
+    sums: tuple[SumConsumer, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(graph: Graph, site: Site, masks: Masks, gram_bytes: int) -> _Observed:
-        readers = find_readers(graph, site)
+        readers = find_consumers(graph, site)
         skipped = dict(readers.others)
         layers = []
         for reader in readers.layers:
@@ -258,10 +258,10 @@ class _Observed:
         module = spread_sums(masked(graph, masks) if masks else graph.module)
         return _Observed(module, tuple(layers), readers.sums, skipped)
 
-    def layer(self, reader: LayerReader) -> Any:
+    def layer(self, reader: LayerConsumer) -> Any:
         return self.module.get_submodule(reader.module)
 
-    def node(self, reader: LayerReader | SumReader) -> fx.Node:
+    def node(self, reader: LayerConsumer | SumConsumer) -> fx.Node:
         return node_called(self.module, reader.node)
 
     def taps(self) -> fx.GraphModule:
@@ -282,7 +282,7 @@ class _Targets:
     @staticmethod
     def of(graph: Graph, original: Graph, seen: _Observed) -> _Targets:
         module = spread_sums(original.module)
-        readers: list[LayerReader | SumReader] = [*seen.layers, *seen.sums]
+        readers: list[LayerConsumer | SumConsumer] = [*seen.layers, *seen.sums]
         nodes = [node_called(module, r.node, whose="original") for r in readers]
         converts = {r.node: converted(graph, original, r) for r in readers}
         return _Targets(tapped(module, nodes), converts)
@@ -293,10 +293,10 @@ class _Targets:
         return {name: convert(value) for (name, convert), value in zip(self.converts.items(), values, strict=True)}
 
 
-def converted(graph: Graph, original: Graph, reader: LayerReader | SumReader) -> Convert:
+def converted(graph: Graph, original: Graph, reader: LayerConsumer | SumConsumer) -> Convert:
     """Takes the channels that are left, and in front of a BatchNorm the values of which it makes what the original's makes."""
     chosen = picked(graph, original, reader.node)
-    if isinstance(reader, SumReader):
+    if isinstance(reader, SumConsumer):
         return lambda value: _pick(value, chosen, reader.axis)
     layer: Any = graph.module.get_submodule(reader.module)
     axis = channel_axis(layer)
@@ -348,7 +348,7 @@ def _pick(value: Tensor, picked: Tensor | None, axis: int) -> Tensor:
     return value if picked is None else value.index_select(axis, picked.to(value.device))
 
 
-def layer_fit(graph: Graph, reader: LayerReader, tally: LayerTally) -> LayerFit:
+def layer_fit(graph: Graph, reader: LayerConsumer, tally: LayerTally) -> LayerFit:
     """What was tallied for a reader, with its weights as they are."""
     layer: Any = graph.module.get_submodule(reader.module)
     start = matrix_of(layer).cpu()
@@ -361,7 +361,7 @@ def layer_fit(graph: Graph, reader: LayerReader, tally: LayerTally) -> LayerFit:
     return LayerFit(reader.module, layer, start, feature_source(layer, reader.source), total, held, bias, mean)
 
 
-def _sum_fit(graph: Graph, reader: SumReader, tally: SumTally) -> SumFit:
+def _sum_fit(graph: Graph, reader: SumConsumer, tally: SumTally) -> SumFit:
     assert tally.sums is not None
     lack, part, lack_squared, part_squared, lack_part, target, target_squared = tally.sums.cpu()
     value, name, like = torch.zeros_like(lack), None, lack

@@ -17,7 +17,7 @@ from secateurs._util.modules import Device
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
-from secateurs.graph.consumers import LastTerm, LayerReader, find_layers
+from secateurs.graph.consumers import LastTerm, LayerConsumer, find_layers
 from secateurs.graph.trace import Graph
 from secateurs.repair.apply import write_
 from secateurs.repair.observe import (
@@ -88,7 +88,7 @@ class _Lesson:
                 first += len(inputs)
 
 
-def _lesson(graph: Graph, original: Graph, reader: LayerReader, term: LastTerm | None) -> _Lesson:
+def _lesson(graph: Graph, original: Graph, reader: LayerConsumer, term: LastTerm | None) -> _Lesson:
     ours, theirs = spread_sums(graph.module), spread_sums(original.module)
     node = node_called(ours, reader.node)
     seen = node.all_input_nodes[0]
@@ -111,7 +111,7 @@ def _lesson(graph: Graph, original: Graph, reader: LayerReader, term: LastTerm |
     return _Lesson(student, teacher, target)
 
 
-def _gain(graph: Graph, reader: LayerReader) -> Tensor:
+def _gain(graph: Graph, reader: LayerConsumer) -> Tensor:
     """What the BatchNorm behind a layer multiplies each channel by; infinite where it gives a constant: there nothing helps."""
     layer: Any = graph.module.get_submodule(reader.module)
     if reader.norm is None:

@@ -23,10 +23,10 @@ from secateurs.report.records import (
     End,
     Event,
     InMemory,
-    Layer,
+    LayerRecord,
     Pair,
-    Ranking,
     RankingMeta,
+    RankingRecord,
     RunRecord,
     State,
     StepRecord,
@@ -42,7 +42,7 @@ def units(entries: Sequence[Entry], unit: str, **fields: Any) -> list[Entry]:
     return [e for e in entries if e["unit"] == unit and all(e.get(k) == v for k, v in fields.items())]
 
 
-def step_of(entry: Entry, entries: Sequence[Entry], ranking: Ranking | None) -> StepRecord:
+def step_of(entry: Entry, entries: Sequence[Entry], ranking: RankingRecord | None) -> StepRecord:
     """The record of one step; the baseline of its allowed drop stands in the cut's own entry."""
     number = int(entry["number"])
     cut: Entry = next(iter(reversed(units(entries, "cut", step=number))), {})
@@ -178,7 +178,7 @@ def _figure(value: Any) -> float | None:
 _Shapes = dict[str, tuple[int, ...]]
 
 
-def layers_of(folder: Path, nodes: Sequence[Node], cuts: Sequence[int], notes: list[str]) -> tuple[Layer, ...]:
+def layers_of(folder: Path, nodes: Sequence[Node], cuts: Sequence[int], notes: list[str]) -> tuple[LayerRecord, ...]:
     """Every layer of the network in the order of its picture, or of the names where there is no picture.
 
     `cuts` are the numbers of the steps that removed something. A layer that the latest network no longer has was folded away:
@@ -209,13 +209,13 @@ def layers_of(folder: Path, nodes: Sequence[Node], cuts: Sequence[int], notes: l
     return tuple(_layer(name, pictured.get(name), before, after) for name in dict.fromkeys(names))
 
 
-def _layer(name: str, node: Node | None, before: _Shapes, after: _Shapes) -> Layer:
+def _layer(name: str, node: Node | None, before: _Shapes, after: _Shapes) -> LayerRecord:
     had = before[f"{name}.weight"]
     has = after.get(f"{name}.weight", (0,) * len(had))
     axis = 0 if node is None or node.axis >= min(len(had), len(has)) else node.axis
     filters = had[axis] if node is None else node.filters
     left = round(filters * has[axis] / had[axis]) if had[axis] else 0
-    return Layer(name, filters, left, math.prod(had), math.prod(has), None if node is None else node.macs)
+    return LayerRecord(name, filters, left, math.prod(had), math.prod(has), None if node is None else node.macs)
 
 
 def _shapes(path: Path, notes: list[str]) -> _Shapes | None:
@@ -265,7 +265,7 @@ def assemble(
     provenance: Mapping[str, Any],
     recipe: Mapping[str, Any],
     text: str,
-    rankings: Mapping[int, Ranking | None],
+    rankings: Mapping[int, RankingRecord | None],
     notes: list[str],
 ) -> RunRecord:
     """Put the parts of a run together."""
@@ -352,7 +352,7 @@ def _recipe(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
 
 def _ranking(
     path: Path, step: Mapping[str, Any], digests: Sequence[str], recipe: Mapping[str, Any], notes: list[str]
-) -> Ranking | None:
+) -> RankingRecord | None:
     """The importances of a step; what is wrong with their file is named in `notes`."""
     name = f"ensembles/{step['number']:04d}"
     try:

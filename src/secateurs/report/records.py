@@ -21,7 +21,7 @@ State = Literal["finished", "running", "stopped"]
 
 
 @dataclass(frozen=True)
-class Ranking:
+class RankingRecord:
     """The importances of a site's C filters, in the site's order."""
 
     ids: tuple[int, ...]  # in the numbers of the untouched network
@@ -67,7 +67,7 @@ class StepRecord:
     by_estimate: int | None = None  # filters; the largest number tried whose drop, as seen on the search images, is allowed
     compared: tuple[tuple[str, float], ...] = ()  # criteria with the mean loss of each, best first
     repaired: tuple[float, float] | None = None  # error of the readers' outputs before and after repair, a share
-    ranking: Ranking | None = None
+    ranking: RankingRecord | None = None
 
     @property
     def kept(self) -> int:
@@ -118,7 +118,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRecord:
     """A layer's weight before and after, and its place in the network."""
 
     name: str
@@ -207,7 +207,7 @@ class RunRecord:
     end: End | None
     division: DivisionRecord | None = None  # None: sites were cut one after the other
     nodes: tuple[Node, ...] = ()
-    layers: tuple[Layer, ...] = ()
+    layers: tuple[LayerRecord, ...] = ()
     at: str = ""  # what an unfinished run is, or was, working on
     exports: tuple[ExportRecord, ...] = ()
     notes: tuple[str, ...] = field(default=())  # what is missing or damaged
@@ -270,7 +270,7 @@ class RankingMeta(TypedDict):
     note: str
 
 
-def ranking_from(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], recipe: Mapping[str, Any]) -> Ranking:
+def ranking_from(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], recipe: Mapping[str, Any]) -> RankingRecord:
     """The importances that a run kept of a ranking; ValueError if they cannot be used.
 
     Some criteria, such as obs, give an order and no importances: then there are none.
@@ -279,7 +279,7 @@ def ranking_from(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], recipe:
     if "coef" in tensors:
         coef, stderr = tensors["coef"], tensors.get("stderr")
     elif fitted is None and "order" in tensors:
-        return Ranking((), (), ())
+        return RankingRecord((), (), ())
     elif fitted is None:
         raise ValueError("neither importances nor masks with losses in it")
     else:
@@ -294,14 +294,18 @@ def ranking_from(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], recipe:
     return replace(found, of_loss=slopes)
 
 
-def ranking_of(importance: InMemory) -> Ranking:
+def ranking_of(importance: InMemory) -> RankingRecord:
     """The importances of a step in memory; filters are numbered as the site had them then."""
     coef, stderr = _coefficients(importance)
     return _ranking(tuple(range(len(coef))), coef, stderr, ())
 
 
-def _ranking(ids: tuple[int, ...], coef: Tensor, stderr: Tensor | None, agreement: tuple[tuple[float, float], ...]) -> Ranking:
-    return Ranking(ids, tuple(coef.double().tolist()), () if stderr is None else tuple(stderr.double().tolist()), agreement)
+def _ranking(
+    ids: tuple[int, ...], coef: Tensor, stderr: Tensor | None, agreement: tuple[tuple[float, float], ...]
+) -> RankingRecord:
+    return RankingRecord(
+        ids, tuple(coef.double().tolist()), () if stderr is None else tuple(stderr.double().tolist()), agreement
+    )
 
 
 def _coefficients(importance: InMemory) -> tuple[Tensor, Tensor | None]:

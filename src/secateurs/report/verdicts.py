@@ -13,7 +13,7 @@ STEADY = 0.5  # rank correlation of two halves of the masks
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReportVerdict:
     """Whether the allowed drop was kept: None while nothing can be said."""
 
     kept: bool | None
@@ -21,15 +21,15 @@ class Verdict:
     words: str
 
 
-def verdict(run: RunRecord) -> Verdict:
+def verdict(run: RunRecord) -> ReportVerdict:
     """Compare the worst cut with what was allowed; the journal has both on the search set, before any training."""
     allowed = run.max_drop
     if allowed is None:
-        return Verdict(None, "Allowed drop not known", "The recipe is missing or damaged.")
+        return ReportVerdict(None, "Allowed drop not known", "The recipe is missing or damaged.")
     cuts = [step for step in run.steps if step.removed]
     if not cuts:
         what = "No filter could go within the allowed drop." if run.end else "No cut has been made yet."
-        return Verdict(None, "Nothing removed", what)
+        return ReportVerdict(None, "Nothing removed", what)
     if run.division is not None:
         return _of_division(run, run.division, cuts[-1], allowed)
     worst = max(cuts, key=lambda step: step.decisive_drop)
@@ -41,10 +41,10 @@ def verdict(run: RunRecord) -> Verdict:
     )
     if worst.bound is not None:
         words += _certified(run, "that cut costs", worst.bound, worst.images)
-    return Verdict(kept, _headline(run, kept), words + _at_the_end(run))
+    return ReportVerdict(kept, _headline(run, kept), words + _at_the_end(run))
 
 
-def _of_division(run: RunRecord, division: DivisionRecord, last: StepRecord, allowed: float) -> Verdict:
+def _of_division(run: RunRecord, division: DivisionRecord, last: StepRecord, allowed: float) -> ReportVerdict:
     """All cuts together count: what lies between them is no network that anybody gets."""
     drop = (last.baseline if run.start is None else run.start) - last.accuracy_cut
     kept = round(drop if division.bound is None else division.bound, 12) <= allowed
@@ -60,7 +60,7 @@ def _of_division(run: RunRecord, division: DivisionRecord, last: StepRecord, all
             f"{percent(division.by_estimate)} of the {run.saving}, as the sites' curves add it up; what was certified saves "
             f"{percent(division.saved)}."
         )
-    return Verdict(kept, _headline(run, kept), words + _at_the_end(run))
+    return ReportVerdict(kept, _headline(run, kept), words + _at_the_end(run))
 
 
 def _headline(run: RunRecord, kept: bool) -> str:

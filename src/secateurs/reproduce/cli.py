@@ -19,7 +19,7 @@ from secateurs._util.files import write_text
 from secateurs._util.tables import Sheet, markdown
 from secateurs.reproduce.table2.cli import table2
 from secateurs.reproduce.table3.cli import table3
-from secateurs.reproduce.xor.experiment import Row, SweptPoint, pooled, sweep, table
+from secateurs.reproduce.xor.experiment import ExperimentRow, SweptPoint, pooled, sweep, table
 from secateurs.reproduce.xor.nets import Optimiser, Setting
 from secateurs.reproduce.xor.tables import methods_sheet, paper_sheet, plain, sweep_sheet
 
@@ -105,10 +105,10 @@ def xor(
         Console(soft_wrap=True).print_json(data=content)
 
 
-def _run_seed(console: Console, setting: Setting, all_methods: bool) -> tuple[Row, ...]:
+def _run_seed(console: Console, setting: Setting, all_methods: bool) -> tuple[ExperimentRow, ...]:
     started = time.perf_counter()
 
-    def report(row: Row) -> None:
+    def report(row: ExperimentRow) -> None:
         name = " ".join(word for word in row.key if word)
         console.print(
             f"seed {setting.seed}: {name}: {row.training.percent:.1f} % ({time.perf_counter() - started:.0f} s)",
@@ -128,7 +128,7 @@ def _run_sweep(console: Console, setting: Setting) -> tuple[SweptPoint, ...]:
 
 
 def _sheets(
-    tables: Sequence[Sequence[Row]], seeds: Sequence[int], swept: Sequence[SweptPoint], all_methods: bool
+    tables: Sequence[Sequence[ExperimentRow]], seeds: Sequence[int], swept: Sequence[SweptPoint], all_methods: bool
 ) -> list[Sheet]:
     rows = pooled(tables)
     sheets = [paper_sheet(rows, tables, seeds)]
@@ -145,7 +145,7 @@ def _conditions(setting: Setting, seeds: Sequence[int], seconds: float) -> dict[
     return {"setting": settings, "seeds": list(seeds), "seconds": round(seconds, 1), "versions": versions}
 
 
-def _records(tables: Sequence[Sequence[Row]], seeds: Sequence[int], swept: Sequence[SweptPoint]) -> dict[str, Any]:
+def _records(tables: Sequence[Sequence[ExperimentRow]], seeds: Sequence[int], swept: Sequence[SweptPoint]) -> dict[str, Any]:
     return {
         "rows": [plain(row) for row in pooled(tables)],
         "rows_by_seed": {str(seed): [plain(row) for row in rows] for seed, rows in zip(seeds, tables, strict=True)},

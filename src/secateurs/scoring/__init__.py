@@ -12,9 +12,9 @@ from secateurs.data.dataset import Examples
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, cross_entropy
-from secateurs.scoring.cache import Store
-from secateurs.scoring.ensemble import OnScored, Scored, Work, by_fixed_masks, by_rounds
-from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.cache import MeasurementCache
+from secateurs.scoring.ensemble import EnsembleJob, EnsembleResult, OnScored, by_fixed_masks, by_rounds
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.slopes import by_slopes
 
 __all__ = ["FAST", "PAPER", "PRESETS", "Estimator", "Model", "OnScored", "Scored", "Scoring", "score_bench", "score_site"]
@@ -32,30 +32,30 @@ def score_site(
     cache_bytes: int | None = None,
     seed: int = 0,
     step: int = 1,
-    store: Store | None = None,
+    store: MeasurementCache | None = None,
     on_scored: OnScored | None = None,
-) -> Scored:
+) -> EnsembleResult:
     """Rank the filters of `site` by examples of `pool`: masks are drawn and measured, and the linear model is fitted to them.
 
     All that is random follows from `seed` (which examples) and from `seed` and `step` (which masks). What is measured goes
     through `store`, so that an interrupted call, made again, measures only what is left and ends the same. `on_scored` gets the
     number of masks measured so far and their bound.
     """
-    bench = Bench(graph, site, loss_fn, Store() if store is None else store, batch, device, cache_bytes)
+    bench = SiteEvaluator(graph, site, loss_fn, MeasurementCache() if store is None else store, batch, device, cache_bytes)
     return score_bench(bench, pool, scoring, seed=seed, step=step, on_scored=on_scored)
 
 
 def score_bench(
-    bench: Bench,
+    bench: SiteEvaluator,
     pool: Examples,
     scoring: Scoring = FAST,
     *,
     seed: int = 0,
     step: int = 1,
     on_scored: OnScored | None = None,
-) -> Scored:
+) -> EnsembleResult:
     """The same for a network that is set up already: if its weights follow the mask, losses are those after repair."""
-    work = Work(bench, pool, scoring, seed, step, on_scored or (lambda done, bound: None))
+    work = EnsembleJob(bench, pool, scoring, seed, step, on_scored or (lambda done, bound: None))
     if scoring.estimator == "gradient":
         return by_slopes(work)
     return by_rounds(work) if scoring.adaptive else by_fixed_masks(work)

@@ -33,7 +33,7 @@ _FULL, _IO, _LOCKED = (sqlite3.SQLITE_FULL,), (sqlite3.SQLITE_IOERR,), (sqlite3.
 _CLOSED = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH)
 
 
-class Store:
+class MeasurementCache:
     """Tensors by context and key, in the file `path`, or in memory when that is None."""
 
     def __init__(self, path: Path | None = None) -> None:

@@ -63,7 +63,7 @@ def agreement(coef: Tensor, resampled: Tensor, cuts: Sequence[float] = CUTS) -> 
     return sum((share - size / channels) / (1 - size / channels) for share, size in zip(found, sizes, strict=True)) / len(sizes)
 
 
-def settled(agreements: Sequence[float], wanted: float, *, times: int = 2) -> bool:
+def has_converged(agreements: Sequence[float], wanted: float, *, times: int = 2) -> bool:
     """Whether the last `times` agreements all reach what is wanted: once may be luck."""
     return len(agreements) >= times and min(agreements[-times:]) >= wanted
 
@@ -99,7 +99,7 @@ def _solver(z: Tensor, ridge: float) -> Tensor:
 MOST_MASKS_PER_EXAMPLE = 8  # a pilot's estimate is rough: one that asks for more is not believed
 
 
-def examples_needed(masks: Tensor, losses: Tensor, *, final: int) -> int:
+def required_examples(masks: Tensor, losses: Tensor, *, final: int) -> int:
     """How many examples an ensemble of `final` masks deserves, judged by a pilot: masks (M, C) and losses (M, N), M > C + 1.
 
     The variance of a coefficient has a part v_m / M from masks and a part v_e / N from examples, which all masks share. N is

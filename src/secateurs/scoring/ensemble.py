@@ -21,9 +21,9 @@ from secateurs.errors import InvalidMask
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, correct, cross_entropy
-from secateurs.scoring.convergence import agreement, examples_needed, resampled_fits, settled
+from secateurs.scoring.convergence import agreement, has_converged, required_examples, resampled_fits
 from secateurs.scoring.engine import MaskedNetwork, split_for
-from secateurs.scoring.evaluator import Bench
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, fit_importance, fit_pairs, scores
 from secateurs.scoring.masks import sample_masks
 
@@ -89,7 +89,7 @@ PILOT = 256  # examples by which the noise is judged
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class EnsembleResult:
     """How the filters of a site rank, and what that took."""
 
     importance: Importance | PairImportance
@@ -108,10 +108,10 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Work:
+class EnsembleJob:
     """What is asked for, where, and of which examples."""
 
-    bench: Bench
+    bench: SiteEvaluator
     pool: Examples
     scoring: Scoring
     seed: int
@@ -159,15 +159,15 @@ class Work:
         return generator_for(self.seed, "resample", self.step, *purpose)
 
 
-def by_fixed_masks(work: Work) -> Scored:
+def by_fixed_masks(work: EnsembleJob) -> EnsembleResult:
     """The paper's way: all masks at once, and the mean loss under each."""
     measured = work.bench.on(_examples_for_masks(work), announced=work.bound)
     masks = work.masks(work.bound)
     ensemble = Ensemble(work.bench.site.name, masks, measured.means(masks, partial(work.told, 0)))
-    return Scored(_fit(work.scoring, ensemble), ensemble, len(masks), work.bound, None, len(measured.examples))
+    return EnsembleResult(_fit(work.scoring, ensemble), ensemble, len(masks), work.bound, None, len(measured.examples))
 
 
-def by_rounds(work: Work) -> Scored:
+def by_rounds(work: EnsembleJob) -> EnsembleResult:
     """Rounds of masks, each balanced with those before it, until the least important filters are the same twice."""
     measured = work.bench.on(_examples_for_masks(work), announced=work.bound)
     agreements: list[float] = []
@@ -182,21 +182,21 @@ def by_rounds(work: Work) -> Scored:
         masks = torch.cat([masks, drawn])
         if len(masks) > work.channels + 1:
             agreements.append(_agreement_of_losses(work, masks, losses, number))
-        if settled(agreements, work.scoring.agreement):
+        if has_converged(agreements, work.scoring.agreement):
             break
     ensemble = Ensemble(work.bench.site.name, masks, losses.double().mean(1))
-    stable = settled(agreements, work.scoring.agreement)
-    return Scored(_fit(work.scoring, ensemble), ensemble, len(masks), work.bound, stable, len(measured.examples))
+    stable = has_converged(agreements, work.scoring.agreement)
+    return EnsembleResult(_fit(work.scoring, ensemble), ensemble, len(masks), work.bound, stable, len(measured.examples))
 
 
-def _agreement_of_losses(work: Work, masks: Tensor, losses: Tensor, number: int) -> float:
+def _agreement_of_losses(work: EnsembleJob, masks: Tensor, losses: Tensor, number: int) -> float:
     """With pairwise terms too it is the linear model that is judged: its order is the main part of theirs."""
     score, ridge = partial(scores, transform=work.scoring.transform), work.scoring.ridge
     coef = fit_importance(masks, score(losses.double().mean(1)), ridge=ridge).coef
     return agreement(coef, resampled_fits(masks, losses, score, ridge=ridge, generator=work.resampling(number)))
 
 
-def _examples_for_masks(work: Work) -> Examples:
+def _examples_for_masks(work: EnsembleJob) -> Examples:
     """The examples that all masks share: as many as asked for, or as a pilot of two masks a filter says."""
     wanted = work.scoring.examples
     if wanted is not None:
@@ -205,7 +205,7 @@ def _examples_for_masks(work: Work) -> Examples:
         return work.pool
     pilot = work.bench.on(work.chosen(PILOT), announced=work.bound)
     masks = work.masks(max(2 * work.channels, work.channels + 16), ROUNDS)  # a purpose that no round has
-    needed = examples_needed(masks, pilot.values(masks), final=work.bound)
+    needed = required_examples(masks, pilot.values(masks), final=work.bound)
     return work.chosen(max(needed, PILOT))
 
 

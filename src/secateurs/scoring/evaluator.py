@@ -20,9 +20,9 @@ from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure, name_of
-from secateurs.scoring.cache import Store, context_of, mask_key
-from secateurs.scoring.engine import Form, MaskedNetwork, split_for
+from secateurs.metrics import Measure, fingerprint
+from secateurs.scoring.cache import MeasurementCache, context_of, mask_key
+from secateurs.scoring.engine import MaskedNetwork, MaskingStrategy, split_for
 
 MASKS_PER_PASS = 32  # measured and kept together: at most so much is lost when a run is killed
 
@@ -30,13 +30,13 @@ _FORM = b"form"
 
 
 @dataclass(frozen=True)
-class Bench:
+class SiteEvaluator:
     """A network and a site of it, what is measured (a loss, a metric), and how and where both are run."""
 
     graph: Graph
     site: Site
     measure: Measure
-    store: Store
+    store: MeasurementCache
     batch: int = 256
     device: Device = None
     cache_bytes: int | None = None
@@ -44,23 +44,23 @@ class Bench:
     unfolded: tuple[str, ...] = ()  # the modules whose weights those are
     variant: str = ""  # a name for them, so that what is measured with and without is not mixed up
 
-    def on(self, examples: Examples, *, announced: int = 0) -> Measured:
+    def on(self, examples: Examples, *, announced: int = 0) -> CachedEvaluator:
         """This network, to be measured on `examples`, under about so many masks as are `announced`."""
-        return Measured(self, examples.ready(_dtype_of(self.graph)), announced)
+        return CachedEvaluator(self, examples.ready(_dtype_of(self.graph)), announced)
 
     @cached_property
     def context(self) -> str:
         """All that a value depends on besides the examples and the masks."""
         module = self.graph.module
         weights, structure = digest(dict(module.state_dict())), f"{module.code}{module}"
-        return context_of(weights, structure, self.site.name, str(self.site.channels), name_of(self.measure), self.variant)
+        return context_of(weights, structure, self.site.name, str(self.site.channels), fingerprint(self.measure), self.variant)
 
 
 @dataclass(frozen=True)
-class Measured:
+class CachedEvaluator:
     """A bench with its examples. Nothing is computed before the first value that the store does not have."""
 
-    bench: Bench
+    bench: SiteEvaluator
     examples: Examples
     announced: int = 0
 
@@ -126,12 +126,12 @@ class Measured:
         kept = bench.store.get_fields(bench.context, _FORM)
         if kept is not None:
             try:
-                return self._made(Form(**kept))
+                return self._made(MaskingStrategy(**kept))
             except InvalidInput:
                 pass  # it was made on another device, which can do what this one cannot
         return self._made(None)
 
-    def _made(self, form: Form | None) -> MaskedNetwork:
+    def _made(self, form: MaskingStrategy | None) -> MaskedNetwork:
         bench = self.bench
         return split_for(
             bench.graph,

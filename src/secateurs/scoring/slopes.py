@@ -26,9 +26,9 @@ from secateurs._util.modules import device_of
 from secateurs.errors import InvalidInput, NonFinite
 from secateurs.graph.cost import cost
 from secateurs.graph.masking import split_at
-from secateurs.scoring.convergence import agreement, masks_per_example, resampled_means, settled
-from secateurs.scoring.ensemble import PILOT, ROUNDS, Ensemble, Scored, Work
-from secateurs.scoring.evaluator import Bench, Measured
+from secateurs.scoring.convergence import agreement, has_converged, masks_per_example, resampled_means
+from secateurs.scoring.ensemble import PILOT, ROUNDS, Ensemble, EnsembleJob, EnsembleResult
+from secateurs.scoring.evaluator import CachedEvaluator, SiteEvaluator
 from secateurs.scoring.importance import Importance, rank_correlation
 
 _PARTS = 5  # of the examples, each predicted from the others
@@ -36,7 +36,7 @@ _DOUBT = 2.5  # standard errors by which losses must contradict slopes to be hea
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
+class MaskedSlopes:
     """N examples under K masks of their own: the loss of each pair, and its slope along the mask."""
 
     masks: Tensor  # (N, K, C) bool, True = kept
@@ -51,18 +51,18 @@ class Pairs:
                 f"wanted (N, K, C), (N, K) and (N, K, C)."
             )
 
-    def finite(self) -> Pairs:
+    def finite(self) -> MaskedSlopes:
         """The examples whose losses and slopes are finite under all their masks."""
         good = self.losses.isfinite().all(-1) & self.slopes.isfinite().flatten(1).all(-1)
-        return Pairs(self.masks[good], self.losses[good], self.slopes[good])
+        return MaskedSlopes(self.masks[good], self.losses[good], self.slopes[good])
 
 
-def joined(parts: list[Pairs]) -> Pairs:
+def joined(parts: list[MaskedSlopes]) -> MaskedSlopes:
     """The examples of all parts, in order."""
-    return Pairs(*(torch.cat([getattr(part, name) for part in parts]) for name in ("masks", "losses", "slopes")))
+    return MaskedSlopes(*(torch.cat([getattr(part, name) for part in parts]) for name in ("masks", "losses", "slopes")))
 
 
-def fit_slopes(pairs: Pairs) -> Importance:
+def fit_slopes(pairs: MaskedSlopes) -> Importance:
     """The linear model from pairs of examples and masks; `coef` is the loss saved by keeping each filter.
 
     Standard errors come from the spread between examples, `split_half` from two halves of them. `r2` is about single losses
@@ -75,7 +75,7 @@ def fit_slopes(pairs: Pairs) -> Importance:
             f"slopes: finite for {len(usable.losses)} of {len(pairs.losses)} examples, wanted at least 2. "
             f"Check the unmasked network's outputs on the scoring data."
         )
-    each = gains(usable)
+    each = per_example_coefficients(usable)
     coef, z = each.mean(0), usable.masks.double()
     return Importance(
         coef=coef,
@@ -87,7 +87,7 @@ def fit_slopes(pairs: Pairs) -> Importance:
     )
 
 
-def gains(pairs: Pairs) -> Tensor:
+def per_example_coefficients(pairs: MaskedSlopes) -> Tensor:
     """What each example says of the coefficients, float64 (N, C): their mean is the estimate, their spread its error.
 
     An example's mean of -slope. Where the coefficients by losses (least squares on the masks, every example with a level of its
@@ -103,7 +103,7 @@ def gains(pairs: Pairs) -> Tensor:
     return by_slopes + torch.where(mean.abs() > chance, differs - mean.sign() * chance, 0.0)
 
 
-def _by_losses(pairs: Pairs) -> tuple[Tensor, Tensor]:
+def _by_losses(pairs: MaskedSlopes) -> tuple[Tensor, Tensor]:
     """What each example's losses say of the coefficients (N, C), and the projection (C, C) on what its masks can tell.
 
     Masks that all keep the same number of filters cannot tell a constant that is added to all coefficients.
@@ -115,7 +115,7 @@ def _by_losses(pairs: Pairs) -> tuple[Tensor, Tensor]:
     return coef + torch.einsum("nkc,nk->nc", z, saved - z @ coef) @ inverse, moments @ inverse
 
 
-def _within_examples(pairs: Pairs) -> tuple[Tensor, Tensor]:
+def _within_examples(pairs: MaskedSlopes) -> tuple[Tensor, Tensor]:
     """Masks (N, K, C) and -losses (N, K) as deviations from their means over each example's masks."""
     z, losses = pairs.masks.double(), pairs.losses.double()
     return z - z.mean(1, keepdim=True), losses.mean(1, keepdim=True) - losses
@@ -128,7 +128,7 @@ def _from_the_others(each: Tensor) -> Tensor:
     return others[part]
 
 
-def _explained(pairs: Pairs, coef: Tensor) -> Tensor:
+def _explained(pairs: MaskedSlopes, coef: Tensor) -> Tensor:
     """Share of the variance of an example's losses under its masks that coefficients (N, C) explain."""
     z, saved = _within_examples(pairs)
     total = saved.square().sum()
@@ -141,9 +141,9 @@ _SLICE = 64  # examples at once on a CPU: a round has so few that larger pieces 
 GRADIENT_PASS = 2.4  # what a forward and backward pass costs, in forward passes
 
 
-def by_slopes(work: Work) -> Scored:
+def by_slopes(work: EnsembleJob) -> EnsembleResult:
     """Rounds of fresh examples, each under a few masks of its own, until the least important filters are the same twice."""
-    found: list[Pairs] = []
+    found: list[MaskedSlopes] = []
     agreements: list[float] = []
     used, rounds = 0, _rounds_of_pairs(work)
     for number, pairs in enumerate(rounds):
@@ -152,16 +152,16 @@ def by_slopes(work: Work) -> Scored:
         work.told(0, used)
         if work.scoring.adaptive:
             agreements.append(_agreement_of_slopes(joined(found), work.resampling(number)))
-        if settled(agreements, work.scoring.agreement):
+        if has_converged(agreements, work.scoring.agreement):
             break
     whole = joined(found)
-    stable = settled(agreements, work.scoring.agreement) if work.scoring.adaptive else None
+    stable = has_converged(agreements, work.scoring.agreement) if work.scoring.adaptive else None
     ensemble = Ensemble(work.bench.site.name, whole.masks.flatten(0, 1), whole.losses.double().flatten())
     importance = fit_slopes(whole)
-    return Scored(importance, ensemble, used, work.bound, stable, len(whole.losses))
+    return EnsembleResult(importance, ensemble, used, work.bound, stable, len(whole.losses))
 
 
-def _rounds_of_pairs(work: Work) -> Iterator[Pairs]:
+def _rounds_of_pairs(work: EnsembleJob) -> Iterator[MaskedSlopes]:
     """Examples and masks until the bound is reached or the examples are used up."""
     order = work.order()
     if len(order) < 2 or work.bound < 2 * _FEWEST:
@@ -180,20 +180,20 @@ def _rounds_of_pairs(work: Work) -> Iterator[Pairs]:
         yield _pairs(work, measured, number, each)
 
 
-def _in_slices(bench: Bench) -> Bench:
+def _in_slices(bench: SiteEvaluator) -> SiteEvaluator:
     """The bench with batches small enough to be shared out."""
     on_cpu = (device_of(bench.graph.module) if bench.device is None else torch.device(bench.device)).type == "cpu"
     return replace(bench, batch=min(bench.batch, _SLICE)) if on_cpu else bench
 
 
-def _pairs(work: Work, measured: Measured, number: int, each: int) -> Pairs:
+def _pairs(work: EnsembleJob, measured: CachedEvaluator, number: int, each: int) -> MaskedSlopes:
     """One round: its examples under `each` masks of their own."""
     masks = [work.masks(len(measured.examples), number, turn) for turn in range(each)]
     losses, slopes = measured.slopes(masks)
-    return Pairs(torch.stack(masks, 1), losses.transpose(0, 1), slopes.transpose(0, 1))
+    return MaskedSlopes(torch.stack(masks, 1), losses.transpose(0, 1), slopes.transpose(0, 1))
 
 
-def _masks_each(work: Work, first: Measured, available: int) -> int:
+def _masks_each(work: EnsembleJob, first: CachedEvaluator, available: int) -> int:
     """Masks for each example: as the noise in the first round says, more where the examples would not last.
 
     At least two, whose losses can be compared.
@@ -208,13 +208,13 @@ def _masks_each(work: Work, first: Measured, available: int) -> int:
     return min(max(least, masks_per_example(pilot.slopes, preparing=_preparing(work.bench))), most)
 
 
-def _preparing(bench: Bench) -> float:
+def _preparing(bench: SiteEvaluator) -> float:
     """What it costs to bring an example to the site, in gradient passes from there on; counted in MACs."""
     before, whole = cost(split_at(bench.graph, bench.site).prefix, bench.graph.example).macs, cost(bench.graph).macs
     return before / (GRADIENT_PASS * max(whole - before, 1))
 
 
-def _agreement_of_slopes(pairs: Pairs, generator: torch.Generator) -> float:
+def _agreement_of_slopes(pairs: MaskedSlopes, generator: torch.Generator) -> float:
     """Examples are drawn again with all their masks: as these are their own, that resamples both."""
-    each = gains(pairs.finite())
+    each = per_example_coefficients(pairs.finite())
     return agreement(each.mean(0), resampled_means(each, generator=generator)) if len(each) > 1 else 0.0

@@ -48,7 +48,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Division:
+class Allocation:
     """How many filters go at each site, and what that is predicted to save and to cost."""
 
     removed: Mapping[str, int]  # every site, 0 where nothing goes
@@ -65,7 +65,7 @@ class _Point:
     removed: int
 
 
-def frontier(curves: Sequence[Curve]) -> tuple[Division, ...]:
+def frontier(curves: Sequence[Curve]) -> tuple[Allocation, ...]:
     """From nothing removed to the most: the divisions that no mixture of two others beats, each removing more than the last.
 
     Every site's curve is replaced by its lower convex hull, and the hulls' steps are taken in the order of loss per unit
@@ -82,7 +82,7 @@ def frontier(curves: Sequence[Curve]) -> tuple[Division, ...]:
     return tuple(found)
 
 
-def divide(curves: Sequence[Curve], *, saved: float | None = None, loss: float | None = None) -> Division:
+def divide(curves: Sequence[Curve], *, saved: float | None = None, loss: float | None = None) -> Allocation:
     """The least loss that saves at least `saved`, or the most saving that costs at most `loss` (an increase): give one.
 
     Exact on the curves' grid: all divisions that no other beats in both are carried along, site by site. Only when there
@@ -105,7 +105,7 @@ def divide(curves: Sequence[Curve], *, saved: float | None = None, loss: float |
     return _division({site: points[pick] for (site, points), pick in zip(sites.items(), picks, strict=True)})
 
 
-def back_off(division: Division, curves: Sequence[Curve]) -> Division:
+def back_off(division: Allocation, curves: Sequence[Curve]) -> Allocation:
     """The next division of the frontier that saves less: what to try when a promise failed with this one."""
     smaller = [found for found in frontier(curves) if found.saved < division.saved * (1 - _ROUNDING)]
     if not smaller:
@@ -142,8 +142,8 @@ def _slope(here: _Point, there: _Point) -> float:
     return (there.loss - here.loss) / (there.saved - here.saved)
 
 
-def _division(at: Mapping[str, _Point]) -> Division:
-    return Division(
+def _division(at: Mapping[str, _Point]) -> Allocation:
+    return Allocation(
         removed={site: point.removed for site, point in at.items()},
         saved=math.fsum(point.saved for point in at.values()),
         predicted_loss=math.fsum(point.loss for point in at.values()),

@@ -26,7 +26,7 @@ from secateurs.report.charts.figure import (
     text,
     ticks,
 )
-from secateurs.report.records import Layer, Ranking, RunRecord, StepRecord
+from secateurs.report.records import LayerRecord, RankingRecord, RunRecord, StepRecord
 
 _WIDTH, _HEIGHT = 360.0, 232.0
 
@@ -72,7 +72,7 @@ def importances(step: StepRecord) -> Figure | None:
     return Figure("Importance of each filter", words, _WIDTH, _HEIGHT, body)
 
 
-def _frame(ranking: Ranking) -> Frame:
+def _frame(ranking: RankingRecord) -> Frame:
     errors = ranking.stderr or (0.0,) * len(ranking.coef)
     reach = [e if math.isfinite(e) else 0.0 for e in errors]
     low, high = padded([0.0, *(c + s * e for c, e in zip(ranking.coef, reach, strict=True) for s in (-1, 1))], share=0.05)
@@ -98,7 +98,7 @@ def _error_bars(frame: Frame, width: float, errors: list[float], coef: list[floa
     )
 
 
-def _tip(ranking: Ranking, i: int, gone: bool) -> str:
+def _tip(ranking: RankingRecord, i: int, gone: bool) -> str:
     error = f" ± {short(ranking.stderr[i])}" if ranking.stderr else ""
     return f"filter {ranking.ids[i]}, {'removed' if gone else 'kept'}: {short(ranking.coef[i])}{error}"
 
@@ -173,7 +173,7 @@ def _arc(start: float, end: float, floor: float, lane: int) -> Html:
     )
 
 
-def _drawn(node: Node, layers: dict[str, Layer], x: float, base: float, pitch: float, tallest: int, angle: int) -> Html:
+def _drawn(node: Node, layers: dict[str, LayerRecord], x: float, base: float, pitch: float, tallest: int, angle: int) -> Html:
     if not node.is_layer:
         shape = join(
             line(x, base - _TALLEST - _ROOM, x, base, "join-line"),
@@ -197,7 +197,7 @@ def _drawn(node: Node, layers: dict[str, Layer], x: float, base: float, pitch: f
     )
 
 
-def _counts(layer: Layer, x: float, top: float, pitch: float) -> Html | None:
+def _counts(layer: LayerRecord, x: float, top: float, pitch: float) -> Html | None:
     """The width above the bar, where there is room for digits: before and after, or only what is left."""
     if pitch < 24:
         return None

@@ -19,7 +19,7 @@ from secateurs.methods.compare.rows import append_row, read_rows
 from secateurs.pruning.journal import PROVENANCE
 from secateurs.report import write_report
 from secateurs.reproduce.table2.findings import findings
-from secateurs.reproduce.table2.run import Asked, Job, Row, row_of, take_up
+from secateurs.reproduce.table2.run import Job, Request, Row, row_of, take_up
 from secateurs.reproduce.table2.tables import Table, page, sheets, tables, told
 
 SUBJECT = Origin("resnet20", "cifar10")
@@ -98,7 +98,7 @@ def table2(
     """
     if not render:
         named = weights if weights in (BUILTIN, PUBLIC) else Path(weights).name
-        asked = Asked(named, budget, target, criterion, repair, max_drop, seed)
+        asked = Request(named, budget, target, criterion, repair, max_drop, seed)
         check_device(device)
         _run(asked, variants, replace(SUBJECT, weights=weights, device=device, seed=seed).settled(), out, runs, quiet=as_json)
     rows = read_rows(out / ROWS, Row)
@@ -113,7 +113,7 @@ def table2(
     say(f"Written: {out / ROWS}, {out / TABLES}")
 
 
-def _run(asked: Asked, variants: tuple[str, ...], origin: Origin, out: Path, runs: Path, *, quiet: bool) -> None:
+def _run(asked: Request, variants: tuple[str, ...], origin: Origin, out: Path, runs: Path, *, quiet: bool) -> None:
     """Run the variants that have no row yet, and append their rows."""
     file, changes = BUDGETS[asked.budget]
     recipes = {name: chosen_recipe(file, {**changes, **asked.changes(name)}) for name in variants}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from secateurs.reproduce.table2.paper import PAPER, Column, Layer
+from secateurs.reproduce.table2.paper import PAPER, Column, TableLayer
 
 Verdict = Literal["holds", "holds in part", "does not hold", "cannot be judged"]
 
@@ -15,7 +15,7 @@ NEARLY = 0.10  # "nearly untouched": at most this share of the filters
 
 
 @dataclass(frozen=True)
-class Part:
+class FindingPart:
     """One case of a finding: a variant, or two that are compared."""
 
     name: str
@@ -29,8 +29,8 @@ class Finding:
 
     claim: str
     rule: str
-    paper: tuple[Part, ...]
-    ours: tuple[Part, ...]
+    paper: tuple[FindingPart, ...]
+    ours: tuple[FindingPart, ...]
     missing: tuple[str, ...]  # why parts of it cannot be judged
 
     @property
@@ -75,7 +75,7 @@ def _finding(
     claim: str,
     rule: str,
     cases: Sequence[tuple[str, ...]],
-    judge: Callable[[tuple[str, ...], Sequence[Column]], Part],
+    judge: Callable[[tuple[str, ...], Sequence[Column]], FindingPart],
     columns: Mapping[str, Column],
 ) -> Finding:
     paper = tuple(judge(case, [PAPER[name] for name in case]) for case in cases)
@@ -96,46 +96,46 @@ def _why_not(case: Iterable[str], columns: Mapping[str, Column]) -> list[str]:
     return reasons
 
 
-def _ends(case: tuple[str, ...], columns: Sequence[Column]) -> Part:
+def _ends(case: tuple[str, ...], columns: Sequence[Column]) -> FindingPart:
     (column,) = columns
     stage = (len(column.layers) - 1) // 3  # the first convolution belongs to none
     first, last = column.layers[1 : 1 + stage], column.layers[-stage:]
     text = f"{_lost(first, column.weights)} from the first blocks, {_lost(last, column.weights)} from the last"
-    return Part(case[0], text, _removed(last) > _removed(first))
+    return FindingPart(case[0], text, _removed(last) > _removed(first))
 
 
-def _directions(case: tuple[str, ...], columns: Sequence[Column]) -> Part:
+def _directions(case: tuple[str, ...], columns: Sequence[Column]) -> FindingPart:
     forward, backward = columns
     text = "; ".join(
         f"{name} {column.macs:.2%} of the FLOPs with {column.parameters:.2%} of the parameters ({_rate(column):.2f} for 1)"
         for name, column in zip(case, columns, strict=True)
     )
-    return Part(" and ".join(case), text, _rate(forward) > _rate(backward))
+    return FindingPart(" and ".join(case), text, _rate(forward) > _rate(backward))
 
 
-def _seconds(case: tuple[str, ...], columns: Sequence[Column]) -> Part:
+def _seconds(case: tuple[str, ...], columns: Sequence[Column]) -> FindingPart:
     (column,) = columns
     firsts, seconds, last = column.layers[1::2], column.layers[2:-1:2], column.layers[-1:]
     text = f"{_of(seconds)} of the second convolutions, {_of(firsts)} of the first ones; {_of(last)} of the last layer"
-    return Part(case[0], text, _share(seconds) <= NEARLY and _share(seconds) < _share(firsts) / 2)
+    return FindingPart(case[0], text, _share(seconds) <= NEARLY and _share(seconds) < _share(firsts) / 2)
 
 
 def _rate(column: Column) -> float:
     return column.macs / column.parameters
 
 
-def _removed(layers: Iterable[Layer]) -> int:
+def _removed(layers: Iterable[TableLayer]) -> int:
     return sum(layer.removed for layer in layers)
 
 
-def _share(layers: Sequence[Layer]) -> float:
+def _share(layers: Sequence[TableLayer]) -> float:
     return _removed(layers) / sum(layer.filters for layer in layers)
 
 
-def _of(layers: Sequence[Layer]) -> str:
+def _of(layers: Sequence[TableLayer]) -> str:
     return f"{_removed(layers)} of {sum(layer.filters for layer in layers)} filters ({_share(layers):.1%})"
 
 
-def _lost(layers: Sequence[Layer], weights: int) -> str:
+def _lost(layers: Sequence[TableLayer], weights: int) -> str:
     parameters = sum(layer.share * layer.weights for layer in layers) / weights
     return f"{_of(layers)}, {parameters:.2%} of all parameters,"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layer:
+class TableLayer:
     """A convolution, and what it has lost. The paper counts weights and their multiply-accumulates, nothing else."""
 
     name: str
@@ -21,7 +21,7 @@ class Layer:
 class Column:
     """One variant: its convolutions in network order, and the shares of the whole network that are gone."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[TableLayer, ...]
     parameters: float  # fraction of `weights`
     macs: float
     weights: int  # of the whole network before: convolutions and the last linear layer
@@ -60,7 +60,7 @@ def _column(variant: str) -> Column:
     shares = tuple(float(text) / 100 for text in _PERCENT[variant].split())
     rows = zip(LAYERS, FILTERS, _REMOVED[variant], WEIGHTS, MACS, shares, strict=True)
     parameters, macs = _TOTALS[variant]
-    return Column(tuple(Layer(*row) for row in rows), parameters / 100, macs / 100, sum(WEIGHTS) + LINEAR)
+    return Column(tuple(TableLayer(*row) for row in rows), parameters / 100, macs / 100, sum(WEIGHTS) + LINEAR)
 
 
 PAPER = {variant: _column(variant) for variant in _REMOVED}

@@ -23,8 +23,8 @@ from secateurs.graph.sites import find_sites
 from secateurs.metrics import Evaluation
 from secateurs.pruning.folder import read_provenance, recipe_digest
 from secateurs.pruning.journal import PROVENANCE
-from secateurs.pruning.results import Outcome, Progress
-from secateurs.reproduce.table2.paper import Column, Layer
+from secateurs.pruning.results import Progress, Result
+from secateurs.reproduce.table2.paper import Column, TableLayer
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "BF": {"shortcut": "before", "direction": "forward"},
@@ -41,21 +41,21 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Some = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 
 
-class Change(TypedDict):
+class CostChange(TypedDict):
     """A cost before and after."""
 
     before: Some
     after: Count
 
 
-class Counted(TypedDict):
+class CountedCosts(TypedDict):
     """Costs as the paper counts them."""
 
-    parameters: Change
-    macs: Change
+    parameters: CostChange
+    macs: CostChange
 
 
-class Measured(TypedDict):
+class SetAccuracy(TypedDict):
     """Accuracy of one network on one set."""
 
     accuracy: Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -66,8 +66,8 @@ class Accuracies(TypedDict):
     """Accuracy before and after on a set of `count` examples."""
 
     count: Some
-    before: Measured
-    after: Measured
+    before: SetAccuracy
+    after: SetAccuracy
 
 
 class LayerFields(TypedDict):
@@ -95,9 +95,9 @@ Row = TypedDict(
         "versions": dict[str, str],
         "machine": dict[str, Any],
         "layers": list[LayerFields],
-        "counted as in the paper": Counted,
-        "parameters": Change,
-        "macs": Change,
+        "counted as in the paper": CountedCosts,
+        "parameters": CostChange,
+        "macs": CostChange,
         "search": Accuracies,
         "test": Accuracies,
         "stopped": str,
@@ -111,7 +111,7 @@ Row = TypedDict(
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """What the columns of one table have in common."""
 
     weights: str  # "builtin", "public", or the name of a file
@@ -137,7 +137,7 @@ class Job:
     """One variant to be run."""
 
     variant: str
-    asked: Asked
+    asked: Request
     recipe: Recipe
     model: nn.Module  # trained
     data: Data
@@ -168,7 +168,7 @@ def take_up(
     return prune(job.model, job.data, job.recipe, folder=folder, device=device, watch=watch, origin=origin), False
 
 
-def row_of(job: Job, run: Pruner, outcome: Outcome, *, seconds: float, resumed: bool) -> dict[str, Any]:
+def row_of(job: Job, run: Pruner, outcome: Result, *, seconds: float, resumed: bool) -> dict[str, Any]:
     """All that tables and findings are made of, as JSON takes it; `seconds` are those of all steps and of the end."""
     assert run.record.path is not None
     known = read_provenance(run.record.path)
@@ -201,7 +201,7 @@ def row_of(job: Job, run: Pruner, outcome: Outcome, *, seconds: float, resumed: 
     }
 
 
-def _layers(recipe: Recipe, run: Pruner, outcome: Outcome) -> list[dict[str, Any]]:
+def _layers(recipe: Recipe, run: Pruner, outcome: Result) -> list[dict[str, Any]]:
     """Every site's convolution: its filters, how many went, and what it costs before and after."""
     gone = outcome.graph.plan.removed()
     before = cost(run.original, convention="paper")
@@ -211,7 +211,7 @@ def _layers(recipe: Recipe, run: Pruner, outcome: Outcome) -> list[dict[str, Any
         (name,) = site.layers
         owned = before.layer(name)
         removed = len(gone.get(site.name, ()))
-        layers.append(asdict(Layer(name, site.channels, removed, owned.parameters, owned.macs, share[name])))
+        layers.append(asdict(TableLayer(name, site.channels, removed, owned.parameters, owned.macs, share[name])))
     return layers
 
 
@@ -226,5 +226,5 @@ def column_of(row: Mapping[str, Any]) -> Column:
     """A row's column of the table."""
     counts = row["counted as in the paper"]
     gone = {name: 1 - counts[name]["after"] / counts[name]["before"] for name in ("parameters", "macs")}
-    layers = tuple(Layer(**layer) for layer in row["layers"])
+    layers = tuple(TableLayer(**layer) for layer in row["layers"])
     return Column(layers, gone["parameters"], gone["macs"], counts["parameters"]["before"])

@@ -8,7 +8,7 @@ from typing import Any
 
 from secateurs._util.tables import Sheet, markdown
 from secateurs.reproduce.table2.findings import Finding, findings
-from secateurs.reproduce.table2.paper import PAPER, PRINTED_SUMS, Column, Layer
+from secateurs.reproduce.table2.paper import PAPER, PRINTED_SUMS, Column, TableLayer
 from secateurs.reproduce.table2.run import VARIANTS, column_of
 
 Row = Mapping[str, Any]
@@ -124,12 +124,12 @@ def _share_of(place: int) -> Callable[[Column], str]:
     return lambda column: f"{100 * column.layers[place].share:.2f}"
 
 
-def _layers(table: Table) -> tuple[Layer, ...]:
+def _layers(table: Table) -> tuple[TableLayer, ...]:
     """The layers of any column: all have the same."""
     return next(iter(table.columns.values())).layers
 
 
-def _about(place: int, layer: Layer) -> tuple[str, str, str]:
+def _about(place: int, layer: TableLayer) -> tuple[str, str, str]:
     return str(place), str(layer.filters), _millions(layer.macs)
 
 

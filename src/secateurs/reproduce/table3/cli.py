@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import Parameter
 
 from secateurs.cli.app import BUILTIN, PUBLIC, RUNS, Json, Origin, check_device
-from secateurs.cli.compare import Asked, Many, comparison_of, refuse, rendered, shares, split, work_through
+from secateurs.cli.compare import ComparisonRequest, Many, comparison_of, refuse, rendered, shares, split, work_through
 from secateurs.cli.progress import Display, display
 from secateurs.cli.terminal import print_json, print_table, say, warn
 from secateurs.errors import InvalidInput
@@ -32,7 +32,7 @@ class Base:
     examples: int | None
     device: str | None
 
-    def work_through(self, asked: Asked, shown: Display) -> list[str]:
+    def work_through(self, asked: ComparisonRequest, shown: Display) -> list[str]:
         """Make all rows of this depth that are missing; gives what could not be made."""
         name = f"resnet{self.depth}"
         chosen = self.weights or (BUILTIN if self.depth == 20 else PUBLIC)
@@ -110,7 +110,7 @@ def table3(
             raise InvalidInput(f"--depth {one}: wanted {', '.join(map(str, _DEPTHS))}.")
     check_device(device)
     named = split(methods) or METHODS
-    asked = Asked(named, (budget,), shares(targets), seeds, () if only else BESIDE)
+    asked = ComparisonRequest(named, (budget,), shares(targets), seeds, () if only else BESIDE)
     bases = [] if render else [Base(one, weights, out, runs, examples, device) for one in depth]
     with display(quiet=as_json) as shown:
         failures = [failure for base in bases for failure in base.work_through(asked, shown)]

@@ -14,7 +14,7 @@ import torch
 
 from secateurs.errors import InvalidInput
 from secateurs.reproduce.xor.methods import OTHER_METHODS, Choose, by_chance, by_the_paper
-from secateurs.reproduce.xor.nets import Nets, Setting, Task, accuracies, make_task, new_nets, one_thread, train
+from secateurs.reproduce.xor.nets import Nets, Setting, XorTask, accuracies, make_task, new_nets, one_thread, train
 
 HIDDEN = 10
 SCHEDULES = {"one-shot": (3,), "iterative": (7, 5, 3)}  # how many neurons are left after each round
@@ -58,7 +58,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Row:
+class ExperimentRow:
     """One line of the table: a network, trained or pruned and retrained, and how often it then solved its task."""
 
     network: str
@@ -88,12 +88,14 @@ class SweptPoint:
     fresh: Share
 
 
-def table(setting: Setting, *, beyond: bool = False, report: Callable[[Row], None] | None = None) -> tuple[Row, ...]:
+def table(
+    setting: Setting, *, beyond: bool = False, report: Callable[[ExperimentRow], None] | None = None
+) -> tuple[ExperimentRow, ...]:
     """All rows of Table 1, with `beyond` those of methods not in the paper too; `report` gets each row as it is ready."""
     _check(setting)
-    rows: list[Row] = []
+    rows: list[ExperimentRow] = []
 
-    def add(row: Row) -> None:
+    def add(row: ExperimentRow) -> None:
         rows.append(row)
         if report:
             report(row)
@@ -109,12 +111,12 @@ def table(setting: Setting, *, beyond: bool = False, report: Callable[[Row], Non
     return tuple(rows)
 
 
-def train_whole(task: Task, setting: Setting) -> Nets:
+def train_whole(task: XorTask, setting: Setting) -> Nets:
     """The networks of 10 hidden neurons, trained."""
     return train(new_nets(setting, HIDDEN, "FCN10"), task.train, setting, "FCN10")
 
 
-def prune(nets: Nets, task: Task, setting: Setting, choose: Choose, sizes: Sequence[int]) -> Nets:
+def prune(nets: Nets, task: XorTask, setting: Setting, choose: Choose, sizes: Sequence[int]) -> Nets:
     """Keep the chosen neurons and retrain from the weights they have, for each of the falling `sizes`."""
     for size in sizes:
         kept = choose(nets, task.train, size, setting)
@@ -123,7 +125,7 @@ def prune(nets: Nets, task: Task, setting: Setting, choose: Choose, sizes: Seque
     return nets
 
 
-def pooled(tables: Sequence[Sequence[Row]]) -> tuple[Row, ...]:
+def pooled(tables: Sequence[Sequence[ExperimentRow]]) -> tuple[ExperimentRow, ...]:
     """The rows of several seeds added up."""
     return tuple(
         replace(same[0], training=_total(row.training for row in same), fresh=_total(row.fresh for row in same))
@@ -155,7 +157,7 @@ def sweep(
     return tuple(points)
 
 
-def explicit_solution(task: Task, bias: float = 0.01) -> Nets:
+def explicit_solution(task: XorTask, bias: float = 0.01) -> Nets:
     """The paper's construction: 3 neurons that see a, b and their sum, and an output parallel to the plane they span.
 
     Before ReLU the three activations lie on a plane; ReLU leaves the points of label +1 on it and moves the others
@@ -178,9 +180,9 @@ def _prunings(beyond: bool) -> Iterable[tuple[str, Choose, str]]:
             yield method, choose, schedule
 
 
-def _row(network: str, method: str, schedule: str, nets: Nets, task: Task) -> Row:
+def _row(network: str, method: str, schedule: str, nets: Nets, task: XorTask) -> ExperimentRow:
     solved = [Share(int((accuracies(nets, p) >= SUCCESS).sum()), len(p.y)) for p in (task.train, task.fresh)]
-    return Row(network, method, schedule, *solved)
+    return ExperimentRow(network, method, schedule, *solved)
 
 
 def _total(shares: Iterable[Share]) -> Share:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from secateurs.methods.compare.figures import new_figure, save_figure
 from secateurs.reproduce.xor.experiment import PAPER, SweptPoint, explicit_solution
-from secateurs.reproduce.xor.nets import Points, Setting, Task, make_task
+from secateurs.reproduce.xor.nets import Points, Setting, XorTask, make_task
 
 _COLOURS = ("#c44e52", "#4c72b0")  # label -1, label +1
 _LINES = ("#8c8c8c", "#dd8452", "#4c72b0", "#55a868", "#8172b3")
@@ -29,7 +29,7 @@ def draw_all(folder: Path, setting: Setting, swept: Sequence[SweptPoint] = ()) -
     return files
 
 
-def data_figure(task: Task) -> Figure:
+def data_figure(task: XorTask) -> Figure:
     """The first experiment's points by label, with the directions a and b that decide it."""
     figure = new_figure(5.2, 4.8)
     axes = figure.add_subplot()
@@ -47,7 +47,7 @@ def data_figure(task: Task) -> Figure:
     return figure
 
 
-def hidden_figure(task: Task) -> Figure:
+def hidden_figure(task: XorTask) -> Figure:
     """The explicit solution's three activations before and after ReLU: there the output's plane divides the labels."""
     figure = new_figure(10.5, 5)
     nets = explicit_solution(task)

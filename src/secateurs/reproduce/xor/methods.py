@@ -28,14 +28,14 @@ class Choose(Protocol):
 
 
 @dataclass(frozen=True)
-class Ensemble:
+class EnsembleMethod:
     """The masks of every experiment and the losses of the networks masked by them."""
 
     masks: Tensor  # (E, M, H)
     losses: Tensor  # (E, M)
 
 
-def draw_ensemble(nets: Nets, points: Points, setting: Setting) -> Ensemble:
+def draw_ensemble(nets: Nets, points: Points, setting: Setting) -> EnsembleMethod:
     """Masks of their own for every experiment, scored on its training points."""
     hidden = nets.w2.shape[-1]
     masks = sample_masks(
@@ -45,7 +45,7 @@ def draw_ensemble(nets: Nets, points: Points, setting: Setting) -> Ensemble:
         generator=stream(setting, f"masks over {hidden}"),
         batch=(setting.first + setting.experiments,),
     )[setting.first :]
-    return Ensemble(masks, mask_losses(nets, points, masks))
+    return EnsembleMethod(masks, mask_losses(nets, points, masks))
 
 
 def by_chance(nets: Nets, points: Points, keep: int, setting: Setting) -> Tensor:

@@ -51,7 +51,7 @@ class Points:
 
 
 @dataclass(frozen=True)
-class Task:
+class XorTask:
     """The XOR problem of every experiment: its two directions, and points to learn from and to test on."""
 
     a: Tensor  # (E, 2)
@@ -94,14 +94,14 @@ def uniform(setting: Setting, purpose: str, *shape: int) -> Tensor:
     return torch.rand(size, generator=stream(setting, purpose))[setting.first :]
 
 
-def make_task(setting: Setting) -> Task:
+def make_task(setting: Setting) -> XorTask:
     """Draw orthonormal a and b, and Gaussian points with label sign((a · x)(b · x)), for every experiment."""
     angle = 2 * math.pi * uniform(setting, "angle")
     turn = torch.where(uniform(setting, "turn") < 0.5, 1.0, -1.0)
     a = torch.stack([angle.cos(), angle.sin()], -1)
     b = torch.stack([-angle.sin(), angle.cos()], -1) * turn[:, None]
     train, fresh = (_draw_points(setting, a, b, purpose) for purpose in ("training points", "fresh points"))
-    return Task(a, b, train, fresh)
+    return XorTask(a, b, train, fresh)
 
 
 def _draw_points(setting: Setting, a: Tensor, b: Tensor, purpose: str) -> Points:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from secateurs._util.tables import Sheet
-from secateurs.reproduce.xor.experiment import PAPER_EXPERIMENTS, Row, Share, SweptPoint
+from secateurs.reproduce.xor.experiment import PAPER_EXPERIMENTS, ExperimentRow, Share, SweptPoint
 
 
-def paper_sheet(rows: Sequence[Row], tables: Sequence[Sequence[Row]], seeds: Sequence[int]) -> Sheet:
+def paper_sheet(rows: Sequence[ExperimentRow], tables: Sequence[Sequence[ExperimentRow]], seeds: Sequence[int]) -> Sheet:
     """Table 1: the paper's figure beside ours, over all seeds and, where there are several, for each."""
     several = len(seeds) > 1
     by_key = [{row.key: row for row in table} for table in tables]
@@ -34,7 +34,7 @@ def paper_sheet(rows: Sequence[Row], tables: Sequence[Sequence[Row]], seeds: Seq
     return Sheet(title, columns, lines)
 
 
-def methods_sheet(rows: Sequence[Row]) -> Sheet:
+def methods_sheet(rows: Sequence[ExperimentRow]) -> Sheet:
     """Every pruning method that was run both in one shot and iteratively, best one-shot success first."""
     found = {(row.method, row.schedule): row for row in rows}
     methods = [method for method, schedule in found if schedule == "iterative"]
@@ -47,7 +47,7 @@ def methods_sheet(rows: Sequence[Row]) -> Sheet:
     return Sheet("Ways to choose the 3 neurons: % of successes on the training points, and on fresh ones", columns, lines)
 
 
-def _cells(row: Row) -> tuple[str, str, str]:
+def _cells(row: ExperimentRow) -> tuple[str, str, str]:
     return f"{row.training.percent:.1f}", _interval(row.training), f"{row.fresh.percent:.1f}"
 
 
@@ -61,16 +61,16 @@ def sweep_sheet(points: Sequence[SweptPoint]) -> Sheet:
     return Sheet(title, ("P", *(f"M = {count}" for count in counts)), tuple(lines))
 
 
-def plain(record: Row | SweptPoint) -> dict[str, object]:
+def plain(record: ExperimentRow | SweptPoint) -> dict[str, object]:
     """The record as JSON takes it, shares with their percent and interval."""
     fields: dict[str, object] = asdict(record)
     for name in ("training", "fresh"):
         share: Share = getattr(record, name)
         fields[name] = {**asdict(share), "percent": share.percent, "interval": share.interval}
-    return {**fields, "paper": record.paper} if isinstance(record, Row) else fields
+    return {**fields, "paper": record.paper} if isinstance(record, ExperimentRow) else fields
 
 
-def _name(row: Row) -> str:
+def _name(row: ExperimentRow) -> str:
     if not row.method:
         return f"train {row.network}"
     return row.method if row.method == "random" else f"{row.method}, {row.schedule}"

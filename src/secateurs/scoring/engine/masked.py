@@ -18,9 +18,9 @@ from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, total
 from secateurs.scoring.engine.autotune import default_form, is_right, race
 from secateurs.scoring.engine.memory import default_budget, memory_of
-from secateurs.scoring.engine.split import Parts, check_replacements, prepare
-from secateurs.scoring.engine.strategies import Arrival, Form, Way, check_form
-from secateurs.scoring.engine.workers import Chunk, Chunks, Crew, Task, one_thread
+from secateurs.scoring.engine.split import SplitNetwork, check_replacements, prepare
+from secateurs.scoring.engine.strategies import MaskedForward, MaskingStrategy, SiteActivations, check_form
+from secateurs.scoring.engine.workers import CachedBatch, CachedBatches, Task, WorkerPool, one_thread
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ def joined(parts: Sequence[Slopes]) -> Slopes:
     return Slopes(torch.cat([part.losses for part in parts]), torch.cat([part.slopes for part in parts]))
 
 
-def slopes_of(way: Way, chunk: Chunk, masks: Tensor, loss_fn: Measure) -> Slopes:
+def slopes_of(way: MaskedForward, chunk: CachedBatch, masks: Tensor, loss_fn: Measure) -> Slopes:
     """Losses and slopes of a chunk's n examples, each under its own of `masks` (n, C)."""
     losses, slopes, start = [], [], 0
     for piece in way.pieces(chunk.arrival):
@@ -63,7 +63,7 @@ def per_example(values: Tensor, count: int) -> Tensor:
     return values.double().reshape(count, -1).mean(1)
 
 
-def _masked(way: Way, piece: Arrival, factors: Tensor) -> Tensor:
+def _masked(way: MaskedForward, piece: SiteActivations, factors: Tensor) -> Tensor:
     """Each example times its own mask, with the fill where the mask is zero."""
     shape = [len(factors)] + [1] * (piece.activations.ndim - 1)
     shape[way.parts.axis] = -1
@@ -83,7 +83,7 @@ Weights = Callable[[Tensor], Mapping[str, Tensor]]
 """Takes a mask (C,), gives the tensors, by their names in the graph's module, that replace those behind the site."""
 
 Given = dict[str, Tensor]
-Summary = Callable[[Any, Chunk], Tensor]
+Summary = Callable[[Any, CachedBatch], Tensor]
 
 RACED_MASKS = 16  # at most so many different ones in a race
 
@@ -96,7 +96,7 @@ def split_for(
     batch: int = 256,
     device: Device = None,
     cache_bytes: int | None = None,
-    form: Form | None = None,
+    form: MaskingStrategy | None = None,
     announced: int = 0,
     unfolded: Collection[str] = (),
     fill: Tensor | None = None,
@@ -119,7 +119,7 @@ def split_for(
     if form is not None:
         check_form(parts, form)
     budget = default_budget(parts.device) if cache_bytes is None else cache_bytes
-    return MaskedNetwork(parts, Chunks(examples, batch, budget, parts.device), form, announced)
+    return MaskedNetwork(parts, CachedBatches(examples, batch, budget, parts.device), form, announced)
 
 
 class MaskedNetwork:
@@ -129,13 +129,13 @@ class MaskedNetwork:
     threads as torch uses; measures are then called from any of them. Losses do not depend on the number of threads.
     """
 
-    form: Form | None
+    form: MaskingStrategy | None
     """How it measures: None until it has."""
 
-    def __init__(self, parts: Parts, chunks: Chunks, form: Form | None, announced: int) -> None:
+    def __init__(self, parts: SplitNetwork, chunks: CachedBatches, form: MaskingStrategy | None, announced: int) -> None:
         self.form = form
         self._parts, self._chunks, self._announced = parts, chunks, announced
-        self._crew: Crew | None = None
+        self._crew: WorkerPool | None = None
 
     def measure(self, masks: Tensor, measures: Sequence[Measure], *, weights: Weights | None = None) -> Tensor:
         """Mean of each measure over the examples under each mask: masks (M, C) to float64 (M, number of measures).
@@ -143,7 +143,7 @@ class MaskedNetwork:
         With `weights`, the network under a mask has the tensors that it gives for the mask instead of its own.
         """
 
-        def sums(outputs: Any, chunk: Chunk) -> Tensor:
+        def sums(outputs: Any, chunk: CachedBatch) -> Tensor:
             return torch.stack([total(m(outputs, chunk.targets), chunk.examples) for m in measures])
 
         found = torch.stack(self._measured(masks, sums, weights))
@@ -152,7 +152,7 @@ class MaskedNetwork:
     def values(self, masks: Tensor, measure: Measure, *, weights: Weights | None = None) -> Tensor:
         """The measure of each example under each mask: masks (M, C) to float64 (M, N)."""
 
-        def each(outputs: Any, chunk: Chunk) -> Tensor:
+        def each(outputs: Any, chunk: CachedBatch) -> Tensor:
             return per_example(measure(outputs, chunk.targets).detach().cpu(), chunk.examples)
 
         return torch.cat(self._measured(masks, each, weights), 1)
@@ -167,7 +167,7 @@ class MaskedNetwork:
         placed = [masks.to(self._parts.device) for masks in turns]
         found: dict[Task, Slopes] = {}
 
-        def work(way: Way, chunk: Chunk, task: Task) -> None:
+        def work(way: MaskedForward, chunk: CachedBatch, task: Task) -> None:
             number, turn = task
             start = number * self._chunks.batch
             found[task] = slopes_of(way, chunk, placed[turn][start : start + chunk.examples], loss_fn)
@@ -198,7 +198,7 @@ class MaskedNetwork:
                 yield masks[first : number + 1], given
                 first, given = number + 1, []
 
-    def _chosen(self, masks: Tensor) -> Form:
+    def _chosen(self, masks: Tensor) -> MaskingStrategy:
         """The form by rule, if it is right for this network, or the winner of a race on the first chunk."""
         parts, batch = self._parts, self._chunks.batch
         form = default_form(parts, batch)
@@ -206,17 +206,17 @@ class MaskedNetwork:
             crew = self._crew_for(form)
             arrival = crew.first_arrival()
             if len(masks) and not is_right(crew.way, arrival, masks):
-                return Form(rows=batch)
+                return MaskingStrategy(rows=batch)
             work = self._announced * len(self._chunks)
             return race(parts, form, arrival, masks[:RACED_MASKS], passes=work) if work else form
 
-    def _crew_for(self, form: Form) -> Crew:
+    def _crew_for(self, form: MaskingStrategy) -> WorkerPool:
         """Those who work in that form; chunks that were kept for another one are forgotten."""
         if self._crew is None or self._crew.form != form:
             keeps = self._crew is not None and self._crew.form.masking == form.masking
             if not keeps:
                 self._chunks.clear()
-            self._crew = Crew(self._parts, form, self._chunks)
+            self._crew = WorkerPool(self._parts, form, self._chunks)
         return self._crew
 
     def _check(self, masks: Tensor, count: int | None = None) -> None:
@@ -234,11 +234,11 @@ def _groups(masks: Tensor, size: int) -> list[Tensor]:
     return [filled[start : start + size] for start in range(0, len(filled), size)]
 
 
-def _run(crew: Crew, groups: Sequence[Tensor], given: list[Given] | None, summary: Summary, count: int) -> list[Tensor]:
+def _run(crew: WorkerPool, groups: Sequence[Tensor], given: list[Given] | None, summary: Summary, count: int) -> list[Tensor]:
     """The summary of the outputs of `count` masks, in groups, for each chunk; what is `given` for a mask replaces weights."""
     found: dict[Task, list[Tensor]] = {}
 
-    def work(way: Way, chunk: Chunk, task: Task) -> None:
+    def work(way: MaskedForward, chunk: CachedBatch, task: Task) -> None:
         group = task[1]
         outputs = way.outputs(chunk.arrival, groups[group], None if given is None else given[group])
         found[task] = [summary(one, chunk) for one in outputs]

@@ -22,7 +22,7 @@ READERS = (nn.Conv2d, nn.Linear)
 
 
 @dataclass(frozen=True)
-class Parts:
+class SplitNetwork:
     """Prefix and suffix of a network, prepared once for a site; `names` are the parameters and buffers of the suffix."""
 
     prefix: fx.GraphModule
@@ -44,7 +44,7 @@ class Parts:
 
 def prepare(
     split: Split, inputs: Tensor, *, channels: int, device: Device, unfolded: Collection[str], fill: Tensor | None
-) -> Parts:
+) -> SplitNetwork:
     """Copy both parts to `device` and fold what can be folded; `inputs` are a few examples as the network takes them."""
     prefix, suffix = (copy.deepcopy(part).eval().requires_grad_(False) for part in (split.prefix, split.suffix))
     place = _home(split) if device is None else torch.device(device)
@@ -59,7 +59,7 @@ def prepare(
             fold_norms_(part, unfolded)
             part.to(memory_format=layout)  # type: ignore[call-overload]  # the stubs know only the form with a dtype
     fill = None if fill is None else fill.detach().to(place)
-    return Parts(prefix, suffix, split.axis, channels, place, batching, names, dtype, layout, fill)
+    return SplitNetwork(prefix, suffix, split.axis, channels, place, batching, names, dtype, layout, fill)
 
 
 def _home(split: Split) -> torch.device:
@@ -81,7 +81,7 @@ def _layout(device: torch.device, dtype: torch.dtype) -> torch.memory_format:
     return torch.channels_last if on_cpu or halves else torch.contiguous_format
 
 
-def twin(module: fx.GraphModule) -> fx.GraphModule:
+def shallow_clone(module: fx.GraphModule) -> fx.GraphModule:
     """A copy with modules and graph of its own and the same tensors, for a thread of its own or to be rewritten."""
     tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
     copied = copy.deepcopy(module, {id(t): t for t in tensors})
@@ -142,7 +142,7 @@ def slots_of(module: nn.Module, tensor: Tensor) -> Slots:
 
 
 @contextmanager
-def holding(given: list[tuple[Slots, Tensor]]) -> Iterator[None]:
+def swapped_tensors(given: list[tuple[Slots, Tensor]]) -> Iterator[None]:
     """Put each tensor into its slots inside the block; what was there comes back, even after an error."""
     before = [(store, name, store[name]) for slots, _ in given for store, name in map(_store, slots)]
     try:
@@ -160,12 +160,12 @@ def _store(slot: tuple[nn.Module, str]) -> tuple[dict[str, Any], str]:
     return (module._parameters if name in module._parameters else module._buffers), name
 
 
-def replacements(parts: Parts, suffix: fx.GraphModule, given: Mapping[str, Tensor]) -> list[tuple[Slots, Tensor]]:
+def replacements(parts: SplitNetwork, suffix: fx.GraphModule, given: Mapping[str, Tensor]) -> list[tuple[Slots, Tensor]]:
     """Slots in `suffix`, a twin of the prepared one, for tensors named as in the user's module."""
     return [(slots_of(suffix, parts.names[name]), tensor) for name, tensor in given.items()]
 
 
-def check_replacements(parts: Parts, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def check_replacements(parts: SplitNetwork, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors on the network's device and in its precision; `InvalidInput` for names that cannot be replaced."""
     checked = {}
     for name, tensor in given.items():
@@ -335,11 +335,11 @@ def folded(layer: nn.Module, norm: nn.Module) -> nn.Module:
     shift = shift * scale if norm.bias is None else shift * scale + _tensor(norm.bias).double()
     along = [1] * weight.ndim
     along[1 if type(layer) in TRANSPOSED else 0] = -1
-    twin = _with_bias(layer)
+    shallow_clone = _with_bias(layer)
     with torch.no_grad():
-        twin.weight = nn.Parameter((weight.double() * scale.view(along)).to(weight.dtype), requires_grad=False)
-        twin.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=False)
-    return twin.eval()
+        shallow_clone.weight = nn.Parameter((weight.double() * scale.view(along)).to(weight.dtype), requires_grad=False)
+        shallow_clone.bias = nn.Parameter(shift.to(weight.dtype), requires_grad=False)
+    return shallow_clone.eval()
 
 
 def _with_bias(layer: nn.Module) -> nn.Module:

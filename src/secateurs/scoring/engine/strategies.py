@@ -14,16 +14,16 @@ from secateurs.errors import InvalidInput
 from secateurs.graph.layers import mask_channels
 from secateurs.scoring.engine.memory import memory_of
 from secateurs.scoring.engine.split import (
-    Parts,
+    SplitNetwork,
     called,
     cut,
-    holding,
     joined,
     readers,
     replacements,
+    shallow_clone,
     slots_of,
     stacked,
-    twin,
+    swapped_tensors,
     unstacked,
 )
 from secateurs.scoring.engine.subtraction import Difference, can_fuse, fuse_, pick, take_difference
@@ -32,7 +32,7 @@ Masking = Literal["multiply", "weights", "gather", "subtract"]
 
 
 @dataclass(frozen=True)
-class Form:
+class MaskingStrategy:
     """How masks are measured: plain values, with which a later measurement on the same machine gives the same bits.
 
     `masking`: "multiply" the activations; or the "weights" of the layers that read the site, for their masked channels; or
@@ -48,7 +48,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class SiteActivations:
     """What arrives at a site for some examples, and what else the suffix reads."""
 
     activations: Tensor
@@ -66,7 +66,7 @@ class Arrival:
         return memory_of(self.tensors())
 
 
-def possible_maskings(parts: Parts) -> list[Masking]:
+def possible_maskings(parts: SplitNetwork) -> list[Masking]:
     """The ways of masking that this site allows."""
     found: list[Masking] = ["multiply"]
     if parts.fill is None and parts.batching.apart and readers(parts.suffix, parts.axis):
@@ -74,12 +74,12 @@ def possible_maskings(parts: Parts) -> list[Masking]:
     return found
 
 
-def can_be_fused(parts: Parts) -> bool:
+def can_be_fused(parts: SplitNetwork) -> bool:
     """Whether convolutions of this network can take sums and ReLUs along."""
     return parts.device.type == "cpu" and parts.dtype == torch.float32 and can_fuse()
 
 
-def check_form(parts: Parts, form: Form) -> None:
+def check_form(parts: SplitNetwork, form: MaskingStrategy) -> None:
     """`InvalidInput` if this network cannot be measured in that form."""
     wrong = [
         (form.rows < 1 or form.masks_per_pass < 1, "rows and masks_per_pass must be at least 1"),
@@ -94,17 +94,17 @@ def check_form(parts: Parts, form: Form) -> None:
         raise InvalidInput(f"{form}: {reasons[0]}. Leave form=None to have one chosen.")
 
 
-class Way:
+class MaskedForward:
     """Runs prefix and suffix in one form, in one thread: threads may share `parts` but not a way."""
 
-    def __init__(self, parts: Parts, form: Form) -> None:
+    def __init__(self, parts: SplitNetwork, form: MaskingStrategy) -> None:
         self.parts, self.form = parts, form
-        self.prefix = twin(parts.prefix)
+        self.prefix = shallow_clone(parts.prefix)
 
     @cached_property
     def suffix(self) -> fx.GraphModule:
         """What lies behind the site, as far as this form changes it for all masks alike."""
-        suffix = twin(self.parts.suffix)
+        suffix = shallow_clone(self.parts.suffix)
         if self.form.fused:
             fuse_(suffix)
         return suffix
@@ -112,7 +112,7 @@ class Way:
     @cached_property
     def differentiable(self) -> fx.GraphModule:
         """The suffix without ops that know no gradients."""
-        return twin(self.parts.suffix)
+        return shallow_clone(self.parts.suffix)
 
     @cached_property
     def _difference(self) -> Difference:
@@ -131,28 +131,28 @@ class Way:
     def _multiply(self) -> Callable[..., Any]:
         return torch.compile(self._eager, dynamic=False) if self.form.compiled else self._eager
 
-    def arrive(self, inputs: Tensor) -> Arrival:
+    def arrive(self, inputs: Tensor) -> SiteActivations:
         """Run the prefix over a whole batch, and over it what no mask changes."""
         activations, *carried = self.prefix(self.parts.laid_out(inputs))
-        arrival = Arrival(self.parts.laid_out(activations), tuple(map(self.parts.laid_out, carried)))
+        arrival = SiteActivations(self.parts.laid_out(activations), tuple(map(self.parts.laid_out, carried)))
         if not bool(torch.isfinite(activations).all()):  # zero times infinity is not zero: masked by other means
             return replace(arrival, finite=False)
         return self.completed(arrival)
 
-    def completed(self, arrival: Arrival) -> Arrival:
+    def completed(self, arrival: SiteActivations) -> SiteActivations:
         """With the totals that this form needs, if it needs any."""
         if self.form.masking != "subtract" or not arrival.finite:
             return arrival
         totals = [self._difference.whole(piece.activations, *piece.carried) for piece in self.pieces(arrival)]
         return replace(arrival, totals=tuple(torch.cat(rows) for rows in zip(*totals, strict=True)))
 
-    def outputs(self, arrival: Arrival, masks: Tensor, given: Mapping[str, Tensor] | None = None) -> list[Any]:
+    def outputs(self, arrival: SiteActivations, masks: Tensor, given: Mapping[str, Tensor] | None = None) -> list[Any]:
         """What the masked network gives for all the examples, for each of `masks` (g, C).
 
         `given`: tensors, named as in the user's module, that replace the suffix's own.
         """
         if given is not None:
-            with holding(replacements(self.parts, self.suffix, given)):
+            with swapped_tensors(replacements(self.parts, self.suffix, given)):
                 return self._passes(arrival, masks, self._eager)
         if not arrival.finite or self.form.masking == "multiply":
             return self._passes(arrival, masks, self._multiply if arrival.finite else self._eager)
@@ -160,7 +160,7 @@ class Way:
             return self._subtracting(arrival, masks)
         return self._reweighing(arrival, masks)
 
-    def _passes(self, arrival: Arrival, masks: Tensor, run: Callable[..., Any]) -> list[Any]:
+    def _passes(self, arrival: SiteActivations, masks: Tensor, run: Callable[..., Any]) -> list[Any]:
         """Each pass of at most `rows` examples; what several masks gave for the passes, mask by mask."""
         passes = []
         for piece in self.pieces(arrival):
@@ -169,11 +169,11 @@ class Way:
             passes.append(unstacked(way(piece, masks), len(masks)))
         return [joined(list(parts)) for parts in zip(*passes, strict=True)]
 
-    def pieces(self, arrival: Arrival) -> list[Arrival]:
+    def pieces(self, arrival: SiteActivations) -> list[SiteActivations]:
         """The examples, at most `rows` at a time; all at once if the network mixes them."""
         return in_pieces(arrival, self.parts, self.form.rows)
 
-    def _reweighing(self, arrival: Arrival, masks: Tensor) -> list[Any]:
+    def _reweighing(self, arrival: SiteActivations, masks: Tensor) -> list[Any]:
         """Readers whose weights for the masked channels are zero, or that have no others than those for the kept ones."""
         outputs = []
         for mask in masks:
@@ -184,19 +184,19 @@ class Way:
                 index = _picked(mask)
                 weights = _columns(self._read, index, mask)
             slots = [slots_of(self.suffix, weight) for weight in self._read]
-            with holding(list(zip(slots, weights, strict=True))):
+            with swapped_tensors(list(zip(slots, weights, strict=True))):
                 passes = [self.suffix(self._pick(piece, index), *piece.carried) for piece in self.pieces(arrival)]
             outputs.append(joined(passes))
         return outputs
 
-    def _subtracting(self, arrival: Arrival, masks: Tensor) -> list[Any]:
+    def _subtracting(self, arrival: SiteActivations, masks: Tensor) -> list[Any]:
         """The known totals minus what the masked channels add to them."""
         outputs, difference = [], self._difference
         for mask in masks:
             index = _picked(~mask)
             weights = [weight.neg() for weight in _columns(difference.weights, index, ~mask)]
             slots = [[(layer, "weight")] for layer in difference.layers]
-            with holding(list(zip(slots, weights, strict=True))):
+            with swapped_tensors(list(zip(slots, weights, strict=True))):
                 passes = [
                     difference.changed(self._pick(piece, index), *piece.carried, *piece.totals)
                     for piece in self.pieces(arrival)
@@ -204,18 +204,18 @@ class Way:
             outputs.append(joined(passes))
         return outputs
 
-    def _pick(self, piece: Arrival, index: Tensor | None) -> Tensor:
+    def _pick(self, piece: SiteActivations, index: Tensor | None) -> Tensor:
         return piece.activations if index is None else pick(piece.activations, index, self.parts.axis)
 
 
-def in_pieces(arrival: Arrival, parts: Parts, rows: int) -> list[Arrival]:
+def in_pieces(arrival: SiteActivations, parts: SplitNetwork, rows: int) -> list[SiteActivations]:
     """The examples, at most `rows` at a time; all at once if the network mixes them."""
     count, rowed = len(arrival.activations), parts.batching.carried
     if not parts.batching.apart or count <= rows:
         return [arrival]
     always = (True,) * len(arrival.totals)
     return [
-        Arrival(
+        SiteActivations(
             arrival.activations[start : start + rows],
             cut(arrival.carried, rowed, start, start + rows),
             cut(arrival.totals, always, start, start + rows),
@@ -228,10 +228,10 @@ def in_pieces(arrival: Arrival, parts: Parts, rows: int) -> list[Arrival]:
 class _Multiply:
     """The suffix behind activations that are multiplied by masks, which come in as numbers."""
 
-    def __init__(self, suffix: fx.GraphModule, parts: Parts) -> None:
+    def __init__(self, suffix: fx.GraphModule, parts: SplitNetwork) -> None:
         self.suffix, self.parts = suffix, parts
 
-    def __call__(self, arrival: Arrival, masks: Tensor) -> Any:
+    def __call__(self, arrival: SiteActivations, masks: Tensor) -> Any:
         """Outputs for the examples under the first mask, then the second, and so on."""
         masked = self.masked(arrival.activations, masks, arrival.finite)
         if len(masks) == 1:
@@ -254,7 +254,7 @@ class _Multiply:
         return kept if fill is None else kept + ((1 - factors) * fill.to(factors.dtype)).view(shape)
 
 
-def plain_outputs(parts: Parts, arrival: Arrival, masks: Tensor) -> Any:
+def plain_outputs(parts: SplitNetwork, arrival: SiteActivations, masks: Tensor) -> Any:
     """What the masked network gives, in the simplest form: for comparison."""
     return _Multiply(parts.suffix, parts)(replace(arrival, totals=()), masks)
 

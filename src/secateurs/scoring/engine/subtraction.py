@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from secateurs.graph.channels import free_name
-from secateurs.scoring.engine.split import called, dims_of, has_onednn, twin
+from secateurs.scoring.engine.split import called, dims_of, has_onednn, shallow_clone
 
 RELUS = (F.relu, torch.relu, "relu")
 SUMS = (operator.add, torch.add, "add")
@@ -105,7 +105,7 @@ def take_difference(suffix: fx.GraphModule, readers: list[fx.Node], *, fused: bo
     """Split what `readers`, nodes of `suffix`, do into what no mask changes and what the masked channels take away."""
     touched = _behind(next(iter(suffix.graph.nodes)))
     anchors = [_anchor(reader, touched) for reader in readers]
-    changed = twin(suffix)
+    changed = shallow_clone(suffix)
     same = dict(zip(suffix.graph.nodes, changed.graph.nodes, strict=True))
     names = []
     for reader, anchor in zip(readers, anchors, strict=True):

@@ -14,20 +14,20 @@ from torch import Tensor
 
 from secateurs.data.dataset import Examples, Targets, target_parts
 from secateurs.scoring.engine.memory import memory_of
-from secateurs.scoring.engine.split import Parts
-from secateurs.scoring.engine.strategies import Arrival, Form, Way
+from secateurs.scoring.engine.split import SplitNetwork
+from secateurs.scoring.engine.strategies import MaskedForward, MaskingStrategy, SiteActivations
 
 
 @dataclass(frozen=True)
-class Chunk:
+class CachedBatch:
     """Some examples as they arrive at a site, and their targets."""
 
-    arrival: Arrival
+    arrival: SiteActivations
     targets: Targets
     examples: int
 
 
-class Chunks:
+class CachedBatches:
     """All chunks of a set of examples; those that fit into `budget` bytes are computed once, the others when asked for.
 
     Threads may ask at the same time. Which chunks are kept depends on who comes first, what they hold never does.
@@ -35,8 +35,8 @@ class Chunks:
 
     def __init__(self, examples: Examples, batch: int, budget: int, device: torch.device) -> None:
         self.examples, self.batch, self.budget, self.device = examples, batch, budget, device
-        self._kept: dict[int, Chunk] = {}
-        self._lent: dict[int, Chunk] = {}
+        self._kept: dict[int, CachedBatch] = {}
+        self._lent: dict[int, CachedBatch] = {}
         self._lock = Lock()
         self._locks = [Lock() for _ in range(0, len(examples), batch)]
         self.used = 0
@@ -48,7 +48,7 @@ class Chunks:
         """Examples in one chunk."""
         return min(self.batch, len(self.examples) - number * self.batch)
 
-    def get(self, number: int, arrive: Callable[[Tensor], Arrival]) -> Chunk:
+    def get(self, number: int, arrive: Callable[[Tensor], SiteActivations]) -> CachedBatch:
         """One chunk, as it was kept or as `arrive` makes it from inputs; hand it back with `release`."""
         with self._locks[number]:
             found = self._kept.get(number) or self._lent.get(number)
@@ -71,12 +71,12 @@ class Chunks:
         self._lent.clear()
         self.used = 0
 
-    def _make(self, number: int, arrive: Callable[[Tensor], Arrival]) -> Chunk:
+    def _make(self, number: int, arrive: Callable[[Tensor], SiteActivations]) -> CachedBatch:
         start = number * self.batch
         inputs, targets = self.examples.batch(slice(start, start + self.batch), device=self.device)
-        return Chunk(arrive(inputs), targets, len(inputs))
+        return CachedBatch(arrive(inputs), targets, len(inputs))
 
-    def _keep(self, number: int, chunk: Chunk) -> None:
+    def _keep(self, number: int, chunk: CachedBatch) -> None:
         tensors = [*chunk.arrival.tensors(), *target_parts(chunk.targets)]
         size = memory_of(tensors, besides=[self.examples.inputs, *target_parts(self.examples.targets)])
         with self._lock:
@@ -91,7 +91,7 @@ Task = tuple[int, int]
 """Number of a chunk of examples, number of a group of masks."""
 
 
-class Rota:
+class TaskQueue:
     """Hands out every group of every chunk once. A worker stays with its chunk, then takes a new one, then helps elsewhere."""
 
     def __init__(self, chunks: int, groups: int) -> None:
@@ -124,7 +124,7 @@ class Rota:
         self._stopped = True
 
 
-def share(rota: Rota, work: Callable[[int, Task], None], workers: int) -> None:
+def share(rota: TaskQueue, work: Callable[[int, Task], None], workers: int) -> None:
     """Call `work(worker, task)` for all that is left of the rota, in `workers` threads; raises what one raises."""
     if workers == 1:
         _work(rota, work, 0)
@@ -141,7 +141,7 @@ def share(rota: Rota, work: Callable[[int, Task], None], workers: int) -> None:
         torch.set_num_threads(threads)  # MKL and threads started later take the number that was set last, anywhere
 
 
-def _work(rota: Rota, work: Callable[[int, Task], None], worker: int) -> None:
+def _work(rota: TaskQueue, work: Callable[[int, Task], None], worker: int) -> None:
     chunk = None
     while (task := rota.take(chunk)) is not None:
         chunk = task[0]
@@ -166,25 +166,25 @@ def one_thread(device: torch.device) -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-Work = Callable[[Way, Chunk, Task], None]
+Work = Callable[[MaskedForward, CachedBatch, Task], None]
 
 WORTH_SHARING = 0.02  # seconds of work left: starting threads costs about a hundredth of that
 LONG_OP = 50e-6  # seconds: with shorter ops, threads would only wait for each other's turn in Python
 
 
-class Crew:
+class WorkerPool:
     """Does pieces of work in one form; the number of its members never shows in what comes out."""
 
-    def __init__(self, parts: Parts, form: Form, chunks: Chunks) -> None:
+    def __init__(self, parts: SplitNetwork, form: MaskingStrategy, chunks: CachedBatches) -> None:
         self.parts, self.form, self.chunks = parts, form, chunks
-        self._ways = [Way(parts, form)]
+        self._ways = [MaskedForward(parts, form)]
 
     def work_through(self, work: Work, groups: int) -> None:
         """Call `work` once for each of `groups` and each chunk, without gradients, one op at a time in every thread.
 
         The first piece is done in the calling thread; how long it takes tells whether the others are worth sharing.
         """
-        rota = Rota(len(self.chunks), groups)
+        rota = TaskQueue(len(self.chunks), groups)
 
         def one_piece(worker: int, task: Task) -> None:
             way, number = self._ways[worker], task[0]
@@ -207,11 +207,11 @@ class Crew:
             self.chunks.release_all()
 
     @property
-    def way(self) -> Way:
+    def way(self) -> MaskedForward:
         """That of the calling thread."""
         return self._ways[0]
 
-    def first_arrival(self) -> Arrival:
+    def first_arrival(self) -> SiteActivations:
         """The first chunk at the site."""
         return self.chunks.get(0, self.way.arrive).arrival
 
@@ -226,4 +226,4 @@ class Crew:
     def _employ(self, workers: int) -> None:
         while len(self._ways) < workers:
             # what is compiled has no state that threads could mix up, and compiling it again would take long
-            self._ways.append(self.way if self.form.compiled else Way(self.parts, self.form))
+            self._ways.append(self.way if self.form.compiled else MaskedForward(self.parts, self.form))
