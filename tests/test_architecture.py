@@ -1,45 +1,43 @@
-"""Imports point down only, each step's docstring is the table's row, only the command line prints."""
+"""The shape of the package: thirteen rows whose imports point down only, few entries at its root, one name for one class,
+pure maths apart from models and disks, and a run that calls the steps of Algorithm 1 in their order."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "secateurs"
 
-# bottom to top; what shares a row may not import each other, unless it is the same package
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "naming", "home", "usercode"),
-    ("decode",),
-    ("files", "channels", "layers", "costs", "tensorfile", "store"),
-    ("normalise", "plan", "fetch", "timing", "journal"),
-    ("graph",),
-    ("flow", "sums"),
-    ("sites",),
-    ("readers",),
-    ("masking",),
+# bottom to top; what shares a row may not import each other
+ROWS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("_util",),
+    ("config",),
+    ("data",),
+    ("graph", "metrics", "models"),
     ("compaction",),
-    ("artefact", "data", "masks", "importance", "search", "contract", "allocation", "stability", "noise", "obs", "widths"),
-    ("evaluate", "gradients"),
-    ("engine", "divergence", "training", "identity"),
-    ("ensemble", "measuring", "repair"),
-    ("criteria", "scoring"),
-    ("cutting", "ranking"),
-    ("recipe", "steps"),
-    ("record", "workshop", "report"),
-    ("dividing",),
-    ("journey",),
-    ("run",),
-    ("models", "export", "methods"),
-    ("experiments", "integrations"),
+    ("scoring", "repair", "training"),
+    ("criteria", "selection"),
+    ("pruning",),
+    ("report", "export", "integrations"),
+    ("methods", "api"),
     ("cli",),
+    ("reproduce",),
 )
-LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
-PURE = ("importance", "search", "masks", "contract", "allocation", "stability", "noise", "gradients", "obs")
+LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
+PURE = (
+    *("scoring/importance", "scoring/masks", "scoring/convergence", "repair/obs"),
+    *("selection/search", "selection/contract", "selection/allocation"),
+)
+PURE_MAY_SEE = {"errors", "config", "graph.channels", "scoring.importance"}
 
 
 def modules() -> list[Path]:
@@ -50,41 +48,69 @@ def unit(path: Path) -> str:
     return path.relative_to(SRC).parts[0].removesuffix(".py")
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> set[str]:
-    """Top-level parts of the package that a file imports, anywhere in it."""
+    """Modules of the package that a file imports, anywhere in it, without the package's own name."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("secateurs."):
-            found.add(node.module.split(".")[1])
+            found.add(node.module.removeprefix("secateurs."))
         elif isinstance(node, ast.ImportFrom) and node.module == "secateurs":
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("secateurs.")}
+            found |= {alias.name.removeprefix("secateurs.") for alias in node.names if alias.name.startswith("secateurs.")}
     return found
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
 def test_imports_point_down(path: Path) -> None:
     own = unit(path)
-    assert own in LEVEL, f"{own} has no place in LAYERS: give it one"
-    for other in imported(path) - {own}:
-        if other in LEVEL:
-            assert LEVEL[other] < LEVEL[own], f"{path.relative_to(SRC)} imports {other}, which does not lie below {own}"
+    assert own in LEVEL, f"{own} has no place in ROWS: give it one"
+    for other in {name.split(".")[0] for name in imported(path)} - {own}:
+        assert LEVEL[other] < LEVEL[own], f"{path.relative_to(SRC)} imports {other}, which does not lie below {own}"
+
+
+def test_a_newcomer_finds_few_rooms() -> None:
+    entries = [entry.name for entry in SRC.iterdir() if entry.name not in ("__pycache__", "py.typed")]
+    loose = {name for name in entries if name.endswith(".py")}
+    assert loose == {"__init__.py", "api.py", "config.py", "errors.py", "metrics.py"}
+    assert len(entries) <= 24
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in modules():
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(str(path.relative_to(SRC)))
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
 
 
 @pytest.mark.parametrize("name", PURE)
 def test_pure_maths_sees_no_model_path_or_clock(name: str) -> None:
-    tree = ast.parse((SRC / f"{name}.py").read_text())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    path = SRC / f"{name}.py"
+    names = {alias.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)}
     assert not {n for n in names if n.split(".")[0] in ("pathlib", "os", "time", "datetime", "io")}
-    assert imported(SRC / f"{name}.py") <= {"errors", "channels", "importance"}
-    assert "nn" not in {alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for alias in n.names}
+    assert imported(path) <= PURE_MAY_SEE
+    assert "nn" not in {alias.name for n in ast.walk(tree_of(path)) if isinstance(n, ast.ImportFrom) for alias in n.names}
 
 
-@pytest.mark.parametrize("path", [p for p in modules() if unit(p) != "cli"], ids=lambda p: str(p.relative_to(SRC)))
+def test_config_needs_no_torch() -> None:
+    assert imported(SRC / "config.py") <= {"errors", "_util.decode", "_util.files"}
+    names = {alias.name for node in tree_of(SRC / "config.py").body if isinstance(node, ast.Import) for alias in node.names}
+    assert "torch" not in names
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in modules() if unit(p) not in ("cli", "reproduce")], ids=lambda p: str(p.relative_to(SRC))
+)
 def test_only_the_command_line_prints(path: Path) -> None:
-    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
     assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
 
 
@@ -96,28 +122,48 @@ def test_nothing_is_unpickled(path: Path) -> None:
         assert "weights_only=True" in call
 
 
-def steps_in_docstrings() -> dict[int, tuple[str, str]]:
-    found = {}
-    for path in modules():
-        text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].split())
-        match = re.match(r"Step (\d) of 9: (takes .*)", text)
-        if match:
-            name = str(path.relative_to(SRC)).removesuffix("/__init__.py")
-            found[int(match[1])] = (name if name.endswith(".py") else f"{name}/", match[2])
-    return found
+def test_a_run_calls_the_steps_of_algorithm_1_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every site: masks are drawn (3), the masked network is measured (4), importances are fitted (5), the cut is
+    searched (6), the network is compacted (7) and trained (8)."""
+    from kill_driver import small_data
+    from secateurs import Recipe, TrainSettings, prune
+    from secateurs.models import build
+    from secateurs.pruning import budget, context, finetune
+    from secateurs.scoring import ensemble, evaluator
+
+    calls: list[str] = []
+
+    def spy(owner: Any, name: str, step: str) -> None:
+        real = getattr(owner, name)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            calls.append(step)
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    spy(ensemble, "sample_masks", "3 masks")
+    spy(evaluator.CachedEvaluator, "means", "4 losses")
+    spy(ensemble, "fit_importance", "5 importance")
+    spy(budget, "find_cut", "6 cut")
+    spy(context, "compact", "7 compact")
+    spy(finetune, "train_", "8 train")
+    torch.manual_seed(0)
+    recipe = Recipe.paper(
+        max_drop=1.0, masks=24, scoring_examples=64, sites=("layers.1",), finetune=TrainSettings(epochs=1, batch=64, lr=0.01)
+    )
+    prune(build("mlp", hidden=(12, 10)), small_data(), recipe).finish()
+    order = [step for place, step in enumerate(calls) if place == 0 or calls[place - 1] != step]
+    first = [step for place, step in enumerate(order) if step not in order[:place]]
+    assert first == ["3 masks", "4 losses", "5 importance", "6 cut", "7 compact", "8 train"], order
 
 
-def test_the_table_of_steps_is_that_of_the_docstrings() -> None:
-    rows = re.findall(r"^\| (\d) \| `([^`]+)` \| (.+?) \| (.+?) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.M)
-    assert [int(number) for number, *_ in rows] == list(range(1, 10))
-    documented = steps_in_docstrings()
-    for number, module, takes, gives in rows:
-        name, sentence = documented[int(number)]
-        assert module == name
-        assert sentence.startswith(f"takes {takes}, gives {gives}"), (module, sentence)
-
-
-def test_architecture_names_every_module() -> None:
+def test_architecture_names_every_room_and_every_step() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    for path in modules():
-        assert f"`{unit(path)}" in text, f"{unit(path)} is not mentioned in ARCHITECTURE.md"
+    for row in ROWS:
+        for name in row:
+            assert f"`{name}" in text, f"{name} is not mentioned in ARCHITECTURE.md"
+    steps = re.findall(r"^\| (\d) \| `([^`]+)` \|", text, re.M)
+    assert [int(number) for number, _ in steps] == list(range(1, 10))
+    for _, place in steps:
+        assert (SRC / place).exists(), f"{place} is not there"

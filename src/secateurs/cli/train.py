@@ -47,7 +47,7 @@ WEIGHTS = "weights"
 _CHECKPOINT = "checkpoints/training"
 
 
-class SetOrigin(TypedDict):
+class TrainingData(TypedDict):
     """One set of examples."""
 
     count: int
@@ -60,7 +60,7 @@ class TrainingData(TypedDict):
     name: str
     sha256: str
     origin: dict[str, Any]
-    sets: dict[str, SetOrigin]
+    sets: dict[str, TrainingData]
 
 
 class Training(TypedDict):
