@@ -163,7 +163,7 @@ def test_architecture_names_every_room_and_every_step() -> None:
     for row in ROWS:
         for name in row:
             assert f"`{name}" in text, f"{name} is not mentioned in ARCHITECTURE.md"
-    steps = re.findall(r"^\| (\d) \| `([^`]+)` \|", text, re.M)
+    steps = re.findall(r"^\| (\d) \| `([^`]+\.py)` \|", text, re.M)
     assert [int(number) for number, _ in steps] == list(range(1, 10))
     for _, place in steps:
         assert (SRC / place).exists(), f"{place} is not there"

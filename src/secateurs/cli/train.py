@@ -47,7 +47,7 @@ WEIGHTS = "weights"
 _CHECKPOINT = "checkpoints/training"
 
 
-class TrainingData(TypedDict):
+class TrainingSet(TypedDict):
     """One set of examples."""
 
     count: int
@@ -60,7 +60,7 @@ class TrainingData(TypedDict):
     name: str
     sha256: str
     origin: dict[str, Any]
-    sets: dict[str, TrainingData]
+    sets: dict[str, TrainingSet]
 
 
 class Training(TypedDict):
