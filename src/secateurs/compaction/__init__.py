@@ -18,7 +18,7 @@ from secateurs._util.modules import device_of
 from secateurs.compaction.additions import with_additions
 from secateurs.compaction.rewrite import rewrite_
 from secateurs.compaction.state import Rewriting
-from secateurs.errors import NotEqual, PlanError, Unproved
+from secateurs.errors import InvalidInput, NotEqual, PlanError, Unproved
 from secateurs.graph.add_fusion import fuse_sums_, spread_sums
 from secateurs.graph.channels import compose, ids
 from secateurs.graph.flow import analyse, find_flows
@@ -26,7 +26,16 @@ from secateurs.graph.layers import Align, Constant
 from secateurs.graph.masking import Masks, copied, copy_module, masked
 from secateurs.graph.plan import Plan, PlannedCut
 from secateurs.graph.sites import Site, check_masks, remember_names_, resolve
-from secateurs.graph.trace import Graph, like_network, other_batches, other_sizes, record_shapes_, tensors_in
+from secateurs.graph.trace import (
+    Graph,
+    as_example,
+    attempt,
+    like_network,
+    other_batches,
+    other_sizes,
+    record_shapes_,
+    tensors_in,
+)
 
 __all__ = ["Align", "Constant", "Verification", "compact", "replay", "verify"]
 
@@ -92,6 +101,8 @@ def replay(graph: Graph, plan: Plan, *, verify: bool = True) -> Graph:
 
     Each step is compared with the masked network unless `verify` is False.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan: got {type(plan).__name__}, wanted a Plan: graph.plan, or Plan.load(path).")
     for step in plan.steps:
         for cut in step:
             if cut.biases or cut.offsets:
@@ -157,12 +168,38 @@ def verify(
     The same is done once more with changed weights and with other sizes of input. The largest difference may be `tolerance`
     times the largest output. `Unproved` if there is nothing to compare.
     """
+    if device_of(graph.module).type == "meta":
+        raise Unproved(
+            "a network on the meta device has no values to compare. Move it to a device: model.to_empty(device='cpu')."
+        )
     smaller = compact(graph, masks, verify=False) if compacted is None else compacted
-    given = None if inputs is None else ((inputs,) if isinstance(inputs, Tensor) else inputs)
+    given = None if inputs is None else _checked_inputs(graph, inputs)
     found = _proof(graph, masks, smaller, given=given, seed=seed, tolerance=tolerance)
     if not found.conclusive:
         raise Unproved(f"{found} Check its weights, or give `inputs` for which its outputs are something else.")
+    if found.scale == 0 and compacted is not None and not _same_state(compact(graph, masks, verify=False), compacted):
+        raise Unproved(
+            "all outputs are zero, and the network given is not the one that compact makes: nothing is proved of it."
+        )
     return found
+
+
+def _checked_inputs(graph: Graph, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The inputs as a tuple, if the network takes them and there is something in them to compare."""
+    given = as_example(inputs)
+    for tensor in given:
+        if not tensor.numel() or (tensor.is_floating_point() and not bool(tensor.isfinite().all())):
+            raise InvalidInput("inputs: got an empty tensor, NaN or infinite values, wanted examples that can be compared.")
+    if attempt(graph.module, like_network(graph.module, given)) is None:
+        shapes = ", ".join(str(tuple(t.shape)) for t in given)
+        raise InvalidInput(f"inputs: the network does not take shape {shapes}. Give a batch like the graph's example.")
+    return given
+
+
+def _same_state(one: Graph, other: Graph) -> bool:
+    """Whether two graphs have the same tensors under the same names."""
+    ours, theirs = one.module.state_dict(), other.module.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def _proof(
@@ -225,6 +262,8 @@ def _differences(networks: list[fx.GraphModule], probes: list[tuple[Tensor, ...]
         inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in probe)
         with torch.no_grad():
             wanted, got = (tensors_in(network(*inputs)) for network in networks)
+        if len(wanted) != len(got):
+            raise NotEqual(f"the compacted network gives {len(got)} tensors, the masked one {len(wanted)}.")
         for a, b in zip(wanted, got, strict=True):
             if a.shape != b.shape:
                 raise NotEqual(f"the compacted network gives shape {tuple(b.shape)}, the masked one {tuple(a.shape)}.")

@@ -5,6 +5,7 @@ Loading traces the fresh model, replays the plan, and fills in the weights: the 
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Mapping
@@ -36,6 +37,10 @@ def save(graph: Graph, path: str | Path, *, metadata: Mapping[str, str] | None =
 
     `metadata` adds own entries (text) to the file's header.
     """
+    if not isinstance(graph, Graph):
+        raise InvalidInput(
+            f"graph: got {type(graph).__name__}, wanted a Graph: secateurs.trace(model, example_input) gives one."
+        )
     path = Path(path)
     for name, value in (metadata or {}).items():
         if not isinstance(value, str):
@@ -69,13 +74,17 @@ def load(model: nn.Module, path: str | Path, *, example_input: Tensor | tuple[Te
         )
     example = _example(header, path, model) if example_input is None else example_input
     try:
-        graph = replay(trace(model, example, leaves=_leaves(header, path)), plan, verify=False)
+        fresh = copy.deepcopy(model).eval()  # a new model is in train mode, whose path may be another
+        graph = replay(trace(fresh, example, leaves=_leaves(header, path)), plan, verify=False)
     except SecateursError as error:
         raise ArtefactError(
             f"{path}: its plan does not fit this {ours}: {brief(error, 300)} Build the model with the "
             f"options it was pruned with."
         ) from error
     _fill_(graph.module, tensors, path)
+    modes = {name: part.training for name, part in model.named_modules()}
+    for name, part in graph.module.named_modules():
+        part.training = modes.get(name, model.training)
     return graph
 
 

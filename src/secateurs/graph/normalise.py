@@ -104,6 +104,7 @@ def normalise_(module: fx.GraphModule) -> None:
         _refuse_assignment(node)
     _undo_in_place_(module)
     for node in list(module.graph.nodes):
+        _read_type_only_(module, node)
         _fuse_shuffle_(module, node)
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in BUILDERS:
@@ -182,6 +183,22 @@ def _plain_form(module: fx.GraphModule, node: fx.Node) -> Any:
     if isinstance(node.target, str):
         return name[:-1] if hasattr(Tensor, name[:-1]) else None
     return getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
+
+
+def _read_type_only_(module: fx.GraphModule, node: fx.Node) -> None:
+    """x.type_as(y) and x.to(y) become x.to(y.dtype), so that nobody seems to read the values of y."""
+    other = node.args[1] if len(node.args) == 2 and not node.kwargs else None
+    if node.op != "call_method" or node.target not in ("type_as", "to") or not isinstance(other, fx.Node):
+        return
+    if other.meta["shape"].dims is None:
+        return
+    with module.graph.inserting_before(node):
+        device = module.graph.call_function(getattr, (other, "device"))
+        dtype = module.graph.call_function(getattr, (other, "dtype"))
+    for query in (device, dtype):
+        query.meta = {key: value for key, value in node.meta.items() if key != "shape"}
+        query.meta["shape"] = type(node.meta["shape"])(None, None)
+    node.target, node.args = "to", (node.args[0], device, dtype)
 
 
 def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:

@@ -80,6 +80,10 @@ class Sites(Sequence[Site]):
 
 def find_sites(graph: Graph, shortcut: Shortcut = "before") -> Sites:
     """All sites of `graph`; `shortcut` says where a residual block's last filters are masked: before or after the add."""
+    if not isinstance(graph, Graph):
+        raise InvalidInput(
+            f"graph: got {type(graph).__name__}, wanted a Graph: secateurs.trace(model, example_input) gives one."
+        )
     if shortcut not in ("before", "after"):
         raise InvalidInput(f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add).")
     key = f"sites {shortcut}"
@@ -149,6 +153,8 @@ def _unknown(graph: Graph, name: object, known: Mapping[str, Site], refusals: Ma
 
 def check_masks(graph: Graph, masks: Mapping[str | Site, Tensor]) -> dict[str, tuple[Site, Tensor]]:
     """Masks by site name, looked up in `graph` and checked: bool, one value for each channel the site has now."""
+    if not isinstance(masks, Mapping):
+        raise InvalidMask(f"masks: got {type(masks).__name__}, wanted a dict of bool tensors by site or its name.")
     sites = resolve(graph, masks)
     checked: dict[str, tuple[Site, Tensor]] = {}
     for key, keep in masks.items():
@@ -156,6 +162,8 @@ def check_masks(graph: Graph, masks: Mapping[str | Site, Tensor]) -> dict[str, t
         site = sites[name]
         if name in checked:
             raise InvalidMask(f"site {name!r} is given twice, as a Site and by its name. Give one mask for each site.")
+        if isinstance(keep, Tensor) and keep.is_meta:
+            raise InvalidMask(f"mask of site {name!r}: it is on the meta device and has no values. Make it on the CPU.")
         if not isinstance(keep, Tensor) or keep.dtype != torch.bool:
             got = keep.dtype if isinstance(keep, Tensor) else type(keep).__name__
             raise InvalidMask(

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import re
 import signal
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,7 @@ def shape_of(node: fx.Node, size: int = 0) -> Shape:
     return shape
 
 
-def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = ()) -> Graph:
+def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] | None = None) -> Graph:
     """Follow `model`'s forward with torch.fx on `example_input` (a tensor, or a tuple of them for several arguments).
 
     The model is copied, never changed; every submodule of the copy keeps its train or eval mode. `leaves` names submodules
@@ -106,10 +108,11 @@ def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] = 
     of one is doubled if the model takes a batch of two.
     """
     example = as_example(example_input)
-    check_model(model, example)
+    with torch.no_grad():
+        check_model(model, example)
     copied = _copied(model)
     modes = {name: module.training for name, module in copied.named_modules()}
-    tracer = _Tracer(copied, leaves)
+    tracer = _Tracer(copied, leaves or ())
     expected = _run(copied.eval(), example)
     others = [(example, expected)] if example[0].shape[:1] == (1,) else []
     for doubled, found in other_batches(copied, example, 2) if others else []:
@@ -158,13 +161,18 @@ def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
         raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
     if isinstance(model, torch.jit.ScriptModule):
         raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that it was made from.")
+    scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise Untraceable(
+            f"the submodule {scripted[0]!r} is a ScriptModule, which cannot be traced. Put the nn.Module in its place."
+        )
     if any(is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
         raise InvalidInput("the model has lazy layers without weights yet. Run it once: model(example_input).")
     for name in [*dict(model.named_modules()), *dict(model.named_parameters()), *dict(model.named_buffers())]:
-        if any(c in name for c in '"\\') or not name.isprintable():
+        if any(c in name for c in '"\\') or not name.isprintable() or any(map(iskeyword, name.split("."))):
             raise InvalidInput(
-                f"the model has a part named {name!r}: torch.fx cannot write quotes, backslashes or line breaks into code. "
-                f"Give that submodule or parameter another name."
+                f"the model has a part named {name!r}: torch.fx cannot write Python's keywords, quotes, backslashes or line "
+                f"breaks into code. Give that submodule or parameter another name."
             )
     floating = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -227,15 +235,17 @@ def other_sizes(model: nn.Module, example: tuple[Tensor, ...], expected: Any) ->
     `expected` is what the model gives for the example. Empty for a network that takes one size only: one that fails, or
     whose outputs no longer are as many as its inputs (view(-1, 512) makes more rows of a larger image).
     """
-    found = other_batches(model, example, 1 + math.prod(example[0].shape[:1]))
+    batch = math.prod(example[0].shape[:1])
+    found = other_batches(model, example, batch + 1)
+    alone = other_batches(model, example, 1) if batch > 1 else []  # squeeze() takes the batch axis away then
     images = [e for e in example if e.dim() > 2 and e.is_floating_point()]
     large = all(n % 2 == 0 and n >= 64 for e in images for n in e.shape[2:])
-    for factor in ((0.5, 2) if large else (2,)) if images else ():  # half an image is a quarter of the work
+    for factor in ((0.5, 2) if large else (2, 0.5)) if images else ():  # half an image is a quarter of the work
         resized = tuple(_resized(e, factor) for e in (found[0][0] if found else example))
-        outputs = _attempt(model, resized)
+        outputs = attempt(model, resized)
         if outputs is not None and _goes_by_batch(outputs, resized) == _goes_by_batch(expected, example):
-            return [*found, (resized, outputs)]
-    return found
+            return [*found, *alone, (resized, outputs)]
+    return [*found, *alone]
 
 
 def _goes_by_batch(outputs: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
@@ -250,7 +260,7 @@ def other_batches(model: nn.Module, example: tuple[Tensor, ...], count: int) -> 
         return []
     index = torch.arange(count, device=example[0].device) % batch
     repeated = tuple(e.index_select(0, index) if e.dim() and e.shape[0] == batch else e for e in example)
-    outputs = _attempt(model, repeated)
+    outputs = attempt(model, repeated)
     return [] if outputs is None else [(repeated, outputs)]
 
 
@@ -264,7 +274,7 @@ def _resized(tensor: Tensor, factor: float) -> Tensor:
     return tensor
 
 
-def _attempt(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
+def attempt(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
     """What the model gives for `inputs`; None where it does not take them."""
     try:
         with torch.no_grad():  # a GraphModule that fails prints to the user's terminal; an interpreter does not
@@ -389,7 +399,7 @@ def _forget_arguments_(graph: fx.Graph, arguments: dict[str, Any]) -> None:
 
 
 def _is_default(node: fx.Node, arguments: dict[str, Any]) -> bool:
-    return any(str(node.target) == name or str(node.target).startswith(f"{name}_") for name in arguments)
+    return any(re.fullmatch(rf"{re.escape(name)}(_\d+)?", str(node.target)) for name in arguments)
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
@@ -445,11 +455,13 @@ def _check_same(traced: Any, expected: Any, name: str) -> None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors inside nested tuples, lists and dicts, in order."""
+    """All tensors inside nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
         value = list(value.values())
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, each.name) for each in fields(value)]
     if isinstance(value, tuple | list):
         return [t for v in value for t in tensors_in(v)]
     return []

@@ -74,11 +74,16 @@ def resolved(value: Any, size: int = 0) -> Any:
     return value
 
 
-def call_on(node: fx.Node, module: nn.Module | None, value: Tensor) -> Any:
-    """What the op gives for `value` in place of its tensor input, its other arguments as they are."""
+def call_on(node: fx.Node, module: nn.Module | None, value: Tensor, size: int = 0) -> Any:
+    """What the op gives for `value` in place of its tensor input, its other arguments as they are for inputs of `size`."""
     if module is not None:
         return module(value)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: value if shape_of(n).is_tensor else shape_of(n).value)
+
+    def given(argument: fx.Node) -> Any:
+        shape = shape_of(argument, size)
+        return value if shape.is_tensor else shape.value
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), given)
     if isinstance(node.target, str):
         return getattr(value, node.target)(*args[1:], **kwargs)
     return node.target(*args, **kwargs)

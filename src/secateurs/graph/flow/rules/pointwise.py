@@ -65,7 +65,7 @@ def _pointwise(op: Op, *, activation: bool) -> Flow:
 
 def _keeps_zero(op: Op) -> bool:
     """Probe f(0): an op of single values that gives 0 for 0 keeps zero channels zero."""
-    return bool((call_on(op.node, op.module, torch.zeros(1)) == 0).all())
+    return bool((call_on(op.node, op.module, torch.zeros(1), op.size) == 0).all())
 
 
 @rule(nn.PReLU)
