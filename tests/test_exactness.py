@@ -165,13 +165,16 @@ def test_an_example_of_one_is_doubled_where_the_model_takes_two() -> None:
     assert trace(alone, torch.randn(1, 3)).example[0].shape == (1, 3)
 
 
-def test_an_axis_that_vanishes_for_a_single_image_is_refused() -> None:
-    """squeeze() takes the batch axis away too when there is one image: no narrower network can do both."""
-    net = Net(lambda net, x: net.o(F.adaptive_avg_pool2d(F.relu(net.a(x)), 1).squeeze()), a=conv(3, 8), o=nn.Linear(8, 2))
-    graph = traced(net, random_tensor(2, 3, 6, 6))
-    assert "another batch or image size" in {u.name: u.reason for u in find_sites(graph).unprunable}["a"]
-    kept = Net(lambda net, x: net.o(F.adaptive_avg_pool2d(F.relu(net.a(x)), 1)[..., 0, 0]), a=conv(3, 8), o=nn.Linear(8, 2))
-    assert_compact_is_masked(traced(kept, random_tensor(2, 3, 6, 6)), {"a": KEEP}, (random_tensor(1, 3, 6, 6),))
+@pytest.mark.parametrize("dims", [(), (0,), (2,), ((2, 3),)])
+def test_an_axis_that_vanishes_for_a_single_image_still_does_after_a_cut(dims: tuple[Any, ...]) -> None:
+    """squeeze() takes the batch axis away too when there is one image."""
+    net = Net(lambda net, x: F.adaptive_avg_pool2d(net.b(F.relu(net.a(x))), 1).squeeze(*dims) + 1, a=conv(3, 8), b=conv(8, 8))
+    net = Net(lambda net, x: net.o(net.inner(x).flatten(0).view(-1, 8)), inner=net, o=nn.Linear(8, 2)) if dims == (2,) else net
+    for batch in (1, 2):
+        graph = traced(copy.deepcopy(net), random_tensor(batch, 3, 6, 6))
+        for site in find_sites(graph):
+            masks = {site.name: torch.arange(site.channels) % 3 > 0}
+            assert_compact_is_masked(graph, masks, (random_tensor(1, 3, 6, 6),), (random_tensor(3, 3, 6, 6),))
 
 
 def test_what_an_activation_makes_of_zero_must_not_depend_on_the_image() -> None:

@@ -227,7 +227,7 @@ def _proof(
         others = other_batches(network, like_example, 3)
     else:
         with torch.no_grad():
-            others = other_sizes(network, like_example, network(*like_example))
+            others = other_sizes(network, like_example, network(*like_example)) + other_batches(network, like_example, 1)
     twin = compact(changed, masks, verify=False).module
     perturbed = _compared(network, twin, [inputs for inputs, _ in others] or [like_example], tolerance)
     return Verification(difference, scale, sum(len(probe[0]) for probe in probes), *perturbed)

@@ -235,17 +235,15 @@ def other_sizes(model: nn.Module, example: tuple[Tensor, ...], expected: Any) ->
     `expected` is what the model gives for the example. Empty for a network that takes one size only: one that fails, or
     whose outputs no longer are as many as its inputs (view(-1, 512) makes more rows of a larger image).
     """
-    batch = math.prod(example[0].shape[:1])
-    found = other_batches(model, example, batch + 1)
-    alone = other_batches(model, example, 1) if batch > 1 else []  # squeeze() takes the batch axis away then
+    found = other_batches(model, example, 1 + math.prod(example[0].shape[:1]))
     images = [e for e in example if e.dim() > 2 and e.is_floating_point()]
     large = all(n % 2 == 0 and n >= 64 for e in images for n in e.shape[2:])
     for factor in ((0.5, 2) if large else (2, 0.5)) if images else ():  # half an image is a quarter of the work
         resized = tuple(_resized(e, factor) for e in (found[0][0] if found else example))
         outputs = attempt(model, resized)
         if outputs is not None and _goes_by_batch(outputs, resized) == _goes_by_batch(expected, example):
-            return [*found, *alone, (resized, outputs)]
-    return [*found, *alone]
+            return [*found, (resized, outputs)]
+    return found
 
 
 def _goes_by_batch(outputs: Any, inputs: tuple[Tensor, ...]) -> list[bool]:

@@ -132,6 +132,7 @@ def squeezing(op: Op) -> Flow:
         return opaque(op, "removes the axis of the channels")
 
     def spell_out(node: fx.Node, width: int) -> None:
-        node.args, node.kwargs = (node.args[0], tuple(sorted(gone))), {}  # a single channel left must not vanish too
+        if width == 1:  # a single channel left must not vanish too; else the op stays as it is, for a batch of one too
+            node.args, node.kwargs = (node.args[0], tuple(sorted(gone))), {}
 
     return Channelwise(op.axis - sum(d < op.axis for d in gone), op.axis, op.width, keeps_zero=True, resize=spell_out)
