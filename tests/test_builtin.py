@@ -14,9 +14,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from secateurs.cli import app as inputs
-from secateurs.cli import execute
-from secateurs.cli.app import Origin
+from secateurs.cli import execute, inputs
+from secateurs.cli.inputs import Origin
 from secateurs.config import read_settings
 from secateurs.data import Data, Examples, cifar10
 from secateurs.data import load as load_data

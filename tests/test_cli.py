@@ -21,11 +21,11 @@ from rich.console import Console
 from rich.live import Live
 
 from secateurs import load
-from secateurs.cli import app as recipes
 from secateurs.cli import execute, progress
+from secateurs.cli import inputs as recipes
 from secateurs.cli import prune as demo_command
 from secateurs.cli import train as train_command
-from secateurs.cli.app import RecipeFlags, TrainFlags, is_pruned_file, options, run_folder
+from secateurs.cli.inputs import RecipeFlags, TrainFlags, is_pruned_file, options, run_folder
 from secateurs.config import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, Recipe, TrainSettings, read_recipe, read_settings
 from secateurs.data import load as load_data
 from secateurs.errors import InvalidInput

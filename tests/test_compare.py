@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from secateurs import load
 from secateurs.cli import compare as command
-from secateurs.cli.app import Origin
 from secateurs.cli.compare import compare, shares, split
+from secateurs.cli.inputs import Origin
 from secateurs.cli.progress import Pace, RowForecast
 from secateurs.config import TrainSettings
 from secateurs.data import load as load_data

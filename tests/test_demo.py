@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from secateurs import prune
-from secateurs.cli.app import chosen_recipe, load_data
+from secateurs.cli.inputs import chosen_recipe, load_data
 from secateurs.cli.prune import origin_for, trained
 
 

@@ -13,7 +13,7 @@ import torch
 from nets import random_keep, randomise_
 from secateurs import compact, find_sites, save, trace
 from secateurs.cli import execute
-from secateurs.cli.app import Origin
+from secateurs.cli.inputs import Origin
 from secateurs.data import load as load_data
 from secateurs.export import source
 from secateurs.models import build

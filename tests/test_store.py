@@ -72,7 +72,7 @@ def test_a_killed_process_loses_nothing_that_put_returned_from(tmp_path: Path) -
     script = """
         import os, signal, sys, torch
         from pathlib import Path
-        from secateurs.store import Store
+        from secateurs.scoring.cache import MeasurementCache as Store
         store = Store(Path(sys.argv[1]))
         for i in range(5):
             store.put("here", [bytes([i])], [torch.tensor(float(i))])

@@ -13,7 +13,7 @@ from cyclopts import App
 
 from secateurs import load
 from secateurs.cli import execute
-from secateurs.cli.app import Origin
+from secateurs.cli.inputs import Origin
 from secateurs.cli.progress import RunWatcher
 from secateurs.data import load as load_data
 from secateurs.data import subset

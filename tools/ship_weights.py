@@ -16,7 +16,7 @@ from pathlib import Path
 from secateurs._util.files import write_bytes
 from secateurs._util.tensors import dump
 from secateurs.cli import train as training_folder
-from secateurs.cli.app import Origin, fresh_model, load_data, origin_of
+from secateurs.cli.inputs import Origin, fresh_model, load_data, origin_of
 from secateurs.data import Data
 from secateurs.errors import RunError, SecateursError
 from secateurs.metrics import evaluate

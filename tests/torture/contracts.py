@@ -164,7 +164,7 @@ def _site_by_site(world: World, recipe: Recipe, jury: AcceptanceSets) -> tuple[l
 
 @dataclass(frozen=True)
 class _Bench:
-    """Measures masks of the next site on images, as `secateurs.measuring.Bench` does."""
+    """Measures masks of the next site on images, as `secateurs.scoring.evaluator.Bench` does."""
 
     world: World
     cuts: list[int]

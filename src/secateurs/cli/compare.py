@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from secateurs.cli.app import RUNS, Json, Options, Origin, build_model, check_device, load_data, options
+from secateurs.cli.inputs import RUNS, Json, Options, Origin, build_model, check_device, load_data, options
 from secateurs.cli.progress import Display, RowWatcher, display, words
 from secateurs.cli.terminal import print_json, print_table, say, warn
 from secateurs.errors import InvalidInput, RunError, SecateursError

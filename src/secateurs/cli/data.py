@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from cyclopts import App
 
-from secateurs.cli.app import Json
+from secateurs.cli.inputs import Json
 from secateurs.cli.progress import Display, Status, display
 from secateurs.cli.terminal import print_json, say
 from secateurs.errors import InvalidInput, suggest

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from secateurs.cli.app import Json, Options, Origin, build_model, fresh_model, is_pruned_file, load_data, options, origin_of
+from secateurs.cli.inputs import Json, Options, Origin, build_model, fresh_model, is_pruned_file, load_data, options, origin_of
 from secateurs.cli.terminal import print_json, print_table, say, warn
 from secateurs.errors import ArtefactError, InvalidInput, RunError
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from secateurs.cli.app import Json, Options, Origin, build_network, check_device, fresh_model, load_data, options, origin_of
+from secateurs.cli.inputs import Json, Options, Origin, build_network, check_device, fresh_model, load_data, options, origin_of
 from secateurs.cli.terminal import percent, print_json, print_table, say
 from secateurs.errors import InvalidInput, RunError
 

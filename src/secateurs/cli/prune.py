@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter, validators
 
-from secateurs.cli.app import (
+from secateurs.cli.inputs import (
     Json,
     Options,
     Origin,

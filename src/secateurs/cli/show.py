@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from secateurs._util.files import is_held
 from secateurs.cli import train as training_folder
-from secateurs.cli.app import Json
+from secateurs.cli.inputs import Json
 from secateurs.cli.results import print_closing, print_steps
 from secateurs.cli.terminal import percent, print_json, print_table, say
 

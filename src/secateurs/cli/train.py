@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter, validators
 from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
 from secateurs._util.files import write_bytes, write_text
 from secateurs.cli import train as training_folder
-from secateurs.cli.app import (
+from secateurs.cli.inputs import (
     Json,
     Options,
     Origin,
@@ -34,7 +34,7 @@ from secateurs.errors import RunError
 if TYPE_CHECKING:
     from torch import nn
 
-    from secateurs.cli.app import Origin
+    from secateurs.cli.inputs import Origin
     from secateurs.config import TrainSettings
     from secateurs.data import Data
     from secateurs.models import Pedigree
@@ -81,7 +81,7 @@ def is_training(path: Path) -> bool:
 
 def create(path: Path, origin: Origin, settings: TrainSettings, data: Data) -> None:
     """Start a training in `path`, which must not hold one, nor a run."""
-    from secateurs.cli.app import training_sets
+    from secateurs.cli.inputs import training_sets
     from secateurs.pruning.folder import disk_errors, environment
     from secateurs.pruning.journal import PROVENANCE
 

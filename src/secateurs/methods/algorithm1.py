@@ -1,6 +1,6 @@
 """Algorithm 1 of the paper as a method of comparisons: site after site, forward, each cut within the allowed drop.
 
-Unlike a run of `secateurs.run` it has a target to meet and a budget to keep. Rounds follow each other until the target is
+Unlike `secateurs.pruning.run` it has a target to meet and a budget to keep. Rounds follow each other until the target is
 reached, and the last cut takes no more filters than that needs. A piece of the training between cuts follows every cut, as long
 as there is any left.
 """

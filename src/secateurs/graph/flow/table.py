@@ -108,7 +108,7 @@ RULES: dict[Key, Rule] = {}
 def rule(*keys: Key) -> Callable[[Rule], Rule]:
     """Decorator: the function below says how channels flow through these module classes, functions or tensor methods.
 
-    It gets the `Op` and returns a flow of `secateurs.flow`. Tracing leaves module classes with a rule whole.
+    It gets the `Op` and returns a flow of `secateurs.graph.flow`. Tracing leaves module classes with a rule whole.
 
         @rule(MyActivation)
         def my_activation(op: Op) -> Flow:

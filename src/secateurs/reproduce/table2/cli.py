@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from secateurs._util.files import write_text
-from secateurs.cli.app import BUILTIN, PUBLIC, Json, Origin, build_model, check_device, chosen_recipe, load_data
+from secateurs.cli.inputs import BUILTIN, PUBLIC, Json, Origin, build_model, check_device, chosen_recipe, load_data
 from secateurs.cli.progress import Display, RunWatcher, Status, display
 from secateurs.cli.results import follow, holding
 from secateurs.cli.terminal import clock, percent, print_json, print_table, say

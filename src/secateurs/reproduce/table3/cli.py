@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
-from secateurs.cli.app import BUILTIN, PUBLIC, RUNS, Json, Origin, check_device
 from secateurs.cli.compare import ComparisonRequest, Many, comparison_of, refuse, rendered, shares, split, work_through
+from secateurs.cli.inputs import BUILTIN, PUBLIC, RUNS, Json, Origin, check_device
 from secateurs.cli.progress import Display, display
 from secateurs.cli.terminal import print_json, print_table, say, warn
 from secateurs.errors import InvalidInput
