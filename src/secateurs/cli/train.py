@@ -163,7 +163,7 @@ def weights_file(path: Path) -> Path:
 def pedigree(path: Path, data: Data) -> Pedigree:
     """What the header of the trained weights says, from what the folder says and the data it was trained on."""
     from secateurs.data import SETS
-    from secateurs.models import Pedigree, TrainingSetFields
+    from secateurs.models import Pedigree, TrainingSet
     from secateurs.models.weights import scaling_fields
     from secateurs.pruning.journal import read_journal
 
@@ -172,8 +172,8 @@ def pedigree(path: Path, data: Data) -> Pedigree:
     epochs = [entry for entry in read_journal(path) if entry["unit"] == "epoch"]
     # our own sets say what makes their split again, defaults and all; of others only what was given is known
     options = found["origin"] if origin["data"] in SETS else origin["data_options"]
-    trained = TrainingSetFields(origin["data"], options, found["sets"]["train"]["count"], found["sets"]["train"]["sha256"])
-    earlier: list[TrainingSetFields] = checked(known["trained_on"], list[TrainingSetFields])
+    trained = TrainingSet(origin["data"], options, found["sets"]["train"]["count"], found["sets"]["train"]["sha256"])
+    earlier: list[TrainingSet] = checked(known["trained_on"], list[TrainingSet])
     return Pedigree(
         model=origin["model"],
         model_options=origin["model_options"],
