@@ -146,7 +146,7 @@ def check_targets(data: Data, outputs: object, measures: Mapping[str, Measure]) 
 
     `measures` are the run's loss and metric by the argument that names them; a user's own are not looked into.
     """
-    ours = {argument: measure for argument, measure in measures.items() if measure in (cross_entropy, correct)}
+    ours = {argument: measure for argument, measure in measures.items() if measure is cross_entropy or measure is correct}
     for argument, measure in ours.items():
         what = display_name(measure)
         for name, examples in data.splits().items():

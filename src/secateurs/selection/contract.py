@@ -221,7 +221,8 @@ def paired_bound(before: Tensor, after: Tensor, confidence: float | None) -> Dro
     Right or wrong (values 0 and 1): exact (Clopper-Pearson) limits for the share of images that were lost and for the
     share that was won, combined as `_pairs_slack` says. Other values: the larger of Student's t for the mean difference and
     Gaffke's limit, which holds for skewed differences too and takes into account what N images cannot show: that a few
-    of all images lose everything (`_mean_slack`). With `confidence` None the bound is the estimate. A NaN in `after` makes the bound infinite; one in `before` is an error.
+    of all images lose everything (`_mean_slack`). With `confidence` None the bound is the estimate. A NaN in `after` makes
+    the bound infinite; one in `before` is an error.
     """
     if confidence is not None:
         _check_confidence(confidence)
