@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from secateurs.cli import app as inputs
 from secateurs.cli import execute
 from secateurs.cli.app import Origin
 from secateurs.config import read_settings
@@ -23,6 +23,8 @@ from secateurs.data import load as load_data
 from secateurs.errors import ArtefactError, InvalidInput
 from secateurs.metrics import evaluate
 from secateurs.models import build, load_builtin, load_weights_, read_pedigree, weights
+
+inputs = importlib.import_module("secateurs.cli.app")  # by its path: secateurs.cli.app is also the App itself
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = Path(weights.__file__).parent / "builtin" / "resnet20.safetensors"
