@@ -76,7 +76,7 @@ def test_what_a_measure_gathers_does_not_change_it() -> None:
 
 
 def test_a_measure_is_the_same_in_another_process_and_from_another_module() -> None:
-    source = "from secateurs.identity import fingerprints\ndef metric(o, t): return o in {'a', 'b', 'c', 'd'}\n"
+    source = "from secateurs.metrics import fingerprints\ndef metric(o, t): return o in {'a', 'b', 'c', 'd'}\n"
     printed = "print(fingerprints({'metric': metric})['metric'])"
     found = {
         subprocess.run(

@@ -72,8 +72,8 @@ def test_a_killed_process_loses_nothing_that_put_returned_from(tmp_path: Path) -
     script = """
         import os, signal, sys, torch
         from pathlib import Path
-        from secateurs.store import Store
-        store = Store(Path(sys.argv[1]))
+        from secateurs.scoring.cache import MeasurementCache
+        store = MeasurementCache(Path(sys.argv[1]))
         for i in range(5):
             store.put("here", [bytes([i])], [torch.tensor(float(i))])
         os.kill(os.getpid(), signal.SIGKILL)
