@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -384,6 +385,75 @@ def test_damaged_folders_are_told_without_a_traceback(capsys: pytest.CaptureFixt
             told = capsys.readouterr().err
             assert f"{file}.json: damaged" in told
             assert len(told) <= 600
+
+
+def copied(finished: Path, folder: Path, *, without: str) -> Path:
+    shutil.copytree(finished, folder)
+    gone = folder / without
+    shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+    return folder
+
+
+def test_a_finished_run_without_checkpoints_is_not_told_to_be_deleted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, finished: Path
+) -> None:
+    folder = copied(finished, tmp_path / "run", without="checkpoints")
+    told = failing_aloud(capsys, "resume", str(folder))
+    assert "checkpoints/start.safetensors: is missing" in told
+    assert "its result is whole" in told
+    assert "elete" not in told
+    (folder / "pruned.safetensors").unlink()
+    assert "is missing, though the run got further. Restore checkpoints/" in failing_aloud(capsys, "resume", str(folder))
+
+
+@pytest.mark.parametrize("file", ["journal.jsonl", ".lock", "plan.json"])
+def test_a_folder_in_place_of_a_file_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, finished: Path, file: str
+) -> None:
+    folder = copied(finished, tmp_path / "run", without=file)
+    (folder / file).mkdir()
+    assert f"{folder / file}: Is a directory" in failing_aloud(capsys, "resume", str(folder))
+
+
+@pytest.mark.parametrize("command", ["show", "resume"])
+def test_a_journal_of_garbage_without_an_end_of_line_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, finished: Path, command: str
+) -> None:
+    folder = copied(finished, tmp_path / "run", without="journal.jsonl")
+    (folder / "journal.jsonl").write_text("[" * 100_000)
+    told = failing_aloud(capsys, command, str(folder))
+    assert "journal.jsonl, line 1: damaged (neither a line nor the beginning of one" in told
+    assert (folder / "journal.jsonl").stat().st_size == 100_000
+
+
+def failing_aloud(capsys: pytest.CaptureFixture[str], *tokens: str) -> str:
+    """What a command that fails after a few lines of progress says."""
+    capsys.readouterr()
+    assert execute(list(tokens)) == 1
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    return " ".join(said.split())
+
+
+@pytest.mark.parametrize("role", ["--model", "--data"])
+def test_a_function_of_the_user_that_exits_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path, role: str) -> None:
+    (tmp_path / "exiting.py").write_text("def leave():\n    raise SystemExit(5)\n")
+    named = {"--model": "mlp", "--data": "digits", role: "exiting:leave"}
+    told = failing_aloud(capsys, "prune", *(token for pair in named.items() for token in pair))
+    assert "exiting:leave" in told
+    assert "SystemExit" in told
+
+
+def test_a_field_given_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    told = failing(capsys, "prune", *NET, "--max-drop", "0.1", "--set", "max_drop=abc")
+    assert "--set max_drop=… and --max-drop are the same field" in told
+    told = failing(capsys, "prune", *NET, "--finetune-epochs", "1", "--set", "finetune.epochs=2")
+    assert "--set finetune.epochs=… and --finetune-epochs are the same field" in told
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/../../x", "/x", "."])
+def test_a_name_that_leaves_the_folder_of_runs_is_refused(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert "wanted the name of a folder under runs/" in failing(capsys, "prune", *NET, "--name", name)
 
 
 def test_an_interrupted_run_shows_where_it_is_and_ends_the_same(

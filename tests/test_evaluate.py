@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -187,3 +188,13 @@ def test_a_module_moves_for_the_block_and_back() -> None:
     with on_device(net, None) as place:
         assert place.type == "cpu"
     assert net.weight is weight
+
+
+def test_a_measure_that_gives_a_python_number_is_refused() -> None:
+    def share(given: Tensor, wanted: Tensor) -> Any:
+        return float((given.argmax(1) == wanted).float().mean())
+
+    examples = Examples(torch.randn(6, 4), torch.zeros(6, dtype=torch.long))
+    for measure in (evaluate, accuracy):
+        with pytest.raises(InvalidInput, match=r"gave a float .*: wanted a tensor with one value for each example"):
+            measure(nn.Linear(4, 3), examples, metric=share)

@@ -118,6 +118,19 @@ def test_source_runs_where_secateurs_cannot_be_imported(tmp_path: Path) -> None:
     assert exported.bytes == sum(p.stat().st_size for p in tmp_path.iterdir())
 
 
+def test_source_of_a_pruned_plain_sequential_runs_and_keeps_its_names(tmp_path: Path) -> None:
+    """Its layers are called 0, 1, 2: no identifiers, but the names that its weights have."""
+    network = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 3))
+    inputs = random_tensor(5, 4)
+    pruned = compact(traced(network, inputs), {"0": torch.arange(8) > 2, "2.0": torch.arange(8) != 5})
+    to_source(pruned, tmp_path / "plain")
+    again = runpy.run_path(str(tmp_path / "plain" / "model.py"))["load"]()
+    torch.testing.assert_close(again(inputs), pruned.module(inputs))
+    assert {name: tuple(t.shape) for name, t in again.state_dict().items()} == {
+        "0.weight": (5, 4), "0.bias": (5,), "2.0.weight": (7, 5), "2.0.bias": (7,), "3.weight": (3, 7), "3.bias": (3,),
+    }  # fmt: skip
+
+
 def test_source_that_needs_secateurs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("import secateurs\n")
     with pytest.raises(ArtefactError, match=r"does not run in a process of its own, without secateurs \(ModuleNotFoundError"):

@@ -68,7 +68,7 @@ TARGET = 0.3
 PIECES = TrainSettings(steps=5, batch=24, lr=0.02, schedule="constant")
 BUDGET = Budget("tiny", PIECES, TrainSettings(epochs=2, batch=24, lr=0.05, augment="crop", pad=1))
 NAMES = ("random", "l2:uniform", "obs+refit", "li", "sfp", "paper")
-SOFT, PAPER = (importlib.import_module(f"secateurs.methods.{name}") for name in ("soft", "paper"))
+SOFT, PAPER = (importlib.import_module(f"secateurs.methods.{name}") for name in ("sfp", "algorithm1"))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from secateurs import Recipe, TrainSettings, read_recipe
 from secateurs.config import read_settings, write_recipe
-from secateurs.errors import RecipeError
+from secateurs.errors import InvalidInput, RecipeError
 
 
 def written(folder: Path, text: str) -> Path:
@@ -97,3 +99,27 @@ def test_settings_of_a_training_alone(tmp_path: Path) -> None:
     assert read_settings(path, lr=0.2) == TrainSettings(epochs=30, schedule="one-cycle", lr=0.2)
     with pytest.raises(RecipeError, match="unknown field 'epoch'"):
         read_settings(written(tmp_path, "epoch = 3"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_drop": "0.1"}, "max_drop = '0.1': got str, wanted a number"),
+        ({"max_drop": None}, "max_drop = None: got NoneType, wanted a number"),
+        ({"rounds": 1.5}, "rounds = 1.5: got float, wanted a whole number"),
+        ({"batch": True}, "batch = True: got bool, wanted a whole number"),
+        ({"adaptive": "no"}, "adaptive = 'no': wanted True or False"),
+        ({"sites": "layer3.*"}, "sites = 'layer3.*': wanted a tuple of texts"),
+        ({"finetune": {"epochs": 1}}, "finetune = {'epochs': 1}: wanted TrainSettings"),
+        ({"scoring_examples": "many"}, "scoring_examples = 'many': wanted a whole number, 'all' or None"),
+    ],
+)
+def test_fields_of_a_wrong_type_are_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        Recipe(**fields)
+
+
+def test_a_setting_of_a_wrong_type_is_named() -> None:
+    wrong: Any = "0.1"
+    with pytest.raises(InvalidInput, match=r"lr = '0.1': got str, wanted a number"):
+        TrainSettings(lr=wrong)

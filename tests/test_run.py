@@ -24,7 +24,7 @@ from secateurs import load
 from secateurs.api import prune, resume
 from secateurs.config import Recipe, TrainSettings
 from secateurs.data import Data, Examples
-from secateurs.errors import InvalidInput, RunError, TrainingError
+from secateurs.errors import DataError, InvalidInput, RunError, TrainingError
 from secateurs.metrics import accuracy
 from secateurs.models import build
 from secateurs.pruning import checkpoints as keeping
@@ -626,3 +626,41 @@ def test_only_fast_widths_are_kept_when_latency_counts(tmp_path: Path) -> None:
     allowed = {entry["site"]: entry["widths"] for entry in read_journal(tmp_path) if entry["unit"] == "widths"}
     assert set(allowed) == {step.site for step in steps}
     assert all(step.kept in (*allowed[step.site], step.channels) for step in steps)
+
+
+# ---- data that the network cannot take ---------------------------------------------------------------------------------
+
+
+def changed_set(name: str, **parts: Tensor) -> Data:
+    data = small_data()
+    return replace(data, **{name: replace(data.splits()[name], **parts)})
+
+
+@pytest.mark.parametrize("label", [-1, 1_000])
+def test_a_label_without_an_output_is_refused_before_anything_is_written(tmp_path: Path, label: int) -> None:
+    targets = small_data().search.targets
+    assert isinstance(targets, Tensor)
+    wrong = targets.clone()
+    wrong[3] = label
+    message = rf"the search set: example 3 has the label {label}, and the network has \d+ outputs: wanted labels from 0 to"
+    with pytest.raises(DataError, match=message):
+        prune(network(), changed_set("search", targets=wrong), RECIPE, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["train", "search", "test"])
+def test_nan_in_the_data_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    inputs = small_data().splits()[name].ready().inputs.clone()
+    inputs[5].view(-1)[0], inputs[7].view(-1)[0] = math.nan, math.inf
+    with pytest.raises(DataError, match=rf"the {name} set of .*: input 5 holds NaN or infinite values \(2 of {len(inputs)}"):
+        prune(network(), changed_set(name, inputs=inputs, scaling=None), RECIPE, folder=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_regression_targets_with_the_default_loss_and_metric_are_refused(tmp_path: Path) -> None:
+    targets = torch.rand(len(small_data().train), 1)
+    with pytest.raises(InvalidInput, match=r"the train set: its targets are torch.float32 .*give loss_fn=… of your own"):
+        prune(network(), changed_set("train", targets=targets), RECIPE, folder=tmp_path / "run")
+    with pytest.raises(InvalidInput, match=r"accuracy wants class numbers .*give metric=… of your own"):
+        prune(network(), changed_set("train", targets=targets), RECIPE, folder=tmp_path / "run", loss_fn=nn.functional.mse_loss)
+    assert not (tmp_path / "run").exists()

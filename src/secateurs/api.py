@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from secateurs._util.modules import Device
+from secateurs._util.modules import Device, eval_mode
 from secateurs.config import Recipe, recipe_fields
-from secateurs.data.splits import Data
+from secateurs.data.splits import Data, refuse_nonfinite
 from secateurs.errors import RunError
-from secateurs.graph.trace import trace
-from secateurs.metrics import Measure, correct, cross_entropy
+from secateurs.graph.trace import Graph, trace
+from secateurs.metrics import Measure, check_targets, correct, cross_entropy
 from secateurs.pruning.budget import contract_of, split_acceptance_sets
 from secateurs.pruning.checkpoints import (
     check_data,
@@ -79,6 +79,7 @@ def prune(
     """
     recipe = recipe or Recipe()
     graph = trace(model, example_for(model, data), leaves=leaves)
+    _check_data(graph, data, loss_fn, metric)
     split_acceptance_sets(data.search, contract_of(recipe), metric, seed=recipe.seed)  # an error here leaves no folder behind
     record = Record()
     if folder is not None:
@@ -93,6 +94,13 @@ def prune(
     except BaseException:
         record.close()
         raise
+
+
+def _check_data(graph: Graph, data: Data, loss_fn: Measure, metric: Measure) -> None:
+    """Refuse data that the network or our own loss and metric cannot take, before anything is written."""
+    refuse_nonfinite(data)
+    with eval_mode(graph.module):
+        check_targets(data, graph.module(*graph.example), {"loss_fn": loss_fn, "metric": metric})
 
 
 def resume(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from math import isfinite
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -165,6 +166,8 @@ def _check_whole(field: str, value: object) -> None:
 
 
 def _check_range(field: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not isinstance(value, Real):
+        raise InvalidInput(f"{field} = {value!r}: got {type(value).__name__}, wanted a number")
     if value is not None and not (isfinite(value) and low <= value <= high):
         wanted = f"{low:g} or more" if high == float("inf") else f"{low:g} to {high:g}"
         raise InvalidInput(f"{field} = {value}: wanted {wanted}")
@@ -244,6 +247,7 @@ class Recipe:
         return Recipe(**{**_PAPER, **changes})
 
     def __post_init__(self) -> None:
+        self._check_types()
         for name in _FRACTIONS:
             if type(getattr(self, name)) is int:  # so that 0 and 0.0 are one recipe, in memory and in a file
                 object.__setattr__(self, name, float(getattr(self, name)))
@@ -286,6 +290,29 @@ class Recipe:
         except InvalidInput as error:
             raise RecipeError(str(error)) from error
 
+    def _check_types(self) -> None:
+        for name in (*_FRACTIONS, *_WHOLE):
+            value, wanted = getattr(self, name), Real if name in _FRACTIONS else Integral
+            if value is None and name in _OPTIONAL:
+                continue
+            if not isinstance(value, wanted) or isinstance(value, bool):
+                raise RecipeError(
+                    f"{name} = {value!r}: got {type(value).__name__}, wanted a {'number' if wanted is Real else 'whole number'}"
+                )
+        for name in ("adaptive", "repaired_masks", "latency_aware"):
+            if not isinstance(getattr(self, name), bool):
+                raise RecipeError(f"{name} = {getattr(self, name)!r}: wanted True or False")
+        for name in ("sites", "portfolio"):
+            value = getattr(self, name)
+            if not isinstance(value, tuple | list) or not all(isinstance(part, str) for part in value):
+                raise RecipeError(f"{name} = {value!r}: wanted a tuple of texts, such as ('layer3.*',)")
+            object.__setattr__(self, name, tuple(value))
+        for name in ("finetune", "retrain"):
+            if not isinstance(getattr(self, name), TrainSettings | None):
+                raise RecipeError(f"{name} = {getattr(self, name)!r}: wanted TrainSettings, or None for no training")
+        if self.scoring_examples not in (None, "all") and type(self.scoring_examples) is not int:
+            raise RecipeError(f"scoring_examples = {self.scoring_examples!r}: wanted a whole number, 'all' or None")
+
     def asked_of_ensembles(self) -> Scoring:
         """The part of the recipe that says how an ensemble is made."""
         names = ("estimator", "adaptive", "masks_per_filter", "masks", "off", "design", "transform", "model", "ridge")
@@ -307,6 +334,8 @@ _RECIPE_CHOICES = {
     "search": Method,
 }
 _FRACTIONS = ("max_drop", "confidence", "worst_class", "target_parameters", "target_macs", "off", "ridge", "largest_share")
+_WHOLE = ("rounds", "masks_per_filter", "masks", "repair_examples", "round_to", "recalibrate", "batch", "seed")
+_OPTIONAL = ("worst_class", "target_parameters", "target_macs", "masks", "recalibrate")
 _MANY = float("inf")
 _RECIPE_RANGES: dict[str, tuple[float, float]] = {
     "max_drop": (0, 1),

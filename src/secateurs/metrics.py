@@ -16,7 +16,10 @@ from torch.nn import functional
 
 from secateurs._util.modules import Device, eval_mode, on_device
 from secateurs.data.dataset import Examples
-from secateurs.errors import InvalidInput
+from secateurs.data.splits import Data
+from secateurs.errors import DataError, InvalidInput
+
+_IGNORED = -100  # the label that torch's cross-entropy leaves out
 
 Measure = Callable[[Any, Any], Tensor]
 """Takes a network's outputs and targets for n examples; gives one number for each, or their mean as a scalar."""
@@ -59,7 +62,7 @@ def evaluate(
     single: list[Tensor] = []
 
     def noted(outputs: Any, targets: Any) -> Tensor:
-        found = metric(outputs, targets)
+        found = _tensor(metric(outputs, targets))
         if found.ndim:
             single.append(each(found, len(found)))
         return found
@@ -107,7 +110,7 @@ def predictions(module: nn.Module, examples: Examples, *, batch: int = 256, devi
 
 def each(values: Tensor, count: int) -> Tensor:
     """One value for each of `count` examples in float64 (averaged over further dimensions); a mean alone is refused."""
-    exact = values.detach().cpu().double()
+    exact = _tensor(values).detach().cpu().double()
     if exact.ndim == 0 or len(exact) != count:
         raise InvalidInput(
             f"a loss or metric gave a tensor of shape {tuple(values.shape)} for {count} examples: wanted one value for each. "
@@ -118,7 +121,7 @@ def each(values: Tensor, count: int) -> Tensor:
 
 def total(values: Tensor, count: int) -> Tensor:
     """Sum over the examples in float64, from a value for each (averaged over further dimensions) or from their mean."""
-    exact = values.detach().cpu().double()
+    exact = _tensor(values).detach().cpu().double()
     if exact.ndim == 0:
         return exact * count
     if len(exact) != count:
@@ -127,6 +130,46 @@ def total(values: Tensor, count: int) -> Tensor:
             f"wanted one value for each example, or their mean as a scalar"
         )
     return exact.reshape(count, -1).mean(1).sum()
+
+
+def _tensor(found: object) -> Tensor:
+    if not isinstance(found, Tensor):
+        raise InvalidInput(
+            f"a loss or metric gave a {type(found).__name__} ({str(found)[:40]}): wanted a tensor with one value for each "
+            f"example, or their mean as a scalar tensor. Leave out float() or .item()."
+        )
+    return found
+
+
+def check_targets(data: Data, outputs: object, measures: Mapping[str, Measure]) -> None:
+    """Refuse targets that our cross-entropy or accuracy cannot compare with `outputs` (n, K, …), for all three sets.
+
+    `measures` are the run's loss and metric by the argument that names them; a user's own are not looked into.
+    """
+    ours = {argument: measure for argument, measure in measures.items() if measure is cross_entropy or measure is correct}
+    for argument, measure in ours.items():
+        what = display_name(measure)
+        for name, examples in data.splits().items():
+            targets = examples.targets
+            if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor) or outputs.ndim < 2:
+                continue  # these are told apart when the measure is called
+            if targets.is_floating_point():
+                if measure is cross_entropy and targets.shape[1:] == outputs.shape[1:]:
+                    continue
+                raise InvalidInput(
+                    f"the {name} set: its targets are {_described(targets)}, and {what} wants class numbers (whole, one for "
+                    f"each example). For regression give {argument}=… of your own."
+                )
+            known = (targets >= 0) & (targets < outputs.shape[1])
+            if targets.ndim > 1:
+                known |= targets == _IGNORED
+            if not bool(known.all()):
+                place = int((~known.reshape(len(known), -1).all(1)).nonzero()[0])
+                found = int(targets[place].flatten()[~known[place].flatten()][0])
+                raise DataError(
+                    f"the {name} set: example {place} has the label {found}, and the network has {outputs.shape[1]} outputs: "
+                    f"wanted labels from 0 to {outputs.shape[1] - 1}. Mend the labels, or give the network more outputs."
+                )
 
 
 def _means(module: nn.Module, examples: Examples, measures: Sequence[Measure], *, batch: int, device: Device) -> list[float]:

@@ -178,6 +178,8 @@ def _given(flags: RecipeFlags | TrainFlags, tables: tuple[str, ...] = ()) -> dic
         if value is not None and flag.name != "set":
             table, _, inner = flag.name.partition("_")
             name = f"{table}.{inner}" if table in tables else flag.name
+            if name in found:
+                raise InvalidInput(f"--set {name}=… and --{flag.name.replace('_', '-')} are the same field. Give one of them.")
             found[name] = list(value) if isinstance(value, tuple) else value
     return found
 
@@ -331,6 +333,8 @@ def run_folder(out: Path | None, name: str | None, *parts: str) -> Path:
     if out is not None:
         return out
     if name is not None:
+        if not Path(name).parts or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise InvalidInput(f"--name {name!r}: wanted the name of a folder under {RUNS}/. For another place use --out PATH.")
         return RUNS / name
     stem = "-".join(re.sub(r"[^A-Za-z0-9._]+", "-", part).strip("-.") for part in parts)
     number = 1

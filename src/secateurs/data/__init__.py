@@ -59,7 +59,7 @@ def _find(module: str, attribute: str) -> Callable[..., Any]:
     try:
         with current_folder_importable():
             found = importlib.import_module(module)
-    except Exception as error:  # the user's module runs its own code
+    except (Exception, SystemExit) as error:  # the user's module runs its own code
         what = f"{type(error).__name__}: {error}"
         raise InvalidInput(f"cannot import {module!r} of the data set '{module}:{attribute}': {what}") from error
     function = getattr(found, attribute, None)
@@ -79,3 +79,5 @@ def _call(function: Callable[..., Any], name: str, options: dict[str, Any]) -> A
         return function(**options)
     except OSError as error:
         raise DataError(f"cannot read the data set {name!r}: {error}") from error
+    except SystemExit as error:
+        raise InvalidInput(f"the data set {name!r}: its function ended with SystemExit({error.code!r}).") from error

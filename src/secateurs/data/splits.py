@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from secateurs.data.dataset import Examples, class_labels, generator_for
+from secateurs.data.dataset import Examples, class_labels, generator_for, target_parts
 from secateurs.errors import DataError, InvalidInput
 
 
@@ -109,6 +109,19 @@ def refuse_copies(given: Mapping[str, Examples]) -> None:
             raise DataError(
                 f"all {len(small[1])} inputs of the {small[0]} set are in the {large[0]} set too: give disjoint sets "
                 f"(if this is meant, make secateurs.data.Data yourself)"
+            )
+
+
+def refuse_nonfinite(data: Data) -> None:
+    """Raise if an input or a target is NaN or infinite; the first one is named by its set and its index."""
+    for name, examples in data.splits().items():
+        for what, values in (("input", examples.inputs), *(("target", part) for part in target_parts(examples.targets))):
+            if not values.is_floating_point() or bool(values.isfinite().all()):
+                continue
+            bad = (~values.flatten(1).isfinite().all(1) if values.ndim > 1 else ~values.isfinite()).nonzero().flatten()
+            raise DataError(
+                f"the {name} set of {data.name!r}: {what} {int(bad[0])} holds NaN or infinite values ({len(bad)} of "
+                f"{len(values)} {what}s do). Leave these examples out, or fill in the values."
             )
 
 

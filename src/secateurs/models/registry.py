@@ -95,7 +95,7 @@ def _call(factory: Factory, what: str, options: Mapping[str, Any]) -> nn.Module:
         model = factory(**options)
     except InvalidInput:
         raise
-    except Exception as error:  # a user's function, or torch refusing a size: whatever it raised is the answer
+    except (Exception, SystemExit) as error:  # a user's function, or torch refusing a size: whatever it raised is the answer
         raise InvalidInput(f"{what} could not be built with {dict(options)}: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"{what} gave a {type(model).__name__}: wanted a torch.nn.Module.")
@@ -124,7 +124,7 @@ def _load_callable(spec: str, module_name: str, attribute: str) -> Factory:
                 f"Run from the folder that holds it, or install it."
             ) from error
         raise InvalidInput(f"model {spec!r}: importing {module_name} failed: {error}.") from error
-    except Exception as error:  # the user's module runs its own code
+    except (Exception, SystemExit) as error:  # the user's module runs its own code
         raise InvalidInput(f"model {spec!r}: importing {module_name} failed: {type(error).__name__}: {error}.") from error
     found = getattr(module, attribute, None)
     if callable(found):

@@ -19,6 +19,7 @@ from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, changed, display_name, fingerprints
 from secateurs.pruning.context import NetworkState, RunContext, measured
 from secateurs.pruning.folder import Record, disk_errors, environment
+from secateurs.pruning.journal import changed_files, read_journal
 from secateurs.pruning.results import Result, Step, outcome_fields, step_fields
 from secateurs.scoring.cache import MeasurementCache
 
@@ -174,7 +175,7 @@ def load_start(path: Path, model: nn.Module, data: Data, known: Mapping[str, Any
     """The network that the run in `path` was started with, whatever the weights of `model`; `known` is its provenance."""
     example, file = example_for(model, data), path / f"{START}.safetensors"
     if not file.exists():
-        raise RunError(f"{path}: was stopped before its first checkpoint. Delete the folder and start the run again.")
+        raise RunError(_without_start(path, file))
     graph = load(model, file, example_input=example)
     if _weights_digest(graph) != known["model"].get("weights_sha256"):
         raise RunError(
@@ -182,6 +183,20 @@ def load_start(path: Path, model: nn.Module, data: Data, known: Mapping[str, Any
             f"new run."
         )
     return graph
+
+
+def _without_start(path: Path, file: Path) -> str:
+    """Why a run without the file of its first network cannot be taken up, and what is left of it."""
+    entries = read_journal(path)
+    ended = [entry for entry in entries if entry["unit"] == "end"]
+    if ended and not changed_files(path, ended[0]):
+        return (
+            f"{file}: is missing, so the run cannot be taken up; but it is finished, and its result is whole: "
+            f"{path / 'pruned.safetensors'} and {path / 'plan.json'}. Look at it with: secateurs show {path}"
+        )
+    if any(entry["unit"] != "network" for entry in entries):
+        return f"{file}: is missing, though the run got further. Restore checkpoints/ from a copy, or start a new run."
+    return f"{path}: was stopped before its first checkpoint. Delete the folder and start the run again."
 
 
 def open_store(record: Record, path: str | Path | None) -> MeasurementCache:

@@ -271,6 +271,7 @@ def disk_errors(path: Path) -> Iterator[None]:
         elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             what = f"cannot be written ({cause.strerror}). Choose a folder that you may write to."
         else:
+            path = Path(os.fsdecode(cause.filename2 or cause.filename or path))
             what = f"{cause.strerror or cause}."
         raise RunError(f"{path}: {what}") from cause
 

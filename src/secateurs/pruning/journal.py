@@ -26,6 +26,7 @@ JOURNAL, PROVENANCE, TRAINING = "journal.jsonl", "provenance.json", "training.js
 ORIGINS = (PROVENANCE, TRAINING)  # what the first line continues from, where there is one
 MAX_LINE = 16 << 20  # bytes
 
+_LINE = b'{"unit": "'  # how every line begins
 _DIGEST = re.compile(rb', "digest": "([0-9a-f]{64})"\}$')
 
 
@@ -361,6 +362,13 @@ def read_entries(folder: Path) -> Journal:
             break
         digests.append(claimed)
         size += len(line) + 1
+    rest = data[data.rfind(b"\n") + 1 :].rstrip(b"\0")  # file systems may leave zeros behind a crash
+    if not notes and rest[: len(_LINE)] != _LINE[: len(rest)]:
+        notes.append(
+            f"{path}, line {len(entries) + 1}: damaged (neither a line nor the beginning of one: "
+            f"{brief(rest[:200].decode(errors='replace'), 40)!r}). Restore the file from a copy; or keep the lines before it "
+            f"(head -n {len(entries)}) and resume: what follows is done again."
+        )
     return Journal(tuple(entries), tuple(digests), size, tuple(notes))
 
 

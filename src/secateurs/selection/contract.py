@@ -39,7 +39,7 @@ from torch import Tensor
 
 from secateurs.errors import InvalidInput, NonFinite
 
-How = Literal["pairs", "t", "estimate"]
+How = Literal["pairs", "mean", "estimate"]
 
 _NORMAL = NormalDist()
 _DIGITS = 12  # 0.92 - 0.91 is 0.010000000000000009 in binary: a drop of one point must count as 0.01
@@ -62,7 +62,7 @@ class DropBound:
     images: int
     lost: int  # images that are worse after
     won: int  # images that are better after
-    how: How  # "pairs": right or wrong; "t": real-valued metric; "estimate": no bound was asked for
+    how: How  # "pairs": right or wrong; "mean": real-valued metric; "estimate": no bound was asked for
 
     @property
     def slack(self) -> float:
@@ -219,10 +219,10 @@ def paired_bound(before: Tensor, after: Tensor, confidence: float | None) -> Dro
     """Upper confidence bound on the drop in a metric, from its values (N,) on the same images before and after.
 
     Right or wrong (values 0 and 1): exact (Clopper-Pearson) limits for the share of images that were lost and for the
-    share that was won, combined as `_pairs_slack` says. Other values: Student's t for the mean difference, which assumes
-    that the mean is about normal (some tens of images that differ), and never less than what N images cannot show: that
-    a share of 1 - chance^(1/N) of all images loses the whole range of the values seen. With `confidence` None the
-    bound is the estimate. A NaN in `after` makes the bound infinite; one in `before` is an error.
+    share that was won, combined as `_pairs_slack` says. Other values: the larger of Student's t for the mean difference and
+    Gaffke's limit, which holds for skewed differences too and takes into account what N images cannot show: that a few
+    of all images lose everything (`_mean_slack`). With `confidence` None the bound is the estimate. A NaN in `after` makes
+    the bound infinite; one in `before` is an error.
     """
     if confidence is not None:
         _check_confidence(confidence)
@@ -236,12 +236,12 @@ def _bound(before: Tensor, after: Tensor, chance: float | None) -> DropBound:
     x, y = _checked_values(before, after)
     lost, won, images = int((y < x).sum()), int((y > x).sum()), len(x)
     binary = _is_binary(x) and _is_binary(y)
-    how: How = "estimate" if chance is None else ("pairs" if binary else "t")
+    how: How = "estimate" if chance is None else ("pairs" if binary else "mean")
     if not bool(y.isfinite().all()):
         estimate, slack = math.nan, math.inf
     else:
         estimate = (lost - won) / images if binary else float((x - y).mean())
-        slack = 0.0 if chance is None else (_pairs_slack(lost, won, images, chance) if binary else _t_slack(x, y, chance))
+        slack = 0.0 if chance is None else (_pairs_slack(lost, won, images, chance) if binary else _mean_slack(x, y, chance))
     upper = math.inf if slack == math.inf else estimate + slack
     return DropBound(estimate, upper, math.nan if chance is None else chance, images, lost, won, how)
 
@@ -327,24 +327,69 @@ def _predicted(before: Tensor, after: Tensor, chance: float | None, scale: float
         lost, won = scale * (changed + at_end * seen.images) / 2, scale * (changed - at_end * seen.images) / 2
         then = _score_upper(lost, won, images, chance)
     else:
-        slack = _NORMAL.inv_cdf(1 - chance) * spread / math.sqrt(images)
+        slack = _mean_slack(before.detach().cpu().double(), after.detach().cpu().double(), chance, repeats=scale)
         now, then = seen.estimate + slack, at_end + slack / math.pow(share, 0.25)
     unsure = max(spread, math.sqrt(1 / seen.images)) * math.sqrt(1 / seen.images + 1 / images)
-    return replace(seen, upper=max(now + caution * unsure, then), chance=chance, how="pairs" if _is_binary(before) else "t")
+    return replace(seen, upper=max(now + caution * unsure, then), chance=chance, how="pairs" if _is_binary(before) else "mean")
 
 
-def _t_slack(before: Tensor, after: Tensor, chance: float) -> float:
+def _mean_slack(before: Tensor, after: Tensor, chance: float, *, repeats: float = 1.0) -> float:
+    """How far the true drop in a real-valued metric may lie above the mean difference; each image counts `repeats` times.
+
+    The largest of three upper limits: Student's t; Gaffke's, which makes no assumption but that no image loses more than
+    `_largest_loss`; and what no image can have shown, that a share of 1 - chance^(1/N) of all images loses that much.
+    """
     if chance == 0:
         return math.inf
-    images = len(before)
-    values = torch.cat([before, after])
-    unseen = (1 - math.pow(chance, 1 / images)) * float(values.max() - values.min())
-    difference = before - after
-    floor = unseen - float(difference.mean())
-    if images < 2:
-        return max(floor, float(values.max() - values.min()) * 2)
-    spread = float(difference.std()) / math.sqrt(images)
-    return max(_t_quantile(images - 1, chance) * spread, floor)
+    difference, largest = before - after, _largest_loss(before, after)
+    mean, images = float(difference.mean()), repeats * len(before)
+    upper = max(_gaffke_upper(difference, largest, chance, repeats), largest * (1 - math.pow(chance, 1 / images)))
+    if len(before) > 1:
+        freedom = max(round(images) - 1, 1)
+        upper = max(upper, mean + _t_quantile(freedom, chance) * float(difference.std()) / math.sqrt(images))
+    return upper - mean
+
+
+def _largest_loss(before: Tensor, after: Tensor) -> float:
+    """What an image may lose at most: all of its value where none is negative, else twice the range of the values seen."""
+    highest, lowest = float(torch.cat([before, after]).max()), float(torch.cat([before, after]).min())
+    return float(before.max()) if lowest >= 0 else 2 * (highest - lowest)
+
+
+def _gaffke_upper(losses: Tensor, largest: float, chance: float, repeats: float) -> float:
+    """Upper confidence limit for a mean of values that are at most `largest` (Gaffke 2005; Learned-Miller and Thomas 2020).
+
+    Add `largest` to the values and weigh all of them at random, uniformly over all weights that add up to 1: the weighted
+    mean exceeds the limit with this chance. For values 0 and `largest` it is Clopper-Pearson's limit. With exponential E,
+    the weighted mean exceeds t where sum E_i (x_i - t) > 0; the chance of that is found by the saddlepoint approximation of
+    Lugannani and Rice, where the tilt `theta` gives t and its tail in closed form.
+    """
+    mean = float(losses.mean())
+    reach = largest - mean
+    if reach <= 0:
+        return largest
+    x = (losses - mean) / reach  # mean 0, at most 1
+
+    def limit_and_tail(logit: float) -> tuple[float, float]:
+        theta, rest = 1 / (1 + math.exp(-logit)), 1 / (1 + math.exp(logit))
+        tilted = 1 / (1 - theta * x)
+        limit = (repeats * float((x * tilted).sum()) + 1 / rest) / (repeats * float(tilted.sum()) + 1 / rest)
+        scale = 1 - theta * limit
+        if scale <= 0:
+            return limit, 0.0
+        cumulant = repeats * float((scale * tilted).log().sum()) + math.log(scale / rest)
+        variance = repeats * float(((x - limit) * scale * tilted).square().sum()) + ((1 - limit) * scale / rest) ** 2
+        root, tilt = math.sqrt(max(-2 * cumulant, 0.0)), theta / scale * math.sqrt(variance)
+        if min(root, tilt) < 1e-3:  # the middle of the distribution, where 1 / tilt - 1 / root cancels
+            return limit, 0.5
+        density = math.exp(-root * root / 2) / math.sqrt(2 * math.pi)
+        return limit, math.erfc(root / math.sqrt(2)) / 2 + density * (1 / tilt - 1 / root)
+
+    low, high = -36.0, 36.0
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        low, high = (middle, high) if limit_and_tail(middle)[1] > chance else (low, middle)
+    return mean + reach * limit_and_tail(high)[0]
 
 
 @lru_cache(maxsize=4096)

@@ -14,7 +14,7 @@ from secateurs._util.tensors import dump
 from secateurs.export.deliver import TOLERANCE, Batches, calling, deliver, run_fresh
 from secateurs.export.prepare import Exported, Kind, Prepared
 from secateurs.export.source.forward import RESERVED, Forward, tables
-from secateurs.export.source.text import Call, Container, constructor, spelled, table
+from secateurs.export.source.text import Call, Container, assigned, constructor, table
 from secateurs.graph.trace import Example, Graph
 
 CODE, WEIGHTS = "model.py", "model.safetensors"
@@ -104,7 +104,7 @@ def source_of(network: Prepared) -> str:
         "",
         "    def __init__(self) -> None:",
         "        super().__init__()",
-        *(line for part, call in _attributes(tree) for line in spelled(f"self.{part} = ", call, 8)),
+        *(line for part, call in _attributes(tree) for line in assigned(part, call)),
         "",
         f"    def forward(self{arguments}){' -> Tensor' if _gives_tensor(module) else ''}:",
         '        """In straight lines, block by block."""',

@@ -265,6 +265,15 @@ def is_name(text: str) -> bool:
     return text.isidentifier() and not keyword.iskeyword(text)
 
 
+def assigned(name: str, part: Expression) -> list[str]:
+    """The lines of __init__ that store `part` under `name`; add_module where the name (0, for, …) cannot stand behind a dot."""
+    if is_name(name):
+        return spelled(f"self.{name} = ", part, 8)
+    if isinstance(part, Call) and part.head in ("nn.Parameter", "nn.Buffer"):
+        return spelled("", Call("setattr", (("", "self"), ("", f'"{name}"'), ("", part))), 8)
+    return spelled("", Call("self.add_module", (("", f'"{name}"'), ("", part))), 8)
+
+
 def argument_name(name: str) -> str:
     """How `Part` is told a name: one that is no identifier (3, for, …) gets an underscore before it, which `Part` takes off."""
     return name if is_name(name) and not name.startswith("_") else f"_{name}"
