@@ -107,6 +107,16 @@ def test_grouped_layers_along_another_axis_keep_their_groups() -> None:
     assert [site.name for site in find_sites(smaller, "after")] == ["g"]
 
 
+@pytest.mark.parametrize("dim", [1, -1])
+def test_a_tensor_that_is_joined_to_itself_and_others(dim: int) -> None:
+    net = Net(lambda net, x: torch.cat([net.a(x), net.a2(x), x, x], dim), a=conv(3, 3), a2=conv(3, 3))
+    twice = Net(lambda net, x: (lambda a: torch.cat([a, a, x], dim))(net.a(x)), a=conv(3, 3, groups=3))
+    for model in (net, twice):
+        graph = traced(model, random_tensor(2, 3, 6, 6))
+        for site in find_sites(graph):
+            assert_compact_is_masked(graph, {site.name: torch.tensor([True, False, True])})
+
+
 def test_expand_as_takes_values_of_its_first_and_channels_of_its_second() -> None:
     graph = traced(
         Net(lambda net, x: net.b(net.one(x).expand_as(F.relu(net.a(x)))), a=conv(3, 8), one=conv(3, 1), b=conv(8, 2)),

@@ -147,6 +147,8 @@ def norm(w: Writer) -> None:
     v = w.value()
     shape = w.shape(v)
     d, c = len(shape) - 2, shape[1]
+    if d > 3:
+        return
     if d == 0:
         w.let(f"{w.part(w.pick((f'nn.BatchNorm1d({c})', f'nn.LayerNorm({c})', f'nn.BatchNorm1d({c}, affine=False)')))}({v})")
         return

@@ -141,7 +141,7 @@ def _join(flow: Join, node: fx.Node, state: Rewriting) -> None:
     same = bool(wide) and all(torch.equal(w, wide[0]) for w in wide[1:]) and not any(i in state.constants for i in inputs)
     # a term that is broadcast over the channels (a scalar, a one-channel map) makes something of channels that are absent
     wanted = wide[0] if same and not bool((live & ~wide[0]).any()) else live
-    for source, axis, width in zip(inputs, flow.in_axes, flow.widths, strict=True):
+    for source, axis, width in dict.fromkeys(zip(inputs, flow.in_axes, flow.widths, strict=True)):  # one may be mentioned twice
         if source in state.constants:
             insert_constant(state, node, source, wanted, flow)
         elif axis is not None and width == flow.width and flow.width > 1:
