@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 LINTED := $(wildcard src tests tools benchmarks)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo check test coverage test-slow test-real test-browser bench bench-scoring bench-quality limits torture clean
+.PHONY: help venv demo format check test coverage test-slow test-real test-browser bench bench-scoring bench-quality limits torture clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,10 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 
 demo: $(STAMP) ## Show what secateurs does, from start to end
 	@$(BIN)/secateurs demo
+
+format: $(STAMP) ## Format the code and sort its imports
+	@$(BIN)/ruff check --quiet --select I --fix $(LINTED)
+	@$(BIN)/ruff format --quiet $(LINTED)
 
 check: $(STAMP) ## Format, lint, types, import direction and architecture
 	@$(BIN)/ruff format --check $(LINTED)
