@@ -330,6 +330,21 @@ def test_an_unread_grouped_layer_keeps_what_its_mask_keeps() -> None:
     assert smaller.module.g.groups == 3
 
 
+def test_an_unread_branch_still_counts_in_batch_statistics() -> None:
+    """A BatchNorm is called twice, once for a branch that ends unread in a shuffle: its statistics follow both calls."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        net.shuffle(net.g(net.n(x * 2)))
+        return net.b(F.relu(net.a(net.n(x))))
+
+    net = Net(body, n=nn.BatchNorm2d(4), g=conv(4, 8, groups=4), shuffle=nn.ChannelShuffle(2), a=conv(4, 8), b=conv(8, 2))
+    graph = traced(net, random_tensor(2, 4, 6, 6))
+    smaller = assert_compact_is_masked(graph, {"g": KEEP, "a": KEEP})
+    for module in (graph.module.train(), smaller.module.train()):
+        module(*graph.example)
+    assert_same(smaller.module.n.running_mean, graph.module.n.running_mean)
+
+
 def test_an_assertion_about_a_branch_goes_with_the_branch() -> None:
     """Two masks without a channel in common leave nothing of a branch, whose layers an assertion still asks about."""
 

@@ -84,6 +84,8 @@ def _erase_unused(state: Rewriting) -> None:
     stays = state.last - gone - state.standing_for.keys()
     for node in reversed(nodes):
         if not node.users and node.op not in ("placeholder", "output") and node not in stays:
+            if node in state.last and node not in gone:  # an unread shuffle goes; what it read is unread from now on, and stays
+                stays |= set(node.all_input_nodes)
             state.module.graph.erase_node(node)
 
 
