@@ -6,10 +6,10 @@ SCALE ?= 1
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
-LINTED := $(wildcard src tests tools benchmarks)
+LINTED := $(wildcard src tests tools benchmarks examples docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo format check test coverage test-slow test-real test-browser bench bench-scoring bench-quality limits torture clean
+.PHONY: help venv demo format check test docs test-docs wheel coverage test-slow test-real test-browser bench bench-scoring bench-quality limits torture clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +42,28 @@ check: $(STAMP) ## Format, lint, types, import direction and architecture
 test: check ## check, then all other default tests (WORKERS=0 runs them in one process)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --ignore=tests/test_architecture.py
 
+docs: .venv-docs/.installed ## Build the documentation into build/docs: warnings and dead links are errors
+	@.venv-docs/bin/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "Open build/docs/index.html"
+
+# The tools of the documentation are in an environment of their own, which sees .venv.
+.venv-docs/.installed: $(STAMP) requirements-docs.txt
+	@rm -rf .venv-docs
+	@tools/layered_env.sh .venv-docs -r requirements-docs.txt
+	@touch $@
+
+test-docs: $(STAMP) ## Run every Python block of README, tutorial and how-to pages, and the examples
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py tests/test_readme.py tests/test_tutorial.py tests/test_examples.py
+
+# Built without isolation, so that the pinned backend is used; tried in an environment that has nothing else.
+wheel: $(STAMP) ## Build dist/*.whl, install it into a clean environment and try it there
+	@rm -rf dist .venv-wheel
+	@$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@$(PYTHON) -m venv .venv-wheel
+	@.venv-wheel/bin/python -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt dist/*.whl
+	@cd dist && OMP_NUM_THREADS=1 ../.venv-wheel/bin/python ../tools/smoke.py
+	@rm -rf .venv-wheel
+
 coverage: $(STAMP) ## All default tests, and the lines of src that none of them reaches
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --cov --cov-report=term
 
@@ -73,3 +95,16 @@ torture: $(STAMP) ## Generated networks, damaged files, killed runs, contracts: 
 clean: ## Remove the environments and what tools leave behind
 	@rm -rf .venv .venv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist torture-failures
 	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+.PHONY: test-integrations
+INTEGRATIONS := .venv-integrations/bin/python
+.venv-integrations/.installed: pyproject.toml constraints.txt requirements-integrations.txt
+	@echo "Installing into .venv-integrations ..."
+	@$(PYTHON) -m venv .venv-integrations
+	@$(INTEGRATIONS) -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt -r requirements-integrations.txt editables hatchling pytest
+	@$(INTEGRATIONS) -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt --no-build-isolation -e '.[onnx]'
+	@$(INTEGRATIONS) -m pip --disable-pip-version-check check
+	@touch $@
+
+test-integrations: .venv-integrations/.installed ## Tests with the real Lightning, transformers, timm and ultralytics, in .venv-integrations
+	@OMP_NUM_THREADS=1 $(INTEGRATIONS) -m pytest -q tests/integrations

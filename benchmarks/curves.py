@@ -2,7 +2,7 @@
 
 Cuts of the public ResNet-20 by L1 norm, nothing repaired, are divided over the network by curves of either kind, on the same
 1,000 search images, and the networks for four MAC targets are measured on the 4,000 search images that no curve has seen. The
-test half has no part in this, as a default follows from it. Writes a table in docs/quality.md (ten minutes of one core).
+test half has no part in this, as a default follows from it. Writes a table in docs/notes/quality.md (ten minutes of one core).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from secateurs.metrics import Measure, accuracy, cross_entropy
 from secateurs.pruning.global_allocation import measure_curve
 from secateurs.scoring.cache import MeasurementCache
 
-PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
+PAGE = Path(__file__).parents[1] / "docs" / "notes" / "quality.md"
 TARGETS = (0.05, 0.1, 0.15, 0.2)
 
 
@@ -40,15 +40,15 @@ MEASURES: dict[str, Measure] = {"cross-entropy": plain, "divergence": cross_entr
 def line(subject: Subject, name: str) -> str:
     """One row of the table: MACs removed and accuracy, for every target."""
     seen, unseen = split(subject.data.search, (STEERING, len(subject.data.search) - STEERING), seed=0)
-    workshop = subject.workshop(Method("l1", "none"), 0, MeasurementCache(None))
-    tools = replace(workshop.tools, loss_fn=MEASURES[name])
-    workshop = replace(workshop, data=replace(subject.data, search=seen), tools=tools)
+    context = subject.context(Method("l1", "none"), 0, MeasurementCache(None))
+    runtime = replace(context.runtime, loss_fn=MEASURES[name])
+    context = replace(context, data=replace(subject.data, search=seen), runtime=runtime)
     courses = {}
-    for number, site in enumerate(find_sites(workshop.original, "before"), 1):
-        place = workshop.place(workshop.original, site)
-        ranking = workshop.rank(place, step=number, on_scored=lambda done, of: None)
-        courses[site.name] = measure_curve(workshop, place, ranking)
-    ladder, whole = Ladder(workshop, courses), cost(workshop.original).macs
+    for number, site in enumerate(find_sites(context.original, "before"), 1):
+        place = context.prepare(context.original, site)
+        ranking = context.rank(place, step=number, on_scored=lambda done, of: None)
+        courses[site.name] = measure_curve(context, place, ranking)
+    ladder, whole = Ladder(context, courses), cost(context.original).macs
     cells = []
     for target in TARGETS:
         graph = ladder.network(target)

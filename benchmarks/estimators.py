@@ -2,7 +2,7 @@
 
 Losses at masks that all images share (the paper's way), slopes at masks that a batch shares, slopes at masks of each image's
 own in several forms, losses of the same pairs, and both together. Cost is counted in image-passes through what lies behind the
-site, a gradient pass as `GRADIENT_PASS` of them. Writes benchmarks/results/estimators.json and the tables in docs/scoring.md.
+site, a gradient pass as `GRADIENT_PASS` of them. Writes benchmarks/results/estimators.json and tables in docs/notes/scoring.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from secateurs.scoring.importance import Importance, rank_correlation
 from secateurs.scoring.slopes import GRADIENT_PASS, MaskedSlopes, per_example_coefficients
 
 RESULT = Path(__file__).parent / "results" / "estimators.json"
-PAGE = Path(__file__).parent.parent / "docs" / "scoring.md"
+PAGE = Path(__file__).parent.parent / "docs" / "notes" / "scoring.md"
 BEGIN, END = "<!-- begin: made by `python -m benchmarks.estimators` -->", "<!-- end -->"
 SHARES = (0.25, 0.5, 0.75)
 SEARCH = 1000  # images for accuracy
@@ -190,7 +190,7 @@ def shared_pairs(bench: SiteEvaluator, pool: Examples, each: int) -> MaskedSlope
 
 def fast(bench: SiteEvaluator, data: Data) -> Estimate:
     """The default, as it stops by itself."""
-    scored = score_site(bench.graph, bench.site, data.train, FAST, store=bench.store, seed=2)
+    scored = score_site(bench, data.train, FAST, seed=2)
     assert isinstance(scored.importance, Importance)
     name = f"fast: {scored.note}, {scored.examples:,} images"
     return Estimate(name, GRADIENT_PASS * scored.used, scored.importance.coef, scored.importance.split_half)
@@ -226,7 +226,7 @@ def accuracies(graph: Graph, site: Site, examples: Examples, coefs: list[Tensor]
 
 
 def tables(report: dict[str, Any]) -> str:
-    """A table for each site, as docs/scoring.md shows them."""
+    """A table for each site, as docs/notes/scoring.md shows them."""
     lines = []
     for site in report["sites"]:
         masks = site["reference_masks"] * site["channels"]

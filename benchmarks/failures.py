@@ -2,7 +2,7 @@
 
 Three suspects. Few masks: the same ensemble with ever more of them. Outliers: Eq. 2 on losses, on their logarithms and
 ranks. Redundancy: filters that stand in for each other, seen in the pairwise terms of a model fitted to many masks, and by
-removing filters one by one and two by two. Writes benchmarks/results/failures.json and a table in docs/quality.md.
+removing filters one by one and two by two. Writes benchmarks/results/failures.json and a table in docs/notes/quality.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from secateurs import find_sites, fit_importance, sample_masks, scores, trace
 from secateurs._util.download import home
 from secateurs._util.files import write_text
 from secateurs.config import FAST, Transform
-from secateurs.criteria import criterion
+from secateurs.criteria import score_filters
 from secateurs.criteria.ranking import cuts_along
 from secateurs.data import Examples, load, subset
 from secateurs.data.dataset import derive, generator_for
@@ -38,7 +38,7 @@ from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, fit_pairs, order
 
 RESULT = Path(__file__).parent / "results" / "failures.json"
-PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
+PAGE = Path(__file__).parents[1] / "docs" / "notes" / "quality.md"
 BEGIN, END = "<!-- begin: made by `python -m benchmarks.failures` -->", "<!-- end: failures -->"
 SITE = "layer3.2.conv1"
 SHARES = (0.25, 0.5, 0.75)
@@ -76,7 +76,7 @@ def orders(bench: SiteEvaluator, train: Examples) -> Iterator[Found]:
     channels = bench.site.channels
     images = subset(train, IMAGES, seed=derive(0, "scoring"))
     masks = sample_masks(channels, MOST_MASKS * channels, generator=generator_for(0, "masks"))
-    losses = bench.on(images, announced=len(masks)).means(masks)
+    losses = bench.on(images).means(masks)
     for each in (2, 10, MOST_MASKS):
         some = slice(0, each * channels)
         for transform in get_args(Transform):
@@ -86,10 +86,10 @@ def orders(bench: SiteEvaluator, train: Examples) -> Iterator[Found]:
         some = slice(0, each * channels)
         pairs = fit_pairs(masks[some], scores(losses[some]))
         yield Found(f"pairs, {each} C masks", order(pairs), pairs)
-    fast = score_site(bench.graph, bench.site, train, FAST, store=bench.store)
+    fast = score_site(bench, train, FAST)
     yield Found(f"fast: {fast.note}", order(fast.importance), fast.importance)
     for name in ("l1", "fpgm", "taylor", "leave-one-out"):
-        yield Found(name, order(criterion(name)(bench.graph, bench.site, images)))
+        yield Found(name, order(score_filters(name, bench, images)))
 
 
 def _said(transform: str) -> str:
@@ -167,7 +167,7 @@ def two_by_two(bench: SiteEvaluator, examples: Examples) -> Apart:
     masks = torch.ones(1 + channels + len(pairs), channels, dtype=torch.bool)
     for row, gone in enumerate([(), *((c,) for c in range(channels)), *pairs]):
         masks[row, list(gone)] = False
-    losses = bench.on(examples, announced=len(masks)).means(masks)
+    losses = bench.on(examples).means(masks)
     alone = losses[1 : channels + 1] - losses[0]
     first, second = torch.tensor(pairs).T
     beyond = torch.zeros(channels, channels, dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 At six sites of the public ResNet-20 the same masks and losses are fitted twice, filter by filter and with pairwise terms, and
 the networks that the orders leave are measured, with and without repair, on search images that ranked nothing. Writes
-benchmarks/results/pairs.json and a table in docs/quality.md.
+benchmarks/results/pairs.json and a table in docs/notes/quality.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.signals import COMPARED, SHARES, SITES, Setting, percent, remain
 from secateurs import find_sites, fit_importance, sample_masks, scores
 from secateurs._util.download import home
 from secateurs._util.files import write_text
-from secateurs.criteria import criterion
+from secateurs.criteria import score_filters
 from secateurs.data import subset
 from secateurs.data.dataset import derive, generator_for
 from secateurs.graph.sites import Site
@@ -34,7 +34,7 @@ from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import fit_pairs, order
 
 RESULT = Path(__file__).parent / "results" / "pairs.json"
-PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
+PAGE = Path(__file__).parents[1] / "docs" / "notes" / "quality.md"
 PART = "python -m benchmarks.pairs"
 IMAGES = 256  # training images that all masks share
 EACH = (2, 5, 10, 20)  # masks for each filter
@@ -46,12 +46,12 @@ def orders(given: Setting, site: Site) -> Iterator[tuple[str, Tensor]]:
     images = subset(given.data.train, IMAGES, seed=derive(given.seed, "scoring"))
     masks = sample_masks(site.channels, EACH[-1] * site.channels, generator=generator_for(given.seed, "masks"))
     bench = SiteEvaluator(given.graph, site, cross_entropy, given.store)
-    losses = bench.on(images, announced=len(masks)).means(masks)
+    losses = bench.on(images).means(masks)
     for each in EACH:
         some = slice(0, each * site.channels)
         yield f"filter by filter, {each} C masks", order(fit_importance(masks[some], scores(losses[some])))
         yield f"with pairs, {each} C masks", order(fit_pairs(masks[some], scores(losses[some])))
-    yield "l1", order(criterion("l1")(given.graph, site, images))
+    yield "l1", order(score_filters("l1", bench, images))
     for number in range(RANDOM):
         generator = generator_for(derive(given.seed, "random"), str(number))
         yield "random", torch.randperm(site.channels, generator=generator)
@@ -63,7 +63,7 @@ def measure_site(given: Setting, name: str) -> list[dict[str, Any]]:
     found = list(orders(given, site))
     rows = []
     for repaired in (False, True):
-        place = given.workshop(repaired=repaired).place(given.graph, site)
+        place = given.context(repaired=repaired).prepare(given.graph, site)
         left = remaining(place, given.compare, [one for _, one in found])[:, :, 1]
         for called in dict.fromkeys(called for called, _ in found):
             own = torch.stack([figures for (one, _), figures in zip(found, left, strict=True) if one == called])

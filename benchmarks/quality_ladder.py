@@ -16,13 +16,15 @@ from benchmarks.conditions import conditions
 from benchmarks.quality_setup import FOLDER, UNTOUCHED, Key, Method, Row, Subject, append_row, store_of
 from secateurs import Graph, compact, cost, find_sites
 from secateurs._util.files import write_text
+from secateurs._util.journal import plain, record_from
 from secateurs.config import TrainSettings, recipe_fields
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site
 from secateurs.metrics import fingerprint
 from secateurs.pruning.context import PreparedSite, PruningContext
-from secateurs.pruning.global_allocation import SiteCurve, apply_allocation, curve_fields, curve_from, measure_curve
+from secateurs.pruning.global_allocation import apply_allocation, measure_curve
+from secateurs.pruning.results import SiteCurve
 from secateurs.scoring.cache import context_of
 from secateurs.selection.allocation import Allocation, frontier
 from secateurs.training import train_
@@ -52,45 +54,45 @@ class Seeded:
         self._places: dict[tuple[str, str], PreparedSite] = {}
         self._ladders: dict[Method, Ladder] = {}
 
-    def workshop(self, method: Method) -> PruningContext:
-        return self.subject.workshop(method, self.seed, self._store)
+    def context(self, method: Method) -> PruningContext:
+        return self.subject.context(method, self.seed, self._store)
 
-    def place(self, workshop: PruningContext, site: Site) -> PreparedSite:
-        key = workshop.recipe.repair, site.name
+    def place(self, context: PruningContext, site: Site) -> PreparedSite:
+        key = context.recipe.repair, site.name
         if key not in self._places:
-            self._places[key] = workshop.place(workshop.original, site)
+            self._places[key] = context.prepare(context.original, site)
         return self._places[key]
 
     def network(self, method: Method, target: float) -> Graph:
         """What a method makes for a target. Refitting comes after the cuts, so that cuts and courses are the repair's."""
         cuts = Method(method.criterion, "none" if method.repair == "none" else "least-squares")
         if cuts not in self._ladders:
-            self._ladders[cuts] = Ladder(self.workshop(cuts), self.courses(cuts))
-        return self.workshop(method).refitted(self._ladders[cuts].network(target))
+            self._ladders[cuts] = Ladder(self.context(cuts), self.courses(cuts))
+        return self.context(method).refit(self._ladders[cuts].network(target))
 
     def courses(self, method: Method) -> dict[str, SiteCurve]:
         """Order and curve of every site; from a file, where they were measured before."""
-        workshop, began = self.workshop(method), perf_counter()
-        sites = [site for site in find_sites(workshop.original, "before") if site.channels > 1]
-        path = FOLDER / f"{self.subject.model}-{self.seed}-{method.name}-{_kind(workshop)}.json"
+        context, began = self.context(method), perf_counter()
+        sites = [site for site in find_sites(context.original, "before") if site.channels > 1]
+        path = FOLDER / f"{self.subject.model}-{self.seed}-{method.name}-{_kind(context)}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
         if set(known) != {site.name for site in sites}:
             for number, site in enumerate(sites, 1):
                 if site.name not in known:
-                    place = self.place(workshop, site)
-                    ranking = workshop.rank(place, step=number, on_scored=lambda done, of: None)
-                    known[site.name] = curve_fields(measure_curve(workshop, place, ranking))
+                    place = self.place(context, site)
+                    ranking = context.rank(place, step=number, on_scored=lambda done, of: None)
+                    known[site.name] = plain(measure_curve(context, place, ranking))
                     write_text(path, json.dumps(known) + "\n")
             self.tell(f"{path.stem}: courses of {len(sites)} sites, {perf_counter() - began:.0f} s")
-        return {site.name: curve_from(site, known[site.name]) for site in sites}
+        return {site.name: record_from(known[site.name], SiteCurve) for site in sites}
 
 
-def _kind(workshop: PruningContext) -> str:
+def _kind(context: PruningContext) -> str:
     """Names all that courses depend on besides the network: files of another recipe or another measure are left alone."""
-    fields = {name: value for name, value in recipe_fields(workshop.recipe).items() if name != "batch"}
+    fields = {name: value for name, value in recipe_fields(context.recipe).items() if name != "batch"}
     told = json.dumps(fields, sort_keys=True)
     of_rankings = " ".join(field.name for field in dataclasses.fields(Ranking))
-    return context_of(told, fingerprint(workshop.held_out.loss_fn), workshop.held_out.examples.digest(), of_rankings)[:12]
+    return context_of(told, fingerprint(context.held_out.loss_fn), context.held_out.examples.digest(), of_rankings)[:12]
 
 
 def climb(seeded: Seeded, method: Method, targets: Sequence[float], known: Mapping[Key, Row], lesson: Lesson) -> Iterator[Row]:
@@ -134,7 +136,7 @@ def untouched(seeded: Seeded, known: Mapping[Key, Row], lesson: Lesson) -> Itera
 class Ladder:
     """The divisions of one method's courses, and the networks that were made of them."""
 
-    workshop: PruningContext
+    context: PruningContext
     courses: Mapping[str, SiteCurve]
     made: dict[float, Graph] = field(default_factory=dict)
     removed: dict[int, float] = field(default_factory=dict)
@@ -142,7 +144,7 @@ class Ladder:
     def network(self, target: float) -> Graph:
         """All cuts made and repaired of the first division that really removes so many of the MACs; the last, if none does."""
         if target not in self.made:
-            self.made[target] = apply_allocation(self.workshop, self.courses, self._reaching(target))
+            self.made[target] = apply_allocation(self.context, self.courses, self._reaching(target))
         return self.made[target]
 
     @cached_property
@@ -165,7 +167,7 @@ class Ladder:
         return self.removed[place]
 
     def _counted(self, division: Allocation) -> float:
-        whole = self.workshop.original
+        whole = self.context.original
         sites = {site.name: site for site in find_sites(whole, "before")}
         masks: dict[str | Site, Tensor] = {
             name: self.courses[name].keep(m, sites[name]) for name, m in division.removed.items() if m

@@ -23,7 +23,7 @@ _ELSEWHERE = os.environ.get("QUALITY_RESULTS")  # a folder: all is measured anew
 RESULTS = Path(_ELSEWHERE or Path(__file__).parent / "results")
 JOURNAL = RESULTS / "quality.jsonl"
 FOLDER = RESULTS / "measured" if _ELSEWHERE else home() / "bench" / "quality"
-PAGE = RESULTS / "quality.md" if _ELSEWHERE else Path(__file__).parents[1] / "docs" / "quality.md"
+PAGE = RESULTS / "quality.md" if _ELSEWHERE else Path(__file__).parents[1] / "docs" / "notes" / "quality.md"
 STEERING = 1_000  # search images that curves are measured on; drops are measured on the whole half
 REPAIR_EXAMPLES = 512
 BATCH = 64  # images at once: a core's cache holds no more
@@ -141,7 +141,7 @@ class Subject:
         """On the test half, which chooses nothing."""
         return evaluate(graph.module, self.data.test, batch=BATCH)
 
-    def workshop(self, method: Method, seed: int, store: MeasurementCache) -> PruningContext:
+    def context(self, method: Method, seed: int, store: MeasurementCache) -> PruningContext:
         """What a divided run of this method works with; few of the search images steer."""
         size = SIZES[self.model]
         steering = subset(self._searched, size.steering, seed=derive(seed, "steering"))

@@ -86,8 +86,8 @@ def speed_text(units: list[Unit], report: dict[str, Any]) -> str:
             "### The exact engine against the naive way",
             f"Milliseconds for one mask and one image: the whole masked network, eager, mask after mask, and the engine, the "
             f"same {units[0]['masks']} masks and {units[0]['images']} images in turns ({len(units[0]['naive'])} turns, 95 % "
-            f"intervals). *Ahead*: what comes before the first mask (activations before the site, choosing the form). GMAC/s "
-            f"count what lies behind the site with all its channels, masked or not; the roof is one large convolution "
+            f"intervals). *Ahead*: what comes before the first mask (activations before the site, the check of the strategy). "
+            f"GMAC/s count what lies behind the site with all its channels, masked or not; the roof is one large convolution "
             f"({median(unit['roof'] for unit in units):.0f} GMAC/s here). *Difference*: the largest of any loss, relative.",
             table(heads, rows),
             *[network_speed(model, [unit for unit in units if unit["model"] == model]) for model in models_of(units)],

@@ -17,12 +17,13 @@ from torch import Tensor
 from benchmarks.scoring_setup import CORES, Bench, Losses, draw, means, measured_losses, removal_masks
 from secateurs import Importance, Site, fit_importance, scores
 from secateurs.config import FAST, Scoring
-from secateurs.criteria import criterion
+from secateurs.criteria import score_filters
 from secateurs.data import subset
 from secateurs.graph.latency import using_threads
-from secateurs.metrics import correct, cross_entropy
+from secateurs.metrics import correct
 from secateurs.scoring import EnsembleResult, score_site
 from secateurs.scoring.engine import split_for
+from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import rank_correlation
 
 SHARES = (0.25, 0.5, 0.75)
@@ -149,7 +150,7 @@ def timed_scoring(bench: Bench, model: str, site: Site, scoring: Scoring, seed: 
         pool = bench.pools[1]
         with using_threads(CORES):
             start = perf_counter()
-            scored = score_site(bench.graph(model), site, pool, scoring, loss_fn=cross_entropy, seed=seed)
+            scored = score_site(SiteEvaluator(bench.graph(model), site), pool, scoring, seed=seed)
             bench.memory[key] = scored, perf_counter() - start
     found: tuple[EnsembleResult, float] = bench.memory[key]
     return found
@@ -183,12 +184,12 @@ def criterion_rankings(bench: Bench, model: str, site: Site) -> Iterator[Ranked]
 
 
 def ranked_by(name: str, bench: Bench, model: str, site: Site, *, images: int, passes: int, seeds: int) -> Ranked:
-    rank, coefs, seconds = criterion(name), [], 0.0
+    coefs, seconds = [], 0.0
     for seed in range(seeds):
         examples = bench.images(images, seed=seed)
         with using_threads(CORES):
             start = perf_counter()
-            coefs.append(rank(bench.graph(model), site, examples, seed=seed).coef)
+            coefs.append(score_filters(name, SiteEvaluator(bench.graph(model), site), examples, seed=seed).coef)
             seconds += perf_counter() - start
     return Ranked(name, f"{images} images" if passes else "", tuple(coefs), seconds / seeds, passes)
 

@@ -197,7 +197,7 @@ def measured_losses(bench: Bench, model: str, site: Site, masks: Tensor, example
             if not block:
                 continue
             began = perf_counter()
-            network = network or split_for(bench.graph(model), site, examples, announced=len(masks))
+            network = network or split_for(bench.graph(model), site, examples)
             values = network.values(masks[block], cross_entropy).float()
             each = torch.full((len(block), 1), (perf_counter() - began) / len(block))
             bench.store.put(about, [keys[i] for i in block], list(torch.cat([each, values], 1)))

@@ -59,7 +59,7 @@ def measure_speed(bench: Bench, model: str, site: Site) -> dict[str, Any]:
     masks = draw(site, form.speed_masks, "speed")
     naive, roof = Naive(graph, site), Roof()
     start = perf_counter()
-    engine = split_for(graph, site, examples, announced=PAPER_MASKS * site.channels)
+    engine = split_for(graph, site, examples)
     ours = means(engine, masks, cross_entropy)
     first = perf_counter() - start
     theirs = naive.losses(masks, examples)
@@ -83,12 +83,12 @@ def measure_speed(bench: Bench, model: str, site: Site) -> dict[str, Any]:
         "images": len(examples),
         "naive": (naive_times / len(masks)).tolist(),
         "engine": (engine_times / len(masks)).tolist(),
-        "ahead": max(0.0, first - float(median(engine_times))),  # seconds before the first mask: prefix, choice of form
+        "ahead": max(0.0, first - float(median(engine_times))),  # seconds before the first mask: prefix, check of the strategy
         "ratio": asdict(speedup(naive_times, engine_times)),
         "difference": float(((ours - theirs) / theirs).abs().max()),
         "gmacs": rate / 1e9,
         "roof": roof.macs / float(median(roof_times)) / 1e9,
-        "form": str(engine.form),
+        "form": str(engine.strategy),
         "filters for": stands_for(bench.sites(model), [s.name for s in speed_sites(bench, model)])[site.name],
     }
 

@@ -3,7 +3,7 @@
 At six sites of the public ResNet-20 the filters are ranked by `FAST` ensembles with each of four signals, and the network
 that each order leaves is measured, with and without repair. Held-out signals see one half of the search images; the other
 half compares, so no order is judged on images that made it, and the test half chooses nothing. Writes
-benchmarks/results/signals.json and a table in docs/quality.md (six minutes of one core).
+benchmarks/results/signals.json and a table in docs/notes/quality.md (six minutes of one core).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.engine import split_for
 
 RESULT = Path(__file__).parent / "results" / "signals.json"
-PAGE = Path(__file__).parents[1] / "docs" / "quality.md"
+PAGE = Path(__file__).parents[1] / "docs" / "notes" / "quality.md"
 BEGIN, END = "<!-- begin: made by `python -m benchmarks.signals` -->", "<!-- end: signals -->"
 SITES = tuple(f"layer{stage}.1.conv{place}" for stage in (1, 2, 3) for place in (1, 2))
 SIGNALS: dict[str, tuple[Pool, Signal]] = {
@@ -71,7 +71,7 @@ class Setting:
     store: MeasurementCache
     seed: int
 
-    def workshop(self, *, scoring: Pool = "train", signal: Signal = "loss", repaired: bool = False) -> PruningContext:
+    def context(self, *, scoring: Pool = "train", signal: Signal = "loss", repaired: bool = False) -> PruningContext:
         recipe = Recipe(
             criterion="ensemble",
             scoring=scoring,
@@ -95,14 +95,14 @@ def measure_site(given: Setting, rankers: Sequence[PruningContext], name: str) -
     """All signals at one site, and both ways of leaving the network behind."""
     site = next(site for site in find_sites(given.graph, "before") if site.name == name)
     orders, seconds = [], []
-    for workshop in rankers:
+    for context in rankers:
         began = perf_counter()
-        ranking = workshop.rank(workshop.place(given.graph, site), step=1, on_scored=lambda done, of: None)
+        ranking = context.rank(context.prepare(given.graph, site), step=1, on_scored=lambda done, of: None)
         orders.append(ranking.order)
         seconds.append(perf_counter() - began)
     rows = []
     for repaired in (False, True):
-        place = given.workshop(repaired=repaired).place(given.graph, site)
+        place = given.context(repaired=repaired).prepare(given.graph, site)
         left = remaining(place, given.compare, orders)
         for signal_name, taken, figures in zip(SIGNALS, seconds, left, strict=True):
             rows.append(Row(name, signal_name, repaired, figures[:, 0].tolist(), figures[:, 1].tolist(), taken))
@@ -115,7 +115,7 @@ def remaining(place: PreparedSite, examples: Examples, orders: Sequence[Tensor])
     masks = torch.cat([cuts_along(order, counts) for order in orders])
     different, back = torch.unique(masks, dim=0, return_inverse=True)
     repair = place.reconstruction
-    network = split_for(place.graph, place.site, examples, unfolded=() if repair is None else repair.readers)
+    network = split_for(place.graph, place.site, examples, unfolded=() if repair is None else repair.consumers)
     weights = None if repair is None else lambda keep: repair.solve(keep).weights
     found = network.measure(different, [cross_entropy, correct], weights=weights)
     return found[back].view(len(orders), len(SHARES), 2)
@@ -173,7 +173,7 @@ def main() -> int:
     if not options.render:
         options.store.parent.mkdir(parents=True, exist_ok=True)
         given, rows = setting(MeasurementCache(options.store), options.seed), []
-        rankers = [given.workshop(scoring=scoring, signal=signal) for scoring, signal in SIGNALS.values()]
+        rankers = [given.context(scoring=scoring, signal=signal) for scoring, signal in SIGNALS.values()]
         for name in options.sites:
             rows += measure_site(given, rankers, name)
             sys.stdout.write(f"{name}: {sum(row.seconds for row in rows[-4:]):.0f} s of ranking\n")

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from benchmarks.conditions import conditions
 from secateurs._util.files import write_text
-from secateurs.reproduce.xor.experiment import SCHEDULES, SUCCESS, ExperimentRow, table
-from secateurs.reproduce.xor.nets import Setting, one_thread
+from secateurs.reproduce.xor import SCHEDULES, SUCCESS, ExperimentRow, table
+from secateurs.reproduce.xor_nets import Setting, one_thread
 from secateurs.scoring.importance import fit_importance, scores
 from secateurs.scoring.masks import sample_masks
 

@@ -15,13 +15,11 @@ from pathlib import Path
 
 import torch
 
-from secateurs.api import prune, resume
+from secateurs.api import Pruner, resume
 from secateurs.config import Recipe, TrainSettings
-from secateurs.data import Data, load
-from secateurs.data.splits import subset
-from secateurs.models import build
-from secateurs.pruning.journal import read_journal
 from secateurs.scoring.cache import MeasurementCache
+from torture.journals import entries_of
+from torture.runs import few_digits, perceptron
 
 RECIPE = Recipe.paper(
     max_drop=0.05,
@@ -32,7 +30,7 @@ RECIPE = Recipe.paper(
     finetune=TrainSettings(epochs=3, batch=32, lr=0.02),
     retrain=TrainSettings(epochs=6, batch=32, lr=0.02, schedule="step", milestones=(3,)),
 )
-DIVIDED = Recipe(
+ALLOCATED = Recipe(
     max_drop=0.1,
     confidence=0.9,
     allocation="global",
@@ -41,27 +39,17 @@ DIVIDED = Recipe(
     repair_examples=128,
     retrain=TrainSettings(epochs=4, batch=32, lr=0.02),
 )
-RECIPES = {"paper": RECIPE, "divided": DIVIDED}
-
-
-def small_data() -> Data:
-    whole = load("digits")
-    return Data("digits", subset(whole.train, 384, seed=0), subset(whole.search, 96, seed=0), subset(whole.test, 96, seed=0))
-
-
-def network() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return build("mlp", hidden=(12, 10))
+RECIPES = {"paper": RECIPE, "allocated": ALLOCATED}
 
 
 def attempt(folder: Path, recipe: Recipe) -> None:
-    """Start the run, or go on with it."""
-    data = small_data()
+    """Start the run, or resume it."""
+    data = few_digits(384)
     started = (folder / "checkpoints" / "start.safetensors").exists()
-    if not started and folder.exists():  # killed before there was anything to go on from
+    if not started and folder.exists():  # killed before it could be resumed
         for path in sorted(folder.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
-    run = resume(folder, build("mlp", hidden=(12, 10)), data) if started else prune(network(), data, recipe, folder=folder)
+    run = resume(folder, perceptron(seed=1), data) if started else Pruner(perceptron(), data, recipe=recipe, folder=folder)
     run.finish()
 
 
@@ -81,7 +69,7 @@ def in_child(folder: Path, recipe: Recipe) -> int:
 def killed_at(folder: Path, measured_before: int) -> str:
     """The unit of work that was finished last; "masks" if the network was measured under some since."""
     try:
-        entries = read_journal(folder)
+        entries = entries_of(folder)
     except Exception:
         return "nothing"
     last = entries[-1] if entries else {"unit": "nothing"}
@@ -98,7 +86,7 @@ def measured(folder: Path) -> int:
 
 def warm_up() -> None:
     """Have everything imported before forking, without running autograd, which does not survive a fork."""
-    run = prune(network(), small_data(), RECIPE)
+    run = Pruner(perceptron(), few_digits(384), recipe=RECIPE)
     run.graph.module.eval()
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

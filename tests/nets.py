@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateurs import Graph, Site, compact, masked, trace
+from secateurs.data import Examples
+from secateurs.graph.layers import SumInto
 from secateurs.graph.trace import tensors_in
+from secateurs.models import build, example_input
 
 ATOL = 1e-12
 """What rounding in float64 may make of outputs of size 1 (they are kept at that size by `randomise_`)."""
@@ -75,6 +81,36 @@ def random_keep(sites: list[Site], seed: int, share: float = 0.5) -> dict[str, T
     return masks
 
 
+def without(channels: int, *removed: int) -> Tensor:
+    """The mask that keeps all channels but the removed ones."""
+    keep = torch.ones(channels, dtype=torch.bool)
+    keep[list(removed)] = False
+    return keep
+
+
+def conv(into: int, out: int, kernel: int = 3, **options: Any) -> nn.Conv2d:
+    """A convolution that keeps the size of an image unless options say otherwise."""
+    return nn.Conv2d(into, out, kernel, **({"padding": kernel // 2} | options))
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of all parameters and buffers by name."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def assert_same_bits(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """The same names and, bit for bit, the same tensors."""
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def add_as_if_large_(module: nn.Module, large: int = 0) -> None:
+    """In place: sums with a narrow term take the form for inputs of `large` values a channel already at smaller ones."""
+    for part in module.modules():
+        if isinstance(part, SumInto):
+            part.large = large
+
+
 def assert_same(got: Any, wanted: Any, atol: float = ATOL) -> None:
     """The same tensors up to rounding, NaN where the other has NaN; `atol` is for outputs up to size 1."""
     ours, theirs = tensors_in(got), tensors_in(wanted)
@@ -90,6 +126,12 @@ def run(module: nn.Module, *inputs: Tensor) -> Any:
         return module(*copy.deepcopy(inputs))
 
 
+def run_exported(kind: str, path: Path, batches: Sequence[tuple[Tensor, ...]]) -> list[list[Tensor]]:
+    """The outputs of an exported file, for each batch."""
+    network = torch.export.load(path).module() if kind == "pt2" else runpy.run_path(str(path / "model.py"))["load"]()
+    return [tensors_in(run(network, *batch)) for batch in batches]
+
+
 def assert_compact_is_masked(graph: Graph, masks: Mapping[str, Tensor], *batches: tuple[Tensor, ...]) -> Graph:
     """Compact, compare with the masked network on the example and on other batches, and return the compacted graph."""
     smaller, reference = compact(graph, masks), masked(graph, masks)
@@ -101,6 +143,36 @@ def assert_compact_is_masked(graph: Graph, masks: Mapping[str, Tensor], *batches
 def traced(model: nn.Module, *example: Tensor, seed: int = 0, **options: Any) -> Graph:
     """The graph of the randomised network."""
     return trace(randomise_(model, seed), example, **options)
+
+
+# ---- built-in networks, narrow -------------------------------------------------------------------------------------------
+
+
+TOPOLOGIES = {
+    **{name: {} for name in ("fcn3", "mlp", "cnn1d", "split-small", "densenet-small", "mobilenet-small", "resnext-small")},
+    "unet-small": {},
+    "resnet8": {"widths": (4, 6, 8)},
+    "resnet8-b": {"widths": (4, 6, 8)},
+}
+"""A network of every topology in `models`, as narrow as it gets; the deeper ResNets are resnet8 again."""
+
+
+@cache
+def random_problem(name: str, dtype: torch.dtype = torch.float64, count: int = 7) -> tuple[Graph, Examples]:
+    """A narrow network of that topology with random BatchNorm statistics, and random examples for it."""
+    torch.manual_seed(0)
+    model = build(name, **TOPOLOGIES[name]).eval()
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d):
+            nn.init.normal_(part.get_buffer("running_mean"), 0, 0.2, generator=seeded(1))
+            nn.init.uniform_(part.get_buffer("running_var"), 0.5, 1.5, generator=seeded(2))
+            nn.init.uniform_(part.weight, 0.5, 1.5, generator=seeded(3))
+            nn.init.normal_(part.bias, 0, 0.2, generator=seeded(4))
+    inputs = example_input(name, count).to(dtype)
+    graph = trace(model.to(dtype), inputs[:2])
+    shape = graph.module(inputs).shape
+    classes = max(shape[1], 2) if len(shape) > 1 else 2
+    return graph, Examples(inputs, torch.randint(classes, (count, *shape[2:]), generator=seeded(5)))
 
 
 # ---- generated networks: a stem, some blocks, a head --------------------------------------------------------------------

@@ -1,40 +1,41 @@
-"""Draws what a run kept at each site, and its accuracy along the way: python tools/picture.py RUN OUT.svg"""
+"""Draws what a run kept of each layer, and its accuracy over the run: python tools/picture.py RUN OUT.svg"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-import matplotlib
+from markupsafe import Markup
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from secateurs.report import Figure, plots
+from secateurs.report.svg import el, join
 
-from secateurs.pruning.journal import read_journal
+GAP = 24.0
 
 
 def draw(run: Path, out: Path) -> None:
-    entries = read_journal(run)
-    steps = [e for e in entries if e["unit"] == "step"]
-    start = next(e for e in entries if e["unit"] == "start")
-    sites = list(dict.fromkeys(step["site"] for step in steps))
-    before = {step["site"]: step["channels"] for step in reversed(steps)}
-    gone = {site: sum(len(step["removed"]) for step in steps if step["site"] == site) for site in sites}
-    figure, (widths, way) = plt.subplots(1, 2, figsize=(10, 3.4), gridspec_kw={"width_ratios": [1.2, 1]})
-    widths.barh(sites, [before[s] - gone[s] for s in sites], color="#2f7d4f", label="kept")
-    widths.barh(sites, [gone[s] for s in sites], left=[before[s] - gone[s] for s in sites], color="#d9d4c7", label="removed")
-    widths.invert_yaxis()
-    widths.set(xlabel="filters", title="what is left at each site")
-    widths.legend(frameon=False, loc="upper right")
-    removed = [0.0, *[100 * step["parameters_removed"] for step in steps]]
-    accuracy = [100 * start["accuracy"], *[100 * step["accuracy"] for step in steps]]
-    way.plot(removed, accuracy, "o-", color="#2f7d4f")
-    way.set(xlabel="% of the parameters removed", ylabel="accuracy on the search set, %", title="site by site")
-    way.grid(alpha=0.3)
-    for axes in (widths, way):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(out)
+    """Write the widths of the layers above the timeline and the frontier as one SVG."""
+    shown = plots(run)
+    widths, timeline, frontier = shown.widths(), shown.timeline(), shown.frontier()
+    width = max(widths.width, timeline.width + GAP + frontier.width)
+    below = widths.height + GAP
+    body = join(
+        placed(widths, (width - widths.width) / 2, 0.0),
+        placed(timeline, 0.0, below),
+        placed(frontier, width - frontier.width, below),
+    )
+    text = ". ".join(figure.text for figure in (widths, timeline, frontier))
+    out.write_text(
+        Figure("The network before and after, and the run over time", text, width, below + timeline.height, body).svg
+    )
+
+
+def placed(figure: Figure, x: float, y: float) -> Markup:
+    """A figure at a place of a larger one."""
+    box = f"0 0 {figure.width:.0f} {figure.height:.0f}"
+    return el(
+        "svg", figure.body, x=x, y=y, width=float(figure.width), height=float(figure.height), viewBox=box, overflow="visible"
+    )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def ship(folder: Path, to: Path) -> tuple[Path, Pedigree]:
     if origin.model not in names():
         raise RunError(f"{folder}: trained {origin.model}: wanted a network that comes with the package, as its weights would")
     if not training_folder.weights_file(folder).exists():
-        raise RunError(f"{folder}: the training is not finished. Go on with it: secateurs resume {folder}")
+        raise RunError(f"{folder}: the training is not finished. Resume with: secateurs resume {folder}")
     data = data_of(folder, origin)
     model = fresh_model(origin)
     load_weights_(model, training_folder.weights_file(folder))

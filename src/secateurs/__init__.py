@@ -4,10 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from secateurs.api import Pruner, prune, resume
+    from secateurs.api import Pruner, Result, prune, resume
     from secateurs.compaction import Verification, compact, replay, verify
     from secateurs.compaction.serialization import load, save
     from secateurs.config import Recipe, TrainSettings, read_recipe
+    from secateurs.criteria import criterion
     from secateurs.errors import SecateursError
     from secateurs.graph.cost import Cost, cost
     from secateurs.graph.flow import rule
@@ -16,18 +17,19 @@ if TYPE_CHECKING:
     from secateurs.graph.plan import Plan
     from secateurs.graph.sites import Site, Unprunable, find_site, find_sites
     from secateurs.graph.trace import Graph, trace
-    from secateurs.pruning.results import Result, Step
+    from secateurs.pruning.results import Step
     from secateurs.scoring.ensemble import Ensemble, score_masks
     from secateurs.scoring.importance import Importance, fit_importance, fit_pairs, scores
     from secateurs.scoring.masks import sample_masks
     from secateurs.selection.search import Cut, find_cut
-    from secateurs.training import train_
+    from secateurs.training import carry_optimizer, train_
 
 # Names are loaded when they are first used: importing torch takes seconds, which `secateurs --help` should not.
 _HOMES = {
-    "api": ("Pruner", "prune", "resume"),
+    "api": ("Pruner", "Result", "prune", "resume"),
     "compaction": ("Verification", "compact", "replay", "verify"),
     "compaction.serialization": ("load", "save"),
+    "criteria": ("criterion",),
     "config": ("Recipe", "TrainSettings", "read_recipe"),
     "errors": ("SecateursError",),
     "graph.cost": ("Cost", "cost"),
@@ -37,12 +39,12 @@ _HOMES = {
     "graph.plan": ("Plan",),
     "graph.sites": ("Site", "Unprunable", "find_site", "find_sites"),
     "graph.trace": ("Graph", "trace"),
-    "pruning.results": ("Result", "Step"),
+    "pruning.results": ("Step",),
     "scoring.ensemble": ("Ensemble", "score_masks"),
     "scoring.importance": ("Importance", "fit_importance", "fit_pairs", "scores"),
     "scoring.masks": ("sample_masks",),
     "selection.search": ("Cut", "find_cut"),
-    "training": ("train_",),
+    "training": ("carry_optimizer", "train_"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -63,8 +65,10 @@ __all__ = [
     "TrainSettings",
     "Unprunable",
     "Verification",
+    "carry_optimizer",
     "compact",
     "cost",
+    "criterion",
     "find_cut",
     "find_site",
     "find_sites",

@@ -1,13 +1,20 @@
-"""What a user asks for: the recipe of a run, how filters are ranked, how networks are trained. Imports no torch."""
+"""What a user asks for: the recipe of a run, how filters are ranked, how networks are trained. Imports no torch.
 
+Each field is declared once: its type, default, meaning and range. Its checks and its flag on the command line come from that.
+"""
+
+# ruff: noqa: RUF009 - `setting` returns a dataclasses.field
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from dataclasses import dataclass
-from math import isfinite
+from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -22,155 +29,225 @@ Design = Literal["exact", "bernoulli", "balanced"]
 Method = Literal["bisect", "paper", "scan"]
 Estimator = Literal["losses", "gradient"]
 Model = Literal["linear", "pairs"]
+Schedule = Literal["constant", "step", "cosine", "one-cycle"]
+Augment = Literal["none", "crop", "crop-flip"]
+Precision = Literal["float32", "bfloat16", "float16"]
+Direction = Literal["forward", "backward"]
+Budget = Literal["site", "run"]
+Pool = Literal["train", "search"]
+Signal = Literal["loss", "divergence"]
+Repair = Literal["none", "least-squares", "every-layer"]
+Allocation = Literal["sequential", "global"]
 
-CRITERIA = ("ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio")
+CRITERIA = ["ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio"]
 PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
 
-MOST_PAIRS = 16_384  # of masks and examples, unless told: a slope tells of all filters at once, so wide layers need no more
+MOST_PAIRS = 16_384  # of masks and examples, unless `masks` is given: a slope covers all filters, so wide layers need no more
+
+T = TypeVar("T")
+FlagGroup = Literal["pruning", "scoring", "training"]
+
+
+# ---- declarations -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a field means, and the range of its values; one with a `group` has a flag under that heading."""
+
+    help: str
+    group: FlagGroup | None = None
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    below: float | None = None
+
+    def check(self, name: str, value: float) -> None:
+        """RecipeError unless the number is finite and in range."""
+        every = (
+            (operator.ge, self.low, "{:g} or more"),
+            (operator.gt, self.above, "a number above {:g}"),
+            (operator.le, self.high, "at most {:g}"),
+            (operator.lt, self.below, "below {:g}"),
+        )
+        limits = [(within, limit, text) for within, limit, text in every if limit is not None]
+        if math.isfinite(value) and all(within(value, limit) for within, limit, _ in limits):
+            return
+        wanted = " and ".join(text.format(limit) for _, limit, text in limits) or "a finite number"
+        if self.low is not None and self.high is not None:
+            wanted = f"{self.low:g} to {self.high:g}"
+        raise RecipeError(f"{name} = {value!r}: wanted {wanted}.")
+
+
+def setting(default: T, help: str, group: FlagGroup | None = None, **limits: float) -> T:
+    """Declare a field of a recipe or of settings: its default, what it means, the heading of its flag, its range."""
+    declared: T = dataclasses.field(default=default, metadata={"declared": Declared(help, group, **limits)})
+    return declared
+
+
+@cache
+def declarations(kind: Any) -> dict[str, tuple[Any, Any, Declared]]:
+    """Type, default and declaration of every field, by name."""
+    hints = get_type_hints(kind)
+    return {f.name: (hints[f.name], f.default, f.metadata["declared"]) for f in dataclasses.fields(kind)}
+
+
+_KINDS: dict[Any, tuple[type, str, str]] = {
+    float: (Real, "a number", "numbers"),
+    int: (Integral, "a whole number", "whole numbers"),
+    bool: (bool, "True or False", ""),
+    str: (str, "text", "texts"),
+}
+
+
+class _Checked:
+    """Settings whose fields are checked by their declarations; numbers become plain ints and floats, lists tuples."""
+
+    def __post_init__(self) -> None:
+        kind: Any = type(self)
+        for name, (hint, _, declared) in declarations(kind).items():
+            value = _checked(name, getattr(self, name), hint)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                declared.check(name, value)
+            object.__setattr__(self, name, value)
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """The value in the type of its field; RecipeError if it has another, or is not one of the choices."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    choices = tuple(choice for part in parts if get_origin(part) is Literal for choice in get_args(part))
+    kinds = [part for part in parts if part is not NoneType and get_origin(part) is not Literal]
+    if (value is None and NoneType in parts) or (isinstance(value, str) and value in choices):
+        return value
+    shown = brief(repr(value))
+    if not kinds:
+        raise RecipeError(f"{name} = {shown}: wanted one of {', '.join(choices)}.{suggest(brief(value), choices)}")
+    (kind,) = kinds
+    if kind in _KINDS:
+        if isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool)):
+            try:
+                return kind(value)
+            except OverflowError as error:
+                raise RecipeError(f"{name} = {shown}: the number is out of range.") from error
+        wanted = _KINDS[kind][1]
+    elif get_origin(kind) is tuple:
+        (element, _) = get_args(kind)
+        if isinstance(value, tuple | list) and all(isinstance(part, element) for part in value):
+            return tuple(value)
+        wanted = f"a tuple of {_KINDS[element][2]}"
+    elif isinstance(value, kind):
+        return value
+    else:
+        wanted = kind.__name__
+    others = [*map(repr, choices), *(["None"] if NoneType in parts else [])]
+    raise RecipeError(
+        f"{name} = {shown}: got {type(value).__name__}, wanted {', '.join([wanted, *others[:-1]])}"
+        + (f" or {others[-1]}." if others else ".")
+    )
+
+
+# ---- ranking filters ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scoring:
-    """How filters are ranked. `masks` and `masks_per_filter` bound the number of masks; `adaptive` may stop before it."""
+class EnsembleSettings(_Checked):
+    """How an ensemble of masks ranks the filters of a site."""
 
-    estimator: Estimator = "gradient"  # the linear model from losses at masks, or from their slopes along the masks
-    adaptive: bool = True  # stop when the set of the least important filters is settled
-    agreement: float = 0.85  # of resampled sets with it, beyond chance, that counts as settled
-    masks_per_filter: int = 256
-    masks: int | None = None  # so many at every site, whatever its width
-    examples: int | Literal["all"] | None = None  # None: as many as the noise asks for
-    off: float = 0.3  # share of a site's filters that a mask switches off (the paper's P)
-    design: Design = "exact"
-    transform: Transform = "linear"  # of losses; slopes are those of the loss itself
-    model: Model = "linear"
-    ridge: float = 0.0
+    estimator: Estimator = setting(
+        "gradient", "Fit the linear model to losses at masks (the paper), or to their slopes along the masks.", "scoring"
+    )
+    adaptive: bool = setting(True, "Stop scoring a site when the set of its least important filters is stable.", "scoring")
+    masks_per_filter: int = setting(256, "Largest number of masks for each filter of a site.", "scoring", low=1)
+    masks: int | None = setting(None, "Number of masks at every site, whatever its width.", "scoring", low=4)
+    off: float = setting(
+        0.3, "Share of a site's filters that a mask switches off (the paper's P, 0.3).", "scoring", above=0, below=1
+    )
+    design: Design = setting(
+        "exact", "How masks are drawn: exactly the share off, each filter by chance, or every filter off equally often."
+    )
+    transform: Transform = setting("linear", "Transform of the losses before the fit; not for slopes.")
+    model: Model = setting("linear", "The model of the scores: linear, or with terms for pairs of filters.")
+    ridge: float = setting(0.0, "Ridge penalty of the fit.")
 
     def __post_init__(self) -> None:
-        for name, kind in _CHOICES.items():
-            if getattr(self, name) not in get_args(kind):
-                raise InvalidInput(f"{name}: got {getattr(self, name)!r}.{suggest(str(getattr(self, name)), get_args(kind))}")
+        super().__post_init__()
         if self.estimator == "gradient" and (self.model, self.transform, self.ridge) != ("linear", "linear", 0.0):
-            raise InvalidInput(
+            raise RecipeError(
                 f"estimator 'gradient' fits the linear model to slopes of the loss: model={self.model!r}, "
                 f"transform={self.transform!r}, ridge={self.ridge:g} belong to estimator='losses'."
             )
-        if self.examples is not None and self.examples != "all" and self.examples < 2:
-            raise InvalidInput(
-                f"examples: got {self.examples}, wanted 2 or more, 'all', or None: as many as the noise asks for."
-            )
-        if not 0 < self.agreement <= 1:
-            raise InvalidInput(f"agreement: got {self.agreement}, wanted a share above 0 and up to 1.")
-        if self.masks_per_filter < 1 or (self.masks is not None and self.masks < 4):
-            raise InvalidInput(
-                f"masks_per_filter: got {self.masks_per_filter}, wanted 1 or more; masks: got {self.masks}, wanted 4 or more."
-            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring(EnsembleSettings):
+    """How filters are ranked. `masks` and `masks_per_filter` bound the number of masks; `adaptive` may stop before it."""
+
+    agreement: float = setting(
+        0.85, "Share of resampled sets of least important filters that must agree, beyond chance.", above=0, high=1
+    )
+    examples: int | Literal["all"] | None = setting(None, "Number of examples; None: as many as the noise requires.", low=2)
 
     def bound(self, channels: int) -> int:
-        """The most masks that a site with so many filters gets."""
+        """Largest number of masks for a site of `channels` filters."""
         if self.masks is not None:
             return self.masks
         masks = self.masks_per_filter * channels
         return min(masks, MOST_PAIRS) if self.estimator == "gradient" else masks
 
 
-_CHOICES = {"estimator": Estimator, "design": Design, "transform": Transform, "model": Model}
-
 PAPER = Scoring(estimator="losses", adaptive=False, masks_per_filter=10, examples="all")
 FAST = Scoring()
-PRESETS = {"paper": PAPER, "fast": FAST}
 
 
-Schedule = Literal["constant", "step", "cosine", "one-cycle"]
-Augment = Literal["none", "crop", "crop-flip"]
-Precision = Literal["float32", "bfloat16", "float16"]
+# ---- training -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings:
-    """SGD with everything that decides its outcome; the same settings, data and start give the same weights."""
+class TrainSettings(_Checked):
+    """SGD with everything that decides its result; the same settings, data and start give the same weights."""
 
-    epochs: int = 10
-    steps: int | None = None  # end after so many optimiser steps, even within an epoch
-    batch: int = 128
-    lr: float = 0.01
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
-    nesterov: bool = False
-    schedule: Schedule = "cosine"
-    milestones: tuple[int, ...] = ()  # "step": the epochs (counted from 0) at which lr is multiplied by `factor`
-    factor: float = 0.1
-    warmup: int = 0  # epochs over which lr rises linearly, before the schedule counts
-    augment: Augment = "none"
-    pad: int = 4  # "crop", "crop-flip": pixels of zero padding on each side
-    label_smoothing: float = 0.0
-    clip_norm: float | None = None  # largest norm of the whole gradient
-    distill: float = 0.0  # share of the loss that is the distance to the teacher's answers
-    temperature: float = 4.0
-    precision: Precision = "float32"  # of the forward pass; weights stay as they are
-    channels_last: bool = False
-    seed: int = 0
+    epochs: int = setting(10, "Passes over the training examples.", "training", low=0)
+    steps: int | None = setting(None, "Stop after this number of optimiser steps, even within an epoch.", "training", low=0)
+    batch: int = setting(128, "Examples in an optimiser step.", "training", low=1)
+    lr: float = setting(0.01, "Learning rate.", "training", above=0)
+    momentum: float = setting(0.9, "Momentum of SGD.", "training", low=0, high=0.9999)
+    weight_decay: float = setting(1e-4, "Weight decay.", "training", low=0)
+    nesterov: bool = setting(False, "Use Nesterov's momentum.")
+    schedule: Schedule = setting("cosine", "How the learning rate changes.", "training")
+    milestones: tuple[int, ...] = setting(
+        (), "With schedule step: the epochs, counted from 0, at which the learning rate is multiplied by factor.", "training"
+    )
+    factor: float = setting(0.1, "With schedule step: what the learning rate is multiplied by.", above=0, high=1)
+    warmup: int = setting(
+        0, "Epochs over which the learning rate rises linearly, before the schedule begins.", "training", low=0
+    )
+    augment: Augment = setting("none", "Random crops, and flips, of the training images.", "training")
+    pad: int = setting(4, "Crops: pixels of zero padding on each side.", low=0, high=1024)
+    label_smoothing: float = setting(
+        0.0, "Share of the target that is spread over all classes.", "training", low=0, high=0.9999
+    )
+    clip_norm: float | None = setting(None, "Largest norm of the whole gradient.", above=0)
+    distill: float = setting(0.0, "Share of the loss that is the distance to the teacher's outputs.", low=0, high=1)
+    temperature: float = setting(4.0, "Temperature of the distillation.", above=0)
+    precision: Precision = setting("float32", "Precision of the forward pass; weights keep theirs.")
+    channels_last: bool = setting(False, "Compute with channels last in memory.")
+    seed: int = setting(0, "Seed of everything random, the first weights included.", "training")
 
     def __post_init__(self) -> None:
-        for field, choices in (("schedule", Schedule), ("augment", Augment), ("precision", Precision)):
-            _check_choice(field, getattr(self, field), get_args(choices))
-        for field in ("epochs", "steps", "batch", "warmup", "pad", "seed"):
-            _check_whole(field, getattr(self, field))
-        for field, low, high in _RANGES:
-            _check_range(field, getattr(self, field), low, high)
-        for field in ("lr", "temperature", "factor", "clip_norm"):
-            if getattr(self, field) == 0:
-                raise InvalidInput(f"{field} = 0: wanted a number above 0")
-        self._check_together()
-
-    def _check_together(self) -> None:
-        if (self.schedule == "step") != bool(self.milestones):
-            raise InvalidInput(
-                f"schedule = {self.schedule!r} with milestones = {list(self.milestones)}: "
-                f"milestones go with schedule 'step', and only with it"
+        super().__post_init__()
+        epochs = list(self.milestones)
+        if (self.schedule == "step") != bool(epochs):
+            raise RecipeError(
+                f"schedule = {self.schedule!r} with milestones = {epochs}: milestones go with schedule 'step' and no other."
             )
-        if list(self.milestones) != sorted(set(self.milestones)) or min(self.milestones, default=1) < 1:
-            raise InvalidInput(f"milestones = {list(self.milestones)}: wanted rising epochs, from 1 on")
-        if self.warmup and self.schedule == "one-cycle":
-            raise InvalidInput(f"warmup = {self.warmup} with schedule 'one-cycle', which has its own: set warmup = 0")
-        if self.warmup and self.warmup >= self.epochs:
-            raise InvalidInput(f"warmup = {self.warmup} of epochs = {self.epochs}: wanted fewer warm-up epochs than epochs")
+        if epochs != sorted(set(epochs)) or min(epochs, default=1) < 1:
+            raise RecipeError(f"milestones = {epochs}: wanted rising epochs, from 1 on.")
+        if self.warmup > 0 and self.schedule == "one-cycle":
+            raise RecipeError(f"warmup = {self.warmup} with schedule 'one-cycle', which has its own: set warmup = 0.")
+        if 0 < self.warmup >= self.epochs:
+            raise RecipeError(f"warmup = {self.warmup} of epochs = {self.epochs}: wanted fewer warm-up epochs than epochs.")
         if self.nesterov and self.momentum == 0:
-            raise InvalidInput("nesterov = true with momentum = 0: it needs momentum")
-
-
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("epochs", 0, float("inf")),
-    ("steps", 0, float("inf")),
-    ("batch", 1, float("inf")),
-    ("lr", 0, float("inf")),
-    ("momentum", 0, 0.9999),
-    ("weight_decay", 0, float("inf")),
-    ("factor", 0, 1),
-    ("warmup", 0, float("inf")),
-    ("pad", 0, 1024),
-    ("label_smoothing", 0, 0.9999),
-    ("clip_norm", 0, float("inf")),
-    ("distill", 0, 1),
-    ("temperature", 0, float("inf")),
-)
-
-
-def _check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise InvalidInput(f"{field} = {value!r}: wanted one of {', '.join(allowed)}.{suggest(str(value), allowed)}")
-
-
-def _check_whole(field: str, value: object) -> None:
-    if value is not None and not isinstance(value, int):
-        raise InvalidInput(f"{field} = {value!r}: wanted a whole number")
-
-
-def _check_range(field: str, value: float | None, low: float, high: float) -> None:
-    if value is not None and not isinstance(value, Real):
-        raise InvalidInput(f"{field} = {value!r}: got {type(value).__name__}, wanted a number")
-    if value is not None and not (isfinite(value) and low <= value <= high):
-        wanted = f"{low:g} or more" if high == float("inf") else f"{low:g} to {high:g}"
-        raise InvalidInput(f"{field} = {value}: wanted {wanted}")
+            raise RecipeError("nesterov = true with momentum = 0: it needs momentum.")
 
 
 # "We divide the initial 0.1 learning rate by 10 at 100 and 150 epochs and stop the training at 200 epochs", the rest as
@@ -187,195 +264,170 @@ PAPER_FINETUNE = TrainSettings(epochs=10, batch=128, lr=0.01, schedule="constant
 PAPER_RETRAIN = TrainSettings(epochs=80, batch=128, lr=0.01, schedule="step", milestones=(20, 40, 60), augment="crop-flip")
 
 
-Direction = Literal["forward", "backward"]
-Budget = Literal["site", "run"]
-Pool = Literal["train", "search"]
-Signal = Literal["loss", "divergence"]
-Repair = Literal["none", "least-squares", "every-layer"]
-Allocation = Literal["sequential", "global"]
-Asked = TypeVar("Asked")
+# ---- recipes ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(EnsembleSettings):
     """How a network is pruned. The defaults are the fast way; `Recipe.paper()` is Algorithm 1 as published.
 
     Training is off unless asked for. Drops are fractions: 0.005 is half a point.
     """
 
-    max_drop: float = 0.005  # accuracy that may be lost
-    budget: Budget = "run"  # the drop counts from the start of the whole "run", or of each "site" anew (the paper)
-    confidence: float = 0.95  # that the drop is kept on other images too; 0: the point estimate decides
-    worst_class: float | None = None  # accuracy that any single class may lose
-    allocation: Allocation = "sequential"  # each site in turn as far as it goes, or all cuts weighed against each other
-    direction: Direction = "forward"
-    shortcut: Shortcut = "before"
-    rounds: int = 1  # how often the sites are gone through
-    sites: tuple[str, ...] = ()  # patterns such as "layer3.*"; empty: all sites
-    target_parameters: float | None = None  # stop when this share of the parameters is removed
-    target_macs: float | None = None  # stop when this share of the MACs is removed
-    criterion: str = "ensemble"  # who ranks the filters: see `CRITERIA`
-    portfolio: tuple[str, ...] = PORTFOLIO  # the criteria that "portfolio" compares
-    estimator: Estimator = FAST.estimator  # of an ensemble: from losses at masks, or from their slopes
-    adaptive: bool = FAST.adaptive  # stop when the least important filters are settled
-    masks_per_filter: int = FAST.masks_per_filter  # the most that a site gets
-    masks: int | None = FAST.masks  # so many at every site instead, whatever its width
-    off: float = FAST.off  # share of a site's filters that a mask switches off (the paper's P)
-    design: Design = FAST.design
-    transform: Transform = FAST.transform
-    model: Model = FAST.model
-    ridge: float = FAST.ridge
-    signal: Signal = "loss"  # what masks are scored by: the loss, or the divergence from the unpruned network's answers
-    scoring: Pool = "train"  # the set that masks are scored on
-    scoring_examples: int | Literal["all"] | None = None  # so many of them, every class in its share; None: by the noise
-    repair: Repair = "none"  # in closed form: of the layers that read what was cut, or in the end of every layer as well
-    repair_examples: int = 1024  # training examples that a repair is solved on
-    repaired_masks: bool = False  # masks are scored after repair too: one solution for each
-    search: Method = "bisect"
-    largest_share: float = 0.9  # of a site's filters that one cut may remove
-    round_to: int = 1  # kept filters come in multiples of this
-    latency_aware: bool = False  # keep only numbers of filters that are measurably faster here than any larger one
-    finetune: TrainSettings | None = None  # after every cut
-    retrain: TrainSettings | None = None  # at the end
-    recalibrate: int | None = None  # BatchNorm statistics after a cut, from so many training examples
-    batch: int = 256  # examples at once while scoring and searching
-    seed: int = 0
+    max_drop: float = setting(
+        0.005, "Accuracy on the validation set that may be lost, a fraction: 0.005 is half a point.", "pruning", low=0, high=1
+    )
+    budget: Budget = setting(
+        "run", "The drop counts from the start of the whole run, or from the start of each site (the paper).", "pruning"
+    )
+    confidence: float = setting(
+        0.95,
+        "Confidence that the drop holds on other images too; 0: the point estimate decides, without a guarantee.",
+        "pruning",
+        low=0,
+        high=0.999999,
+    )
+    worst_class: float | None = setting(None, "Accuracy that any single class may lose, a fraction.", "pruning", low=0, high=1)
+    allocation: Allocation = setting(
+        "sequential",
+        "Cut each site in turn as far as possible (the paper), or weigh the cuts of all sites together.",
+        "pruning",
+    )
+    direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
+    shortcut: Shortcut = setting(
+        "before", "Where the last filters of a residual block are masked: before or after the add.", "pruning"
+    )
+    rounds: int = setting(1, "Largest number of passes over the sites.", "pruning", low=1)
+    sites: tuple[str, ...] = setting((), "Only sites whose names match this pattern, such as 'layer3.*'.", "pruning")
+    target_parameters: float | None = setting(
+        None, "Stop when this share of the parameters is removed.", "pruning", low=0, high=1
+    )
+    target_macs: float | None = setting(
+        None, "Stop when this share of the multiply-accumulates is removed.", "pruning", low=0, high=1
+    )
+    criterion: str = setting("ensemble", f"Criterion that ranks the filters: {', '.join(CRITERIA)}.", "scoring")
+    portfolio: tuple[str, ...] = setting(PORTFOLIO, "The criteria that criterion 'portfolio' compares.")
+    signal: Signal = setting(
+        "loss",
+        "Score masks by the loss, or by the divergence from the unpruned network's outputs, which needs no labels.",
+        "scoring",
+    )
+    scoring: Pool = setting("train", "Set that masks are scored on; search is the validation set.", "scoring")
+    scoring_examples: int | Literal["all"] | None = setting(
+        None, "Number of its examples, a stratified subset; by default as many as the noise requires.", "scoring", low=2
+    )
+    repair: Repair = setting(
+        "none", "Solve new weights, in closed form: of the layers that read what was cut, or finally of every layer.", "pruning"
+    )
+    repair_examples: int = setting(1024, "Training examples that a repair is solved on.", "pruning", low=1)
+    repaired_masks: bool = setting(False, "Score masks after repair too, with one solution for each.")
+    search: Method = setting(
+        "bisect",
+        "How the number of filters to remove is found: by bisection, one by one upwards, or downwards (paper).",
+        "pruning",
+    )
+    largest_share: float = setting(0.9, "Largest share of a site's filters that one cut may remove.", "pruning", low=0, high=1)
+    round_to: int = setting(1, "The number of kept filters is a multiple of this.", "pruning", low=1)
+    latency_aware: bool = setting(
+        False, "Keep only numbers of filters that are measurably faster on this device than any larger one.", "pruning"
+    )
+    finetune: TrainSettings | None = setting(None, "After every cut.")
+    retrain: TrainSettings | None = setting(None, "After all cuts.")
+    recalibrate: int | None = setting(
+        None, "Training examples on which BatchNorm statistics are measured again after every cut.", "training", low=1
+    )
+    batch: int = setting(256, "Examples at once while scoring and searching.", "scoring", low=1)
+    seed: int = setting(0, "Seed of everything random.", "scoring")
+
+    @staticmethod
+    def best(**changes: Any) -> Recipe:
+        """The best recipe measured: a portfolio of criteria, all cuts allocated together, every layer repaired, no training."""
+        return Recipe(
+            **{"max_drop": 0.01, "criterion": "portfolio", "repair": "every-layer", "allocation": "global", **changes}
+        )
 
     @staticmethod
     def paper(**changes: Any) -> Recipe:
         """Algorithm 1 as published: 10 masks a filter on all training examples, α by point estimate, nothing repaired."""
-        return Recipe(**{**_PAPER, **changes})
+        ensemble = {name: getattr(PAPER, name) for name in declarations(EnsembleSettings)}
+        others = {"scoring_examples": PAPER.examples, "budget": "site", "confidence": 0.0, "search": "paper"}
+        return Recipe(**{**ensemble, **others, **changes})
 
     def __post_init__(self) -> None:
-        self._check_types()
-        for name in _FRACTIONS:
-            if type(getattr(self, name)) is int:  # so that 0 and 0.0 are one recipe, in memory and in a file
-                object.__setattr__(self, name, float(getattr(self, name)))
-        for name, kind in _RECIPE_CHOICES.items():
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                raise RecipeError(
-                    f"{name} = {value!r}: wanted one of {', '.join(get_args(kind))}.{suggest(str(value), get_args(kind))}"
-                )
-        for name, (low, high) in _RECIPE_RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                wanted = f"{low:g} or more" if high == float("inf") else f"{low:g} to {high:g}"
-                raise RecipeError(f"{name} = {value!r}: wanted {wanted}")
-        for name in (self.criterion, *self.portfolio):
-            if name not in CRITERIA or (name == "portfolio" and name in self.portfolio):
-                raise RecipeError(f"criterion = {name!r}: wanted one of {', '.join(CRITERIA)}.{suggest(name, CRITERIA)}")
-        if self.allocation == "global" and self.budget == "site":
-            raise RecipeError(
-                "budget = 'site' with allocation = 'global': cuts that are weighed against each other share one budget"
-            )
-        if not 0 < self.off < 1:
-            raise RecipeError(f"off = {self.off!r}: wanted a share between 0 and 1, both excluded (the paper uses 0.3)")
+        super().__post_init__()
+        for field, name in (("criterion", self.criterion), *(("portfolio", name) for name in self.portfolio)):
+            allowed = [other for other in CRITERIA if other != field]  # a portfolio holds no portfolio
+            if name not in allowed:
+                raise RecipeError(f"{field} = {name!r}: wanted one of {', '.join(allowed)}.{suggest(name, allowed)}")
+        by_repair = self.criterion == "obs" or set(self.portfolio) <= {"obs"}
+        everywhere = self.allocation == "global"
         if not self.portfolio:
-            raise RecipeError("portfolio = []: wanted at least one criterion to compare")
-        if self.repair == "none" and (self.criterion == "obs" or set(self.portfolio) <= {"obs"}):
-            raise RecipeError("criterion = 'obs': it goes by what repairs can make up for: set repair = 'least-squares'")
-        if self.allocation == "global" and (self.rounds > 1 or self.direction == "backward"):
-            raise RecipeError("allocation = 'global': all cuts are weighed at once, so rounds = 1 and direction = 'forward'")
-        if self.repair == "every-layer" and self.allocation == "sequential":
+            raise RecipeError("portfolio = []: wanted at least one criterion to compare.")
+        if 0 < self.confidence <= 0.5:
             raise RecipeError(
-                "repair = 'every-layer': comes after all cuts: set allocation = 'global', or repair = 'least-squares'"
+                f"confidence = {self.confidence!r}: wanted more than 0.5 and less than 1, or 0 for no certificate."
+            )
+        if everywhere and self.budget == "site":
+            raise RecipeError(
+                "budget = 'site' with allocation = 'global': cuts weighed together share one budget: set budget = 'run'."
+            )
+        if everywhere and (self.rounds > 1 or self.direction == "backward"):
+            raise RecipeError("allocation = 'global': all cuts are weighed together: set rounds = 1 and direction = 'forward'.")
+        if self.repair == "none" and by_repair:
+            raise RecipeError(
+                "criterion = 'obs': it ranks filters by what a repair cannot make up for: set repair = 'least-squares'."
+            )
+        if self.repair == "every-layer" and not everywhere:
+            raise RecipeError(
+                "repair = 'every-layer': comes after all cuts: set allocation = 'global', or repair = 'least-squares'."
             )
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
-            raise RecipeError("repaired_masks = true: wants a repair and estimator = 'losses'")
-        if 0 < self.confidence <= 0.5:
-            raise RecipeError(f"confidence = {self.confidence!r}: wanted more than 0.5 and less than 1, or 0: none")
-        try:
-            self.asked_of_ensembles()
-        except InvalidInput as error:
-            raise RecipeError(str(error)) from error
+            raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")
 
-    def _check_types(self) -> None:
-        for name in (*_FRACTIONS, *_WHOLE):
-            value, wanted = getattr(self, name), Real if name in _FRACTIONS else Integral
-            if value is None and name in _OPTIONAL:
-                continue
-            if not isinstance(value, wanted) or isinstance(value, bool):
-                raise RecipeError(
-                    f"{name} = {value!r}: got {type(value).__name__}, wanted a {'number' if wanted is Real else 'whole number'}"
-                )
-        for name in ("adaptive", "repaired_masks", "latency_aware"):
-            if not isinstance(getattr(self, name), bool):
-                raise RecipeError(f"{name} = {getattr(self, name)!r}: wanted True or False")
-        for name in ("sites", "portfolio"):
-            value = getattr(self, name)
-            if not isinstance(value, tuple | list) or not all(isinstance(part, str) for part in value):
-                raise RecipeError(f"{name} = {value!r}: wanted a tuple of texts, such as ('layer3.*',)")
-            object.__setattr__(self, name, tuple(value))
-        for name in ("finetune", "retrain"):
-            if not isinstance(getattr(self, name), TrainSettings | None):
-                raise RecipeError(f"{name} = {getattr(self, name)!r}: wanted TrainSettings, or None for no training")
-        if self.scoring_examples not in (None, "all") and type(self.scoring_examples) is not int:
-            raise RecipeError(f"scoring_examples = {self.scoring_examples!r}: wanted a whole number, 'all' or None")
-
-    def asked_of_ensembles(self) -> Scoring:
+    def ensemble_settings(self) -> Scoring:
         """The part of the recipe that says how an ensemble is made."""
-        names = ("estimator", "adaptive", "masks_per_filter", "masks", "off", "design", "transform", "model", "ridge")
-        return Scoring(examples=self.scoring_examples, **{name: getattr(self, name) for name in names})
+        return Scoring(examples=self.scoring_examples, **{name: getattr(self, name) for name in declarations(EnsembleSettings)})
 
 
-_RECIPE_CHOICES = {
-    "budget": Budget,
-    "allocation": Allocation,
-    "direction": Direction,
-    "shortcut": Shortcut,
-    "estimator": Estimator,
-    "design": Design,
-    "transform": Transform,
-    "model": Model,
-    "signal": Signal,
-    "scoring": Pool,
-    "repair": Repair,
-    "search": Method,
-}
-_FRACTIONS = ("max_drop", "confidence", "worst_class", "target_parameters", "target_macs", "off", "ridge", "largest_share")
-_WHOLE = ("rounds", "masks_per_filter", "masks", "repair_examples", "round_to", "recalibrate", "batch", "seed")
-_OPTIONAL = ("worst_class", "target_parameters", "target_macs", "masks", "recalibrate")
-_MANY = float("inf")
-_RECIPE_RANGES: dict[str, tuple[float, float]] = {
-    "max_drop": (0, 1),
-    "confidence": (0, 0.999999),
-    "worst_class": (0, 1),
-    "rounds": (1, _MANY),
-    "target_parameters": (0, 1),
-    "target_macs": (0, 1),
-    "repair_examples": (1, _MANY),
-    "largest_share": (0, 1),
-    "round_to": (1, _MANY),
-    "recalibrate": (1, _MANY),
-    "batch": (1, _MANY),
-}
-_PAPER = {
-    "estimator": PAPER.estimator,
-    "adaptive": PAPER.adaptive,
-    "masks_per_filter": PAPER.masks_per_filter,
-    "scoring_examples": PAPER.examples,
-    "budget": "site",
-    "confidence": 0.0,
-    "search": "paper",
-}
+# ---- files --------------------------------------------------------------------------------------------------------------
 
 
 def read_recipe(path: str | Path, **overrides: Any) -> Recipe:
-    """The recipe in a TOML file, with single fields overridden ("finetune.epochs" reaches inside a table)."""
+    """Read a recipe from a TOML file, with single fields overridden ("finetune.epochs" is a field of a table)."""
     return recipe_from(_read_toml(Path(path)), where=str(path), **overrides)
 
 
 def read_settings(path: str | Path, **overrides: Any) -> TrainSettings:
-    """The settings of a training in a TOML file, with single fields overridden."""
+    """Read the settings of a training from a TOML file, with single fields overridden."""
     return settings_from(_read_toml(Path(path)), where=str(path), **overrides)
 
 
+def recipe_from(fields: dict[str, Any], *, where: str = "recipe", **overrides: Any) -> Recipe:
+    """Make a recipe from nested plain values; `where` is named in errors."""
+    given = _overridden(fields, overrides, where)
+    for name in ("finetune", "retrain"):
+        if isinstance(given.get(name), dict):
+            given[name] = _made(TrainSettings, given[name], where, f"{name}.")
+    recipe: Recipe = _made(Recipe, given, where)
+    return recipe
+
+
 def settings_from(fields: dict[str, Any], *, where: str = "settings", **overrides: Any) -> TrainSettings:
-    """The settings of a training that plain values describe; `where` is named in errors."""
-    fields = _overridden(fields, overrides)
-    _refuse_unknown(fields, TrainSettings, where, "")
-    return _converted(fields, TrainSettings, where)
+    """Make the settings of a training from plain values; `where` is named in errors."""
+    settings: TrainSettings = _made(TrainSettings, _overridden(fields, overrides, where), where)
+    return settings
+
+
+def recipe_fields(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as plain values, without fields that are None."""
+    fields: dict[str, Any] = _without_none(msgspec.to_builtins(dataclasses.asdict(recipe)))
+    ensemble = declarations(EnsembleSettings)  # last: in a file, max_drop is looked for first
+    return {name: fields[name] for name in sorted(fields, key=lambda name: name in ensemble)}
+
+
+def write_recipe(path: Path, recipe: Recipe) -> None:
+    """Write the recipe as TOML, whole or not at all."""
+    write_text(path, tomli_w.dumps(recipe_fields(recipe)))
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -387,69 +439,26 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path}: {error}.") from error
 
 
-def recipe_from(fields: dict[str, Any], *, where: str = "recipe", **overrides: Any) -> Recipe:
-    """The recipe that nested plain values describe; `where` is named in errors."""
-    fields = _overridden(fields, overrides)
-    _refuse_unknown(fields, Recipe, where, "")
-    for name in ("finetune", "retrain"):
-        if isinstance(fields.get(name), dict):
-            _refuse_unknown(fields[name], TrainSettings, where, f"{name}.")
-    return _converted(fields, Recipe, where)
-
-
-def _converted(fields: dict[str, Any], kind: type[Asked], where: str) -> Asked:
-    try:
-        return msgspec.convert(fields, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise RecipeError(f"{where}: {_readable(error, fields)}") from error
-    except InvalidInput as error:
-        raise RecipeError(f"{where}: {brief(error, 400)}") from error
-
-
-def recipe_fields(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as plain values, fields that are None left out."""
-    fields: dict[str, Any] = _without_none(msgspec.to_builtins(dataclasses.asdict(recipe)))
-    return fields
-
-
-def write_recipe(path: Path, recipe: Recipe) -> None:
-    """Write the recipe as TOML, whole or not at all."""
-    write_text(path, tomli_w.dumps(recipe_fields(recipe)))
-
-
-def _overridden(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def _overridden(fields: dict[str, Any], overrides: dict[str, Any], where: str) -> dict[str, Any]:
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in fields.items()}
     for key, value in overrides.items():
         table, dot, name = key.partition(".")
-        if dot:
-            inside = result.setdefault(table, {})
-            inside[name] = value
-        else:
-            result[key] = value
+        inside = result.setdefault(table, {}) if dot else result
+        if not isinstance(inside, dict):
+            raise RecipeError(f"{where}: {table} = {brief(repr(inside))} with {key}: wanted a table of settings.")
+        inside[name or key] = value
     return result
 
 
-def _refuse_unknown(fields: dict[str, Any], kind: Any, where: str, prefix: str) -> None:
-    hints = get_type_hints(kind)
-    for name, value in fields.items():
-        if name not in hints:
-            raise RecipeError(f"{where}: unknown field {brief(repr(prefix + name))}.{suggest(brief(name), hints)}")
-        allowed = get_args(hints[name]) if get_origin(hints[name]) is Literal else (value,)
-        if value not in allowed:
-            shown = brief(repr(value))
-            raise RecipeError(
-                f"{where}: {prefix}{name} = {shown}: wanted one of {', '.join(allowed)}.{suggest(brief(value), allowed)}"
-            )
-
-
-def _readable(error: msgspec.ValidationError, fields: dict[str, Any]) -> str:
-    """msgspec's message with the field's name first and the value that was found."""
-    text, _, path = str(error).partition(" - at `$.")
-    path = path.rstrip("`")
-    value: Any = fields
-    for part in path.split("[")[0].split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return f"{brief(path)} = {brief(repr(value))}: {brief(text[:1].lower() + text[1:])}" if path else brief(text)
+def _made(kind: Any, fields: dict[str, Any], where: str, prefix: str = "") -> Any:
+    known = declarations(kind)
+    for name in fields:
+        if name not in known:
+            raise RecipeError(f"{where}: unknown field {brief(repr(prefix + name))}.{suggest(brief(name), known)}")
+    try:
+        return kind(**fields)
+    except InvalidInput as error:
+        raise RecipeError(f"{where}: {prefix}{error}") from error
 
 
 def _without_none(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every error a user can meet: each says where, what it got, what it wanted, and what to do."""
+"""Errors of secateurs: each message says where, what it got, what it wanted, and what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 
 class SecateursError(Exception):
-    """Root of the tree: catch this to catch all that secateurs raises on purpose."""
+    """Base class of all errors that secateurs raises on purpose."""
 
 
 class InvalidInput(SecateursError, ValueError):
@@ -15,7 +15,7 @@ class InvalidInput(SecateursError, ValueError):
 
 
 class InvalidMask(InvalidInput):
-    """A mask is not a bool tensor of one value for each channel of its site."""
+    """A mask is not a bool tensor with one value for each channel of its site."""
 
 
 class UnknownSite(InvalidInput):
@@ -35,7 +35,7 @@ class UnsupportedOp(SecateursError):
 
 
 class EmptyLayer(SecateursError):
-    """A cut would leave a layer with no filters, or nothing to read, where no branch can be folded away."""
+    """A cut would leave a layer without filters or inputs, where no branch can be folded away."""
 
 
 class NotEqual(SecateursError):
@@ -59,7 +59,7 @@ class DataError(SecateursError):
 
 
 class DownloadError(DataError):
-    """A file could not be fetched, or its checksum differs."""
+    """A file could not be downloaded, or its checksum differs."""
 
 
 class RecipeError(InvalidInput):
@@ -67,7 +67,7 @@ class RecipeError(InvalidInput):
 
 
 class RunError(SecateursError):
-    """A run folder is locked, damaged, unwritable, or was started with something else."""
+    """A run folder is locked, damaged, unwritable, or was started with other settings."""
 
 
 class TrainingError(SecateursError):
@@ -75,7 +75,7 @@ class TrainingError(SecateursError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """' Did you mean …?' with the nearest known names, or all of a short list; empty when nothing is known."""
+    """Text to append to an error: ' Did you mean …?' with the nearest known names, or all of a short list."""
     names = list(known)
     near = get_close_matches(name, names, n=3, cutoff=0.5)
     if near:

@@ -1,4 +1,7 @@
-"""Loss and accuracy of a network over a set of examples: batching, mode and device never show in the result."""
+"""Losses and metrics of a network over a set of examples, and fingerprints that identify them.
+
+Batching, mode and device never change a result.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from torch.nn import functional
 from secateurs._util.modules import Device, eval_mode, on_device
 from secateurs.data.dataset import Examples
 from secateurs.data.splits import Data
+from secateurs.data.stream import Stream
 from secateurs.errors import DataError, InvalidInput
 
 _IGNORED = -100  # the label that torch's cross-entropy leaves out
@@ -38,7 +42,7 @@ class Evaluation:
 
 def cross_entropy(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
     """Cross-entropy of every example; class logits (n, K, …) against class numbers (n, …)."""
-    _expect_tensors("cross-entropy", "loss_fn", outputs, targets)
+    _expect_tensors("cross-entropy", "loss", outputs, targets)
     return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
 
 
@@ -51,72 +55,68 @@ def correct(outputs: Any, targets: Any) -> Tensor:
 
 def evaluate(
     module: nn.Module,
-    examples: Examples,
+    examples: Examples | Stream,
     *,
     loss_fn: Measure = cross_entropy,
     metric: Measure = correct,
     batch: int = 256,
     device: Device = None,
 ) -> Evaluation:
-    """Mean loss and mean metric in one pass; the module comes back in the mode and on the device it was lent in."""
+    """Mean loss and mean metric in one pass; the module's mode and device are restored afterwards."""
     single: list[Tensor] = []
 
     def noted(outputs: Any, targets: Any) -> Tensor:
         found = _tensor(metric(outputs, targets))
         if found.ndim:
-            single.append(each(found, len(found)))
+            single.append(per_example(found.detach().cpu(), len(found)))
         return found
 
-    mean_loss, mean_metric = _means(module, examples, (loss_fn, noted), batch=batch, device=device)
-    whole = sum(map(len, single)) == len(examples)
-    return Evaluation(mean_loss, mean_metric, len(examples), torch.cat(single) if whole else None)
+    (mean_loss, mean_metric), count = _means(module, examples, (loss_fn, noted), batch=batch, device=device)
+    whole = sum(map(len, single)) == count
+    return Evaluation(mean_loss, mean_metric, count, torch.cat(single) if whole else None)
 
 
 def loss(
     module: nn.Module, examples: Examples, *, loss_fn: Measure = cross_entropy, batch: int = 256, device: Device = None
 ) -> float:
-    """Mean loss of the module in eval mode; may be NaN or infinite, as the network is."""
-    return _means(module, examples, (loss_fn,), batch=batch, device=device)[0]
+    """Mean loss of the module in eval mode; may be NaN or infinite."""
+    return _means(module, examples, (loss_fn,), batch=batch, device=device)[0][0]
 
 
 def accuracy(
     module: nn.Module, examples: Examples, *, metric: Measure = correct, batch: int = 256, device: Device = None
 ) -> float:
     """Mean of the metric (higher is better) of the module in eval mode; by default the share of right answers."""
-    return _means(module, examples, (metric,), batch=batch, device=device)[0]
+    return _means(module, examples, (metric,), batch=batch, device=device)[0][0]
 
 
 def values(module: nn.Module, examples: Examples, measure: Measure, *, batch: int = 256, device: Device = None) -> Tensor:
-    """What the measure says of every example, float64 (N,) on the CPU; it must give one value for each."""
+    """The measure of every example, float64 (N,) on the CPU; it must give one value for each."""
     with on_device(module, device) as place, eval_mode(module):
-        found = [each(measure(module(x), y), len(x)) for x, y in examples.batches(batch, device=place)]
+        found = [per_example(measure(module(x), y), len(x)).cpu() for x, y in examples.batches(batch, device=place)]
     return torch.cat(found)
 
 
 def outputs(module: nn.Module, examples: Examples, *, batch: int = 256, device: Device = None) -> Tensor:
-    """What the module in eval mode says to every example, (N, …) on the CPU; it must give one tensor."""
+    """Outputs of the module in eval mode for every example, (N, …) on the CPU; it must give one tensor."""
     with on_device(module, device) as place, eval_mode(module):
         found = [module(inputs) for inputs, _ in examples.batches(batch, device=place)]
     for given in found:
         if not isinstance(given, Tensor):
-            raise InvalidInput(f"a network whose answers are wanted gave a {type(given).__name__}, wanted one tensor.")
+            raise InvalidInput(f"the network gave a {type(given).__name__}, wanted one tensor of outputs.")
     return torch.cat([given.cpu() for given in found])
 
 
-def predictions(module: nn.Module, examples: Examples, *, batch: int = 256, device: Device = None) -> Tensor:
-    """The class of the largest logit for every example, (N,) on the CPU."""
-    return outputs(module, examples, batch=batch, device=device).argmax(1)
-
-
-def each(values: Tensor, count: int) -> Tensor:
-    """One value for each of `count` examples in float64 (averaged over further dimensions); a mean alone is refused."""
-    exact = _tensor(values).detach().cpu().double()
-    if exact.ndim == 0 or len(exact) != count:
+def per_example(values: Tensor, count: int) -> Tensor:
+    """One float64 value for each of `count` examples, the mean over further dimensions; a mean alone is refused."""
+    if _tensor(values).ndim == 0 or len(values) != count:
         raise InvalidInput(
-            f"a loss or metric gave a tensor of shape {tuple(values.shape)} for {count} examples: wanted one value for each. "
-            f"Without single values nothing can be bounded: to go by the mean alone, set confidence = 0 and no worst_class."
+            f"a loss or metric gave a tensor of shape {tuple(values.shape)} for {count} examples: wanted one value for each "
+            f"example, not their mean. A loss of torch does that with reduction='none'. A mean is enough for a metric with "
+            f"confidence = 0 and no worst_class, and for a loss with estimator = 'losses', adaptive = false and "
+            f"scoring_examples = 'all' or a number."
         )
-    return exact.reshape(count, -1).mean(1)
+    return values.double().reshape(count, -1).mean(1)
 
 
 def total(values: Tensor, count: int) -> Tensor:
@@ -144,7 +144,7 @@ def _tensor(found: object) -> Tensor:
 def check_targets(data: Data, outputs: object, measures: Mapping[str, Measure]) -> None:
     """Refuse targets that our cross-entropy or accuracy cannot compare with `outputs` (n, K, …), for all three sets.
 
-    `measures` are the run's loss and metric by the argument that names them; a user's own are not looked into.
+    `measures` are the run's loss and metric by argument name; a user's own are not checked.
     """
     ours = {argument: measure for argument, measure in measures.items() if measure is cross_entropy or measure is correct}
     for argument, measure in ours.items():
@@ -152,7 +152,7 @@ def check_targets(data: Data, outputs: object, measures: Mapping[str, Measure]) 
         for name, examples in data.splits().items():
             targets = examples.targets
             if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor) or outputs.ndim < 2:
-                continue  # these are told apart when the measure is called
+                continue  # the measure itself reports these when it is called
             if targets.is_floating_point():
                 if measure is cross_entropy and targets.shape[1:] == outputs.shape[1:]:
                     continue
@@ -168,20 +168,22 @@ def check_targets(data: Data, outputs: object, measures: Mapping[str, Measure]) 
                 found = int(targets[place].flatten()[~known[place].flatten()][0])
                 raise DataError(
                     f"the {name} set: example {place} has the label {found}, and the network has {outputs.shape[1]} outputs: "
-                    f"wanted labels from 0 to {outputs.shape[1] - 1}. Mend the labels, or give the network more outputs."
+                    f"wanted labels from 0 to {outputs.shape[1] - 1}. Correct the labels, or give the network more outputs."
                 )
 
 
-def _means(module: nn.Module, examples: Examples, measures: Sequence[Measure], *, batch: int, device: Device) -> list[float]:
-    if len(examples) == 0:
-        raise InvalidInput("evaluation over no examples: wanted at least one")
-    sums = torch.zeros(len(measures), dtype=torch.float64)
+def _means(
+    module: nn.Module, examples: Examples | Stream, measures: Sequence[Measure], *, batch: int, device: Device
+) -> tuple[list[float], int]:
+    """The mean of every measure, and the number of examples."""
+    sums, count = torch.zeros(len(measures), dtype=torch.float64), 0
     with on_device(module, device) as place, eval_mode(module):
         for inputs, targets in examples.batches(batch, device=place):
-            given = module(inputs)
+            given, count = module(inputs), count + len(inputs)
             sums += torch.stack([total(measure(given, targets), len(inputs)) for measure in measures])
-    means: list[float] = (sums / len(examples)).tolist()
-    return means
+    if count == 0:
+        raise InvalidInput("evaluation over no examples: wanted at least one")
+    return (sums / count).tolist(), count
 
 
 def _expect_tensors(what: str, argument: str, outputs: Any, targets: Any) -> None:
@@ -191,7 +193,7 @@ def _expect_tensors(what: str, argument: str, outputs: Any, targets: Any) -> Non
 
 
 def with_answers(examples: Examples, module: nn.Module, *, batch: int = 256, device: Device = None) -> Examples:
-    """The same inputs, with the module's class probabilities (N, K, …) in place of their targets."""
+    """Replace the targets by the module's class probabilities (N, K, …)."""
     logits = outputs(module, examples, batch=batch, device=device)
     if not isinstance(logits, Tensor) or logits.ndim < 2 or not logits.is_floating_point():
         raise InvalidInput(
@@ -204,7 +206,7 @@ def with_answers(examples: Examples, module: nn.Module, *, batch: int = 256, dev
 def divergence(outputs: Any, targets: Any) -> Tensor:
     """Kullback-Leibler divergence of the class logits `outputs` (n, K, …) from the probabilities `targets`, for every example.
 
-    Never negative, and zero where both say the same; a mean over what follows the class axis.
+    Never negative, and zero where both agree; the mean over dimensions behind the class axis.
     """
     each = functional.kl_div(functional.log_softmax(outputs, 1), targets, reduction="none").sum(1)
     return each.reshape(len(each), -1).mean(1)
@@ -215,43 +217,43 @@ def _described(value: object) -> str:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_PACKAGES = ("torch", "secateurs")  # whose functions do what they are called, in every version
+_PACKAGES = ("torch", "secateurs")  # whose functions are identified by name, in every version
 
 
-def display_name(measure: Measure) -> str:
-    """What a measure is called: "accuracy" for ours, the function's or its type's name for a user's own."""
+def display_name(measure: Callable[..., Any]) -> str:
+    """Name of a measure: "accuracy" for ours, the function's or its type's name for a user's own."""
     return "accuracy" if measure is correct else getattr(measure, "__name__", type(measure).__name__)
 
 
 def fingerprint(measure: Measure) -> str:
-    """All there is to tell measures apart, for values that are kept: two lambdas, or two settings of a class, are two."""
-    return _told(measure, whole=True)
+    """Identify a measure for cached values: two lambdas, or two settings of a class, differ."""
+    return _identity(measure, whole=True)
 
 
-def fingerprints(measures: Mapping[str, Measure]) -> dict[str, str]:
-    """What tells measures apart when a run goes on another day, by role, and the Python that it holds for.
+def fingerprints(measures: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Identify measures by role for a run that is resumed later, and the Python version that this is valid for.
 
-    What a measure gathers while it is used, and the module that it comes from, do not make it another one.
+    State that a measure accumulates while it is used, and the module that it comes from, do not count.
     """
-    prints = {role: hashlib.sha256(_told(measure, whole=False).encode()).hexdigest() for role, measure in measures.items()}
+    prints = {role: hashlib.sha256(_identity(measure, whole=False).encode()).hexdigest() for role, measure in measures.items()}
     return {**prints, "python": f"{platform.python_implementation()} {platform.python_version()}"}
 
 
-def changed(measures: Mapping[str, Measure], names: Mapping[str, str], kept: Mapping[str, str]) -> list[str]:
-    """The roles whose measure is not the one whose name and fingerprint were kept, if any were; by name for another Python."""
+def changed(measures: Mapping[str, Callable[..., Any]], names: Mapping[str, str], kept: Mapping[str, str]) -> list[str]:
+    """The roles whose measure differs from the recorded fingerprint; compared by name for another Python version."""
     now = fingerprints(measures)
     if kept.get("python") == now["python"]:
         return [role for role in measures if kept[role] != now[role]]
     return [role for role, measure in measures.items() if kept and names[role] != display_name(measure)]
 
 
-def _told(measure: Any, *, whole: bool) -> str:
-    state = repr if whole else _settled
+def _identity(measure: Any, *, whole: bool) -> str:
+    state = repr if whole else _stable_text
     if isinstance(measure, partial):
         given = [*measure.args, *(part for item in sorted(measure.keywords.items()) for part in item)]
-        return f"{_told(measure.func, whole=whole)} {[state(value) for value in given]}"
+        return f"{_identity(measure.func, whole=whole)} {[state(value) for value in given]}"
     if isinstance(measure, MethodType):
-        return f"{_told(measure.__func__, whole=whole)} of {_told(measure.__self__, whole=whole)}"
+        return f"{_identity(measure.__func__, whole=whole)} of {_identity(measure.__self__, whole=whole)}"
     module, name = getattr(measure, "__module__", None) or "", getattr(measure, "__qualname__", type(measure).__qualname__)
     code = getattr(measure, "__code__", None)
     if not whole and code is not None and module.split(".")[0] in _PACKAGES:
@@ -262,25 +264,25 @@ def _told(measure: Any, *, whole: bool) -> str:
         return f"{name} {state(measure)} {settings}"
     held = [state(cell.cell_contents) for cell in getattr(measure, "__closure__", None) or ()]
     defaults = (getattr(measure, "__defaults__", None), *sorted((getattr(measure, "__kwdefaults__", None) or {}).items()))
-    return f"{name} {_text_of(code)} {state(defaults)} {held}"
+    return f"{name} {_code_text(code)} {state(defaults)} {held}"
 
 
-def _settled(value: Any) -> str:
-    """A value's text if it is one that does not change by itself; of others only what they are."""
+def _stable_text(value: Any) -> str:
+    """A value's text if it is immutable; otherwise only its type and code."""
     if isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, tuple):
-        return str([_settled(part) for part in value])
+        return str([_stable_text(part) for part in value])
     code = getattr(value, "__code__", None)
-    return f"{type(value).__qualname__} {'' if code is None else _text_of(code)}"
+    return f"{type(value).__qualname__} {'' if code is None else _code_text(code)}"
 
 
-def _text_of(code: CodeType) -> str:
+def _code_text(code: CodeType) -> str:
     """Instructions and constants, without the addresses that a code object's own text has, and sets in one order."""
     return f"{code.co_code.hex()} {code.co_names} {[_constant(value) for value in code.co_consts]}"
 
 
 def _constant(value: object) -> str:
     if isinstance(value, CodeType):
-        return _text_of(value)
+        return _code_text(value)
     return str(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.torture.tally import Tally
+
+from .tally import Tally
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "torture.json"
@@ -32,7 +33,7 @@ SHOWN = 8  # outcomes of a part in the table; the rest is counted together
 
 
 def main(argv: list[str] | None = None) -> int:
-    there = [part for part in COUNTS if importlib.util.find_spec(f"tests.torture.{part}")]
+    there = [part for part in COUNTS if importlib.util.find_spec(f"{__package__}.{part}")]
     parser = argparse.ArgumentParser(prog="python -m tests.torture", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--part", nargs="+", choices=there, default=there, help="the parts to run (default: all)")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the full counts")
@@ -65,8 +66,8 @@ def say(line: str) -> None:
 
 
 def run_part(part: str, count: int, seed: int, workers: int, failures: Path | None) -> Tally:
-    """Run one part; those that can are told where failures go and whom to tell how far they are."""
-    run = importlib.import_module(f"tests.torture.{part}").run
+    """Run one part; parts that take them get the folder for failures and a progress callback."""
+    run = importlib.import_module(f"{__package__}.{part}").run
     able = inspect.signature(run).parameters
     options: dict[str, Any] = {"failures": failures, "progress": say}
     tally = run(count, seed, workers, **{name: value for name, value in options.items() if name in able})

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.torture.writing import NotFitting, Writer
+
+from .writing import NotFitting, Writer
 
 # ---- layers -----------------------------------------------------------------------------------------------------------
 
@@ -738,7 +739,7 @@ def shared(w: Writer) -> None:
 
 
 def unread(w: Writer) -> None:
-    """Heads that nobody reads: plain, grouped, normed, shuffled."""
+    """Unread heads: plain, grouped, normed, shuffled."""
     v = w.value()
     shape = w.shape(v)
     c, d = shape[1], len(shape) - 2

@@ -21,32 +21,25 @@ from statistics import NormalDist, fmean
 from typing import Any, cast
 
 import torch
-from tests.torture.tally import Tally
 from torch import Tensor
 
 from secateurs.config import Recipe
 from secateurs.data.dataset import Examples
 from secateurs.metrics import correct
-from secateurs.pruning.budget import (
-    AcceptanceSets,
-    BaselineValues,
-    SearchOptions,
-    caution_at,
-    certify_values,
-    contract_of,
-    largest_cut,
-    predicted,
-    split_acceptance_sets,
-)
-from secateurs.pruning.global_allocation import Trial, choose_allocation, counts_of
+from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, contract_of, largest_cut, split_acceptance_sets
+from secateurs.pruning.budget import caution_at
+from secateurs.pruning.global_allocation import choose_allocation, counts_of
+from secateurs.pruning.results import ChosenAllocation, Trial
 from secateurs.selection.allocation import Allocation, Curve, frontier
+
+from .tally import Tally
 
 KINDS = ("global", "sequential", "site")
 MARGIN = 1.4  # mean of the margins, in standard deviations: 91.9 % are right
 IMAGES, MAX_DROP = 5_000, 0.01
 SITES, CHANNELS = 19, 16
 HELD_OUT = 1024  # search images that curves are measured on
-UNLIKELY = 0.01  # so many violations or more must have at least this probability at a rate of 1 - confidence
+UNLIKELY = 0.01  # that number of violations or more must have at least this probability at a rate of 1 - confidence
 
 
 class World:
@@ -65,7 +58,7 @@ class World:
         self.noise = torch.cat([torch.zeros(SITES, 1, images), noise.cumsum(1)], 1)  # (sites, removed, images)
 
     def right(self, cuts: Sequence[int], images: Tensor) -> Tensor:
-        """Whether each image is right after `cuts` filters are gone from the first sites, float64."""
+        """Whether each image is right after `cuts` filters are removed from the first sites, float64."""
         margins = self.margins[images].clone()
         for site, m in enumerate(cuts):
             if m:
@@ -78,7 +71,7 @@ class World:
         return NormalDist().cdf(MARGIN / math.sqrt(variance))
 
     def saved(self, cuts: Sequence[int]) -> float:
-        """The share of the MACs that is gone."""
+        """The share of the MACs that is removed."""
         return math.fsum(self.macs[site] * m / CHANNELS for site, m in enumerate(cuts))
 
 
@@ -100,18 +93,18 @@ def simulate(kind: str, world: World, confidence: float, *, certifying: float | 
     )
     images = Examples(torch.arange(len(world.margins)), torch.zeros(len(world.margins)))
     more = {} if certifying is None else {"certifying": certifying}
-    jury = split_acceptance_sets(images, contract_of(recipe), correct, seed=recipe.seed, **more)
+    sets = split_acceptance_sets(images, contract_of(recipe), correct, seed=recipe.seed, **more)
     if kind == "global":
-        cuts = _divided(world, recipe, jury)
+        cuts = _allocated(world, recipe, sets)
         return Ended(world.accuracy([]) - world.accuracy(cuts), world.saved(cuts))
-    cuts, drops = _site_by_site(world, recipe, jury)
+    cuts, drops = _site_by_site(world, recipe, sets)
     drop = max(drops) if kind == "site" else world.accuracy([]) - world.accuracy(cuts)
     return Ended(drop, world.saved(cuts))
 
 
-def _divided(world: World, recipe: Recipe, jury: AcceptanceSets) -> list[int]:
+def _allocated(world: World, recipe: Recipe, sets: AcceptanceSets) -> list[int]:
     """Measure curves, then search and certify along the frontier."""
-    few, start = jury.steering.inputs[:HELD_OUT], _start(world, [], jury)
+    few, start = sets.search.inputs[:HELD_OUT], _start(world, [], sets)
     counts = counts_of(CHANNELS, recipe.largest_share, recipe.round_to)
     curves = [
         Curve(
@@ -125,34 +118,36 @@ def _divided(world: World, recipe: Recipe, jury: AcceptanceSets) -> list[int]:
     divisions = frontier(curves)
 
     def search(index: int) -> Trial:
-        found = predicted(jury, start, world.right(_cuts(divisions[index]), jury.steering.inputs))
-        return {"accuracy": found.accuracy, "accepted": found.accepted, "by_estimate": found.by_estimate}
+        found = sets.predict(start, world.right(_cuts(divisions[index]), sets.search.inputs))
+        return Trial("steering", index, found.accepted, found.accuracy, found.by_estimate)
 
     def certify(index: int, answers: Sequence[bool]) -> Trial:
-        assert jury.certifying is not None
-        after = world.right(_cuts(divisions[index]), jury.certifying.inputs)
-        found = certify_values(jury, start, after, answers)
-        return {"accepted": found.accepted, "upper": found.upper}
+        assert sets.certification is not None
+        after = world.right(_cuts(divisions[index]), sets.certification.inputs)
+        found = sets.promise(start, answers).certify(after)
+        return Trial("certifying", index, found.accepted, upper=found.upper)
 
-    return _cuts(choose_allocation(divisions, search, None if jury.certifying is None else certify).division)
+    return _cuts(choose_allocation(divisions, search, None if sets.certification is None else certify))
 
 
-def _site_by_site(world: World, recipe: Recipe, jury: AcceptanceSets) -> tuple[list[int], list[float]]:
+def _site_by_site(world: World, recipe: Recipe, sets: AcceptanceSets) -> tuple[list[int], list[float]]:
     """Algorithm 1: the cuts, and what each cost, truly."""
     cuts: list[int] = []
     drops: list[float] = []
     answers: tuple[bool, ...] = ()
     for site in range(SITES):
         earlier = cuts if recipe.budget == "site" else []
-        start = _start(world, earlier, jury)
+        start = _start(world, earlier, sets)
         found, answers = largest_cut(
-            cast(Any, _Bench(world, cuts)),
+            cast(Any, _Evaluator(world, cuts)),
             torch.arange(CHANNELS),
-            jury,
-            None if jury.by_means else start,
-            SearchOptions(recipe.search, recipe.largest_share),
-            baseline=float(start.steering.mean()),
-            accuracy_now=float(world.right(cuts, jury.steering.inputs).mean()),
+            sets,
+            None if sets.by_means else start,
+            baseline=float(start.search.mean()),
+            max_drop=recipe.max_drop,
+            method=recipe.search,
+            largest_share=recipe.largest_share,
+            accuracy_now=float(world.right(cuts, sets.search.inputs).mean()),
             answers=answers,
             share=1.0 if recipe.budget == "site" else (site + 1) / SITES,
             caution=caution_at((site + 1) / SITES),
@@ -163,15 +158,15 @@ def _site_by_site(world: World, recipe: Recipe, jury: AcceptanceSets) -> tuple[l
 
 
 @dataclass(frozen=True)
-class _Bench:
-    """Measures masks of the next site on images, as `secateurs.scoring.evaluator.Bench` does."""
+class _Evaluator:
+    """Measures masks of the next site on images, as `secateurs.scoring.evaluator.SiteEvaluator` does."""
 
     world: World
     cuts: list[int]
     images: Tensor | None = None
 
-    def on(self, examples: Examples) -> _Bench:
-        return _Bench(self.world, self.cuts, examples.inputs)
+    def on(self, examples: Examples) -> _Evaluator:
+        return _Evaluator(self.world, self.cuts, examples.inputs)
 
     def values(self, masks: Tensor) -> Tensor:
         assert self.images is not None
@@ -181,13 +176,13 @@ class _Bench:
         return self.values(masks).mean(1)
 
 
-def _start(world: World, cuts: Sequence[int], jury: AcceptanceSets) -> BaselineValues:
-    certifying = None if jury.certifying is None else world.right(cuts, jury.certifying.inputs)
-    return BaselineValues(world.right(cuts, jury.steering.inputs), certifying)
+def _start(world: World, cuts: Sequence[int], sets: AcceptanceSets) -> BaselineValues:
+    certification = None if sets.certification is None else world.right(cuts, sets.certification.inputs)
+    return BaselineValues(world.right(cuts, sets.search.inputs), certification)
 
 
-def _cuts(division: Allocation) -> list[int]:
-    return [division.removed[str(site)] for site in range(SITES)]
+def _cuts(allocation: Allocation | ChosenAllocation) -> list[int]:
+    return [allocation.removed[str(site)] for site in range(SITES)]
 
 
 # ---- many of them ----------------------------------------------------------------------------------------------------
@@ -210,7 +205,7 @@ def ended(kind: str, seeds: Sequence[int], workers: int = 1, **options: Any) -> 
 
 
 def tail(violations: int, count: int, rate: float = 0.05) -> float:
-    """The probability of so many violations or more."""
+    """The probability of at least that number of violations."""
     return 1 - math.fsum(math.comb(count, k) * rate**k * (1 - rate) ** (count - k) for k in range(violations))
 
 

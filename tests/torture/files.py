@@ -1,7 +1,8 @@
 """Damaged files: saved networks, weights, plans, recipes and records, mutated and read again.
 
-A file must load to the network that it was made of, or, where it was signed anew, to what it says; or be refused by an error of
-secateurs that names the file in at most 600 characters. Any other exception, more than 5 seconds or a full memory is a failure.
+A file must load to the network that it was made of, or, where it was signed again, to what it says; or be refused by an error
+of secateurs that names the file in at most 600 characters. Any other exception, more than 5 seconds or a full memory is a
+failure.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def header_unsigned(rng: Random) -> Made:
 
 
 def header_signed(rng: Random) -> Made:
-    """One field of the header replaced, or what its JSON says, and the digest made anew."""
+    """One field of the header replaced, or what its JSON says, and a new digest."""
     header = dict(samples().header)
     name = rng.choice(list(header))
     inside: Any = header[name]
@@ -183,7 +184,7 @@ def header_signed(rng: Random) -> Made:
 
 
 def tensors_signed(rng: Random) -> Made:
-    """Tensors with NaN or infinities, swapped, left out, of another shape or kind, and the digest made anew."""
+    """Tensors with NaN or infinities, swapped, left out, of another shape or kind, and a new digest."""
     tensors = {name: tensor.clone() for name, tensor in samples().tensors.items()}
     name, other = rng.choice(list(tensors)), rng.choice(list(tensors))
     kind = rng.choice(("nan", "inf", "swap", "drop", "rename", "cast", "reshape", "empty", "values"))
@@ -270,7 +271,7 @@ def _weights_load(path: Path) -> str:
     model, wanted = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), network().state_dict()
     read_pedigree(path)
     load_weights_(model, path)
-    # without its mark a file is one of others, which nobody has signed: then every bit may be what it was meant to be
+    # without its mark a file is one of others, which is not signed: then every bit may be what it was meant to be
     return "loaded" if all(torch.equal(t, wanted[n]) for n, t in model.state_dict().items()) or not _marked(path) else ""
 
 
@@ -305,7 +306,7 @@ def _read_plan(path: Path) -> str:
     try:
         replay(untouched(), plan)
     except SecateursError:
-        return "read, does not fit"  # replay is not told which file the plan comes from
+        return "read, does not fit"  # replay does not know which file the plan comes from
     return "read"
 
 

@@ -1,7 +1,7 @@
 """Damaged run folders: finished and half-finished runs, mutated, then shown, reported and resumed.
 
 A mutated folder must end with the same plan and the same network as the run that was left alone, or be refused by an error of
-secateurs in at most 600 characters. Another network or any other exception is a failure. Where the journal was signed anew it
+secateurs in at most 600 characters. Another network or any other exception is a failure. Where the journal was signed again it
 may lie, and lead elsewhere: then only other exceptions are failures.
 """
 
@@ -20,14 +20,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-from torch import nn
-
-from secateurs.api import prune, resume
-from secateurs.cli.show import show
+from secateurs.api import Pruner, resume
+from secateurs.cli.results import show
 from secateurs.config import Recipe, TrainSettings
-from secateurs.data import Data, load
-from secateurs.data.splits import subset
 from secateurs.errors import SecateursError
 from secateurs.models import build
 from secateurs.pruning.results import Progress
@@ -35,6 +30,7 @@ from secateurs.report import write_report
 
 from .journals import DIGEST, write_bodies
 from .mutations import damaged, edited
+from .runs import few_digits, perceptron
 from .tally import Tally, Verdict, scratch, tally
 
 CHARACTERS, SECONDS = 600, 120
@@ -44,7 +40,7 @@ RECIPES: dict[str, Recipe] = {
         max_drop=0.1, search="bisect", masks_per_filter=4, scoring_examples=48, finetune=SHORT, retrain=replace(SHORT, epochs=3)
     ),
     "rounds": Recipe(max_drop=0.1, confidence=0, criterion="l1", rounds=2, budget="site", finetune=SHORT),
-    "divided": Recipe(
+    "allocated": Recipe(
         max_drop=0.2,
         confidence=0.8,
         allocation="global",
@@ -63,17 +59,6 @@ def run(count: int, seed: int, workers: int = 2) -> Tally:
     return tally("folders", case, count, seed, workers=workers, chunk=10)
 
 
-@cache
-def data() -> Data:
-    whole = load("digits")
-    return Data("digits", *(subset(part, 96, seed=0) for part in (whole.train, whole.search, whole.test)))
-
-
-def network(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return build("mlp", hidden=(8, 6))
-
-
 class Stop(BaseException):
     """Ends a run at once, as Ctrl-C does."""
 
@@ -85,7 +70,7 @@ def original(name: str, moment: str) -> Path:
     if moment in STOPS:
         _stopped(folder, recipe, moment)
     else:
-        prune(network(int(moment == "other")), data(), recipe, folder=folder).finish()
+        Pruner(perceptron((8, 6), seed=int(moment == "other")), few_digits(96), recipe=recipe, folder=folder).finish()
     return folder
 
 
@@ -99,7 +84,7 @@ def _stopped(folder: Path, recipe: Recipe, moment: str) -> None:
         if seen == 2:
             raise Stop
 
-    taken = prune(network(), data(), recipe, folder=folder, watch=watch)
+    taken = Pruner(perceptron((8, 6)), few_digits(96), recipe=recipe, folder=folder, callback=watch)
     with contextlib.suppress(Stop):
         for step in taken:
             if moment == "after a step" and step.removed:
@@ -162,7 +147,7 @@ def _report(folder: Path) -> str:
 
 
 def _resume(folder: Path, whole: Path, *, lies: bool) -> str:
-    taken = resume(folder, build("mlp", hidden=(8, 6)), data())
+    taken = resume(folder, build("mlp", hidden=(8, 6)), few_digits(96))
     try:
         taken.finish()
     finally:
@@ -203,7 +188,7 @@ def line(folder: Path, recipe: str, rng: Random) -> str:
 
 
 def lie(folder: Path, recipe: str, rng: Random) -> str:
-    """A field of the journal replaced, and all digests made anew."""
+    """A field of the journal replaced, and all digests made again."""
     path = folder / "journal.jsonl"
     bodies = [part[:-DIGEST] + b"}" for part in path.read_bytes().splitlines()]
     place = rng.randrange(len(bodies))

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.torture.networks import generate
-from tests.torture.tally import Tally
-from tests.torture.writing import HEADER, Program, randomise_
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+
+from .networks import generate
+from .tally import Tally
+from .writing import HEADER, Program, randomise_
 
 LAWS = ("train", "gradients", "save", "replay", "verify", "nothing", "pickle", "deepcopy", "at once", "sizes")
 """Laws besides compact = masked on the example: of these a case gets some."""
@@ -175,7 +176,7 @@ def examine(
     laws: tuple[str, ...],
     at: list[str],
 ) -> set[str]:
-    """Cut as `choose` says and check the laws; returns what happened, and notes in `at` where it is, for whoever catches."""
+    """Cut as `choose` says and check the laws; returns what happened. `at` notes the current law, for errors."""
     from secateurs import Plan, SecateursError, compact, find_sites, load, masked, replay, save, trace, verify
     from secateurs.errors import EmptyLayer, Unproved, Untraceable
 
@@ -251,9 +252,9 @@ def examine(
         return happened
     if "at once" in laws:
         at[:] = ["at once"]
-        gone = graph.plan.removed()
+        removed = graph.plan.removed()
         wide = {cut.site: cut.channels for step in graph.plan.steps for cut in step}
-        together = {name: ~torch.isin(torch.arange(wide[name]), torch.tensor(gone[name])) for name in gone}
+        together = {name: ~torch.isin(torch.arange(wide[name]), torch.tensor(removed[name])) for name in removed}
         known = {site.name for position in ("before", "after") for site in find_sites(whole, position)}
         if set(together) <= known:  # a cut may have made sites that the whole network does not have
             same(output(graph.module, first), output(masked(whole, together), first))
@@ -348,7 +349,7 @@ def fails(program: Program, seed: int, laws: tuple[str, ...], shortcut: str) -> 
 
 
 def shrink(failure: Failure, seed: int, seconds: float | None = None) -> Failure:
-    """A smaller network with a failure of the same kind: statements are dropped as long as it goes on failing."""
+    """A smaller network with a failure of the same kind: statements are dropped as long as it still fails."""
     until = time.monotonic() + (SHRINK_SECONDS if seconds is None else seconds)
     best = failure
     progress = True

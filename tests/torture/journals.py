@@ -12,8 +12,8 @@ DIGEST = 79  # bytes of the last field with the bracket that ends the line
 
 
 def entries_of(folder: Path) -> list[dict[str, Any]]:
-    """The entries of a journal without their digests, unchecked."""
-    lines = (folder / "journal.jsonl").read_text().splitlines()
+    """The entries of a journal without their digests, unchecked; a last line that is being written is left out."""
+    lines = (folder / "journal.jsonl").read_text().split("\n")[:-1]
     return [{key: value for key, value in json.loads(line).items() if key != "digest"} for line in lines]
 
 

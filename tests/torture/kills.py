@@ -28,47 +28,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.torture.tally import Tally
-from torch import Tensor, nn
+from torch import nn
 
-from secateurs.api import prune, resume
+from secateurs.api import Pruner, resume
 from secateurs.config import Recipe, TrainSettings
-from secateurs.data import Data, load
-from secateurs.data.splits import subset
 from secateurs.errors import SecateursError
-from secateurs.models import build
-from secateurs.pruning.journal import read_journal
 from secateurs.pruning.run import Run
+
+from .runs import ResidualNet, differing_file, few_digits, perceptron, without_times
+from .tally import Tally
 
 HUNG = 180  # seconds after which an attempt counts as hung
 PATIENCE = 30  # kills of one run; then it is left alone
 
 
-class Small(nn.Module):
-    """A residual block with BatchNorm behind a stem, for images of digits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm = nn.Conv2d(1, 6, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(6)
-        self.conv1, self.norm1 = nn.Conv2d(6, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5)
-        self.conv2, self.norm2 = nn.Conv2d(5, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
-        self.classify = nn.Linear(6, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.norm(self.stem(x)))
-        y = torch.relu(self.norm1(self.conv1(x)))
-        x = torch.relu(x + self.norm2(self.conv2(y)))
-        return self.classify(x.mean((2, 3)))
-
-
-def perceptron() -> nn.Module:
-    torch.manual_seed(0)
-    return build("mlp", hidden=(12, 10))
-
-
 def residual() -> nn.Module:
     torch.manual_seed(0)
-    return Small()
+    return ResidualNet(5)
 
 
 def _paper(**changes: Any) -> Recipe:
@@ -122,21 +98,10 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
 }
 
 
-@functools.cache
-def small_data() -> Data:
-    whole = load("digits")
-    return Data("digits", subset(whole.train, 256, seed=0), subset(whole.search, 96, seed=0), subset(whole.test, 96, seed=0))
-
-
-def without_times(path: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in entry.items() if k not in ("seconds", "latency")} for entry in read_journal(path)]
-
-
 def difference(whole: Path, other: Path) -> str:
     """In what the run's folder differs from that of the run that was left alone; empty if in nothing."""
-    for name in ("plan.json", "pruned.safetensors"):
-        if not (other / name).exists() or (whole / name).read_bytes() != (other / name).read_bytes():
-            return f"{name} differs"
+    if name := differing_file(whole, other):
+        return f"{name} differs"
     return "" if without_times(whole) == without_times(other) else "journal differs"
 
 
@@ -144,24 +109,24 @@ def difference(whole: Path, other: Path) -> str:
 
 
 def begin(folder: Path, name: str) -> Run:
-    """Start the run, or go on with it; what was stopped before there was anything to go on from begins anew."""
+    """Start the run, or resume it; one that was stopped before it could be resumed starts again."""
     make, recipe = RECIPES[name]
     if (folder / "checkpoints" / "start.safetensors").exists():
-        return resume(folder, make(), small_data())
+        return resume(folder, make(), few_digits(256))
     if folder.exists():
         with suppress(SecateursError):  # whatever else `resume` raises about such a folder is a failure
-            resume(folder, make(), small_data()).close()
+            resume(folder, make(), few_digits(256)).close()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # rmtree closes its folders twice when it is interrupted
         shutil.rmtree(folder)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
-    return prune(make(), small_data(), recipe, folder=folder)
+    return Pruner(make(), few_digits(256), recipe=recipe, folder=folder)
 
 
-def go_on(folder: Path, name: str) -> None:
+def finish(folder: Path, name: str) -> None:
     begin(folder, name).finish()
 
 
-def go_on_after_interrupt(folder: Path, name: str) -> None:
+def finish_after_interrupt(folder: Path, name: str) -> None:
     """As in a notebook: an interrupt ends the cell, and the next cell resumes in the same process."""
     run = None
     while True:
@@ -213,7 +178,7 @@ def meet_full_disk(folder: Path, name: str, first: int) -> None:
     """Go on until the disk is full; the error must say so and what to do."""
     FullDisk(first).install()
     try:
-        go_on(folder, name)
+        finish(folder, name)
     except SecateursError as error:
         if "full" not in str(error) or "resume" not in str(error):
             raise RuntimeError(f"a full disk is reported as: {error}") from error
@@ -277,7 +242,7 @@ class Worker:
     def undisturbed(self, name: str) -> float | None:
         """Run the recipe once without disturbing it; how long that took, or None if it failed."""
         began = time.monotonic()
-        if self.wait(self.child(go_on, self.root / "whole", name)) != 0:
+        if self.wait(self.child(finish, self.root / "whole", name)) != 0:
             self.fail(name, "the undisturbed run failed")
             return None
         return time.monotonic() - began
@@ -286,7 +251,7 @@ class Worker:
         """Run the recipe once, killed or interrupted again and again."""
         folder = self.root / "disturbed"
         same_process = self.draw.random() < 0.15
-        attempt = go_on_after_interrupt if same_process else go_on
+        attempt = finish_after_interrupt if same_process else finish
         stops = 0
         pid = self.child(attempt, folder, name)
         while True:
@@ -331,7 +296,7 @@ class Worker:
                 break
             self.outcomes["full disks"] += 1
             first += self.draw.randrange(1, 25)
-        if self.wait(self.child(go_on, folder, name)) != 0:
+        if self.wait(self.child(finish, folder, name)) != 0:
             self.fail(name, "after a full disk the run cannot go on:")
         elif found := difference(self.root / "whole", folder):
             self.fail(name, f"after a full disk: {found}")
@@ -339,11 +304,12 @@ class Worker:
 
 
 def work(quota: int, seed: int, names: tuple[str, ...], traces: Path | None = None) -> tuple[int, dict[str, int], list[str]]:
-    """Disturb runs of these recipes in turn until so many kills and interrupts are done."""
+    """Disturb runs of these recipes in turn until `quota` kills and interrupts are done."""
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a child that has not begun yet is still the worker
     torch.set_num_threads(1)
-    warm = prune(perceptron(), small_data(), RECIPES["paper"][1])  # imports all there is, without autograd: it survives no fork
+    # imports all there is, without autograd: it survives no fork
+    warm = Pruner(perceptron(), few_digits(256), recipe=RECIPES["paper"][1])
     warm.close()
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)

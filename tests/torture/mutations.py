@@ -76,7 +76,7 @@ def damaged(data: bytes, rng: Random) -> bytes:
 
 
 def edited(value: Any, rng: Random) -> str:
-    """JSON text of a document in which one field has junk of another type, occurs twice, is gone or has another name."""
+    """JSON text of a document in which one field has junk of another type, occurs twice, is missing or has another name."""
     value = copy.deepcopy(value)
     owner, key = rng.choice(_places(value))
     kind = rng.choice(("replace", "replace", "replace", "delete", "rename", "twice"))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.torture.blocks import HEADS, IMAGE_BLOCKS, VECTOR_BLOCKS, activation, ensure_layer
-from tests.torture.writing import Program, Writer
+from .blocks import HEADS, IMAGE_BLOCKS, VECTOR_BLOCKS, activation, ensure_layer
+from .writing import Program, Writer
 
 
 def generate(seed: int) -> Program:

@@ -51,7 +51,7 @@ class Program:
         return randomise_(space["Net"](), self.seed if seed is None else seed)
 
     def example(self, batch: int | None = None, wider: int = 0, seed: int = 0) -> tuple[Tensor, ...]:
-        """Random inputs, of another batch size and with images that are wider by so many pixels if asked for."""
+        """Random inputs, of another batch size and with images that are wider by some pixels if asked for."""
         return tuple(
             torch.randn(
                 (batch or shape[0], *shape[1:2], *(n + wider for n in shape[2:])),
@@ -138,7 +138,7 @@ class Writer:
         return tuple(self.space[value].shape)
 
     def value(self, *ranks: int, least: int = 1, same: tuple[int, ...] | None = None) -> str:
-        """A value of one of these ranks with so many channels at least, most often the newest one that fits."""
+        """A value of one of these ranks with at least that number of channels, most often the newest one that fits."""
         fitting = [v for v in self.values if not ranks or len(self.shape(v)) in ranks]
         fitting = [v for v in fitting if len(self.shape(v)) > 1 and self.shape(v)[1] >= least]
         if same is not None:

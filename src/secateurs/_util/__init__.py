@@ -1,1 +1,1 @@
-"""Small things that everything else stands on: files, tensors on disk, text formats."""
+"""Helpers for all packages: atomic files, tensors on disk, downloads, decoding, text formats."""

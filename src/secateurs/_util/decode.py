@@ -1,7 +1,7 @@
-"""The one way to read what a file says: JSON or TOML of limited size and depth, checked against a type.
+"""Decoding of files: JSON or TOML of limited size and depth, checked against a type.
 
-All text that comes from a file goes through `decode_json` or `decode_toml`, so that a damaged or hostile file is a `Malformed`
-with one short line, never a RecursionError, a KeyError or a full memory. Callers turn it into an error that names the file.
+All text from files goes through `decode_json` or `decode_toml`, so that a damaged or hostile file raises `Malformed` with one
+short line, never a RecursionError or KeyError, and never exhausts memory. Callers turn it into an error that names the file.
 """
 
 from __future__ import annotations
@@ -26,28 +26,33 @@ class Malformed(ValueError):
 
 
 def decode_json(text: bytes | str, kind: type[T] | Any = Any, *, max_bytes: int = MAX_BYTES) -> T:
-    """The value that JSON `text` describes, of the type `kind`: any that msgspec knows (dataclasses, TypedDicts, Literals).
+    """Decode JSON `text` to the type `kind`: any that msgspec knows (dataclasses, TypedDicts, Literals).
 
-    NaN and infinities are read, as Python's json writes them. A key that occurs twice is refused: readers would differ.
+    NaN and infinities are read, as Python's json writes them. Duplicate keys are refused: readers would differ.
     """
     return cast(T, _decode(text, "JSON", lambda plain: json.loads(plain, object_pairs_hook=_unique), kind, max_bytes))
 
 
 def decode_toml(text: bytes | str, kind: type[T] | Any = dict[str, Any]) -> T:
-    """The value that TOML `text` describes, of the type `kind`."""
+    """Decode TOML `text` to the type `kind`."""
     return cast(T, _decode(text, "TOML", tomllib.loads, kind, MAX_TOML_BYTES))
 
 
 def checked(value: Any, kind: type[T] | Any) -> T:
-    """Plain values converted to the type `kind`; `Malformed` names the first field that does not fit."""
+    """Convert plain values to the type `kind`; `Malformed` names the first field that does not fit."""
     try:
         return cast(T, msgspec.convert(value, kind))
-    except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as error:  # the latter from a dataclass's own checks
+    except (
+        msgspec.ValidationError,
+        ValueError,
+        TypeError,
+        OverflowError,
+    ) as error:  # also of a dataclass's own checks
         raise Malformed(brief(error)) from error
 
 
 def read_text_file(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
-    """The bytes of a file of text; `Malformed` if it is larger than `max_bytes`, OSError if it cannot be read."""
+    """Read a text file; `Malformed` if it is larger than `max_bytes`, OSError if it cannot be read."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
@@ -56,7 +61,7 @@ def read_text_file(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def brief(what: object, limit: int = 160) -> str:
-    """Text for an error message: one line of at most `limit` characters, the middle left out."""
+    """Shorten text for an error message: one line of at most `limit` characters, without its middle."""
     text = " ".join(str(what).encode("utf-8", "replace").decode().split())
     half = (limit - 3) // 2
     return text if len(text) <= limit else f"{text[:half]} … {text[-half:]}"
@@ -86,7 +91,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_depth_and_text(value: Any) -> None:
-    """Refuse values nested too deep, and text with halves of surrogate pairs, which nothing can write again."""
+    """Refuse values nested too deeply, and text with lone surrogates, which cannot be encoded."""
     level, depth = [value], 0
     while level:
         depth += 1

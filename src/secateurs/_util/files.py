@@ -1,4 +1,4 @@
-"""Files are whole or absent: written under a temporary name, synced, then renamed. Folders at work are locked."""
+"""Atomic files: written under a temporary name, synced, then renamed. A run locks its folder."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-LOCK = ".lock"  # the file that is locked by the process that works in a folder
+LOCK = ".lock"  # file locked by the process that uses the folder
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file beside `path`; on success it is synced and takes the place of `path`, on error it vanishes."""
+    """Open a temporary file that replaces `path` on success, synced, and is deleted on error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    name = path.parent / f".{path.name}.{secrets.token_hex(6)}.part"
-    handle = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask, as any new file
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.part"
+    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # minus the umask, like any new file
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException:
-        name.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write `data` to `path`, whole or not at all."""
+    """Write `data` to `path` atomically."""
     with replacing(path) as file:
         file.write(data)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in UTF-8, whole or not at all."""
+    """Write `text` to `path` in UTF-8, atomically."""
     write_bytes(path, text.encode())
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut, where the system lets folders be synced."""
+    """Make renames in `folder` survive a power cut, where the system can sync folders."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -57,7 +57,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process works in the folder of a run: it holds the folder's lock as long as it lives."""
+    """Whether a process uses the folder of a run: it holds the folder's lock while it is alive."""
     try:
         with (path / LOCK).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

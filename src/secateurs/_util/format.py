@@ -1,4 +1,4 @@
-"""How figures are written: shares, counts, times, intervals. One place, so that the whole report writes them alike."""
+"""Numbers as text, the same in every report and on the command line: shares, counts, times, intervals."""
 
 from __future__ import annotations
 
@@ -8,74 +8,73 @@ from pathlib import PurePath
 
 SPACE = "\N{NO-BREAK SPACE}"
 MINUS = "\N{MINUS SIGN}"
-NOTHING = "–"  # where there is no figure
+NOTHING = "–"  # stands for a missing value
 _Z = 1.959964  # two-sided 95 %
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What "accuracy" is called in this run; `share` says that it is a fraction of examples, written as a percentage."""
+    """Name of the metric of a run; `share` means that it is a fraction of examples, written as a percentage."""
 
     name: str = "accuracy"
     share: bool = True
 
     @property
     def title(self) -> str:
-        """The name at the beginning of a sentence; a user's own stays as it is."""
+        """Name at the beginning of a sentence; a user's own name is not capitalised."""
         return self.name.capitalize() if self.share else self.name
 
     def value(self, value: float | None, digits: int = 2) -> str:
-        """A value of the metric."""
+        """Format a value of the metric."""
         if value is None or not math.isfinite(value):
             return NOTHING
         return percent(value, digits) if self.share else signed(f"{value:.4g}")
 
     def change(self, value: float | None, digits: int = 2) -> str:
-        """A difference of two values, with its sign."""
+        """Format a difference of two values, with its sign."""
         if value is None or not math.isfinite(value):
             return NOTHING
-        written = f"{100 * value:+.{digits}f}{SPACE}points" if self.share else f"{value:+.4g}"
-        return signed(written)
+        return signed(f"{100 * value:+.{digits}f}{SPACE}points" if self.share else f"{value:+.4g}")
 
     def amount(self, value: float) -> str:
-        """A difference without a sign: "0.50 points"."""
-        return f"{100 * value:.2f}{SPACE}points" if self.share else f"{value:.4g}"
+        """Format a difference without a sign: "0.50 points"."""
+        return signed(f"{100 * value:.2f}{SPACE}points" if self.share else f"{value:.4g}")
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """A fraction as a percentage."""
+    """Format a fraction as a percentage."""
     if share is None or not math.isfinite(share):
         return NOTHING
     return signed(f"{100 * share:.{digits}f}{SPACE}%")
 
 
 def signed(text: str) -> str:
-    """With a true minus sign, as wide as a plus."""
+    """Replace hyphens by minus signs, which are as wide as a plus."""
     return text.replace("-", MINUS)
 
 
 def plain(value: float | None, digits: int = 2) -> str:
-    """A number with so many digits behind the point."""
+    """Format a number with `digits` decimals."""
     return NOTHING if value is None or not math.isfinite(value) else signed(f"{value:.{digits}f}")
 
 
 def short(value: float) -> str:
-    """A number with three figures that count, as for an importance."""
+    """Format a number with three significant digits."""
     return signed(f"{value:.3g}") if math.isfinite(value) else "unknown"
 
 
 def change(value: float | None) -> str | None:
-    """A difference with its sign and two figures that count; None where there is none."""
+    """Format a difference with its sign and two significant digits; None stays None."""
     return None if value is None else signed(f"{value:+.2g}")
 
 
 def count(value: float | None) -> str:
-    """A whole number with its thousands apart."""
+    """Format a whole number with thousands separators."""
     return NOTHING if value is None else f"{round(value):,}"
 
 
 def large(value: float | None) -> str:
-    """A count in thousands or millions: 40.6 M."""
+    """Format a count with its magnitude: 40.6 M."""
     if value is None:
         return NOTHING
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -85,14 +84,14 @@ def large(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Bytes in kB or MB."""
+    """Format bytes in kB or MB."""
     if value is None:
         return NOTHING
     return f"{large(value)}B" if value >= 1000 else f"{value:.0f}{SPACE}B"
 
 
 def clock(seconds: float | None) -> str:
-    """Seconds as 4.2 s, 3 min 05 s or 2 h 03 min."""
+    """Format seconds as 4.2 s, 3 min 05 s or 2 h 03 min."""
     if seconds is None or not math.isfinite(seconds):
         return NOTHING
     if seconds < 59.95:
@@ -103,12 +102,12 @@ def clock(seconds: float | None) -> str:
 
 
 def plural(number: int, word: str) -> str:
-    """As in: 1 filter, 2 filters."""
+    """Format a number with its noun: 1 filter, 2 filters."""
     return f"{number:,}{SPACE}{word}{'' if number == 1 else 's'}"
 
 
 def interval(share: float, examples: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share that was measured on so many examples."""
+    """Wilson's 95 % interval of a share measured on `examples` examples."""
     if examples < 1:
         return 0.0, 1.0
     square = _Z * _Z / examples
@@ -118,10 +117,10 @@ def interval(share: float, examples: int) -> tuple[float, float]:
 
 
 def removed(before: float, after: float) -> float:
-    """The share that is gone; 0 where there was nothing."""
+    """Share that was removed; 0 where `before` is 0."""
     return 1 - after / before if before else 0.0
 
 
 def folder_name(path: PurePath | None) -> str:
-    """What a run is called: the last part of its folder."""
+    """Name of a run: the last part of its folder."""
     return "a run in memory" if path is None else path.name or str(path)

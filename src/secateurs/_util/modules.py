@@ -1,4 +1,4 @@
-"""Where a module is, and how it is lent: its device and its modes, given back after use."""
+"""Device and training mode of modules, changed inside a block and restored after it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 from torch import nn
 
 Device = str | torch.device | None
-"""None: where the module is."""
+"""None: the module's own device."""
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where the network's first parameter or buffer is; the CPU if it has none."""
+    """Device of the module's first parameter or buffer; the CPU if it has none."""
     first = next((t for t in [*module.parameters(), *module.buffers()]), None)
     return torch.device("cpu") if first is None else first.device
 
 
 @contextmanager
 def keeping_modes(*modules: nn.Module) -> Iterator[None]:
-    """Give every submodule the mode back that it had before the block, even after an error."""
-    modes = [(part, part.training) for module in modules for part in module.modules()]
+    """Restore the training mode of every submodule after the block, even after an error."""
+    modes = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
     try:
         yield
     finally:
-        # part by part: train(True) on the whole would unfreeze what the user had put into eval mode
-        for part, training in modes:
-            part.training = training
+        # one by one: train(True) on the whole would change submodules that the user had put into eval mode
+        for submodule, training in modes:
+            submodule.training = training
 
 
 @contextmanager
 def eval_mode(*modules: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients inside the block; every submodule gets its own mode back, even after an error."""
+    """Use eval mode without gradients inside the block; restore every submodule's mode, even after an error."""
     with keeping_modes(*modules), torch.no_grad():
         for module in modules:
             module.eval()
@@ -41,14 +41,13 @@ def eval_mode(*modules: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def on_device(module: nn.Module, device: Device) -> Iterator[torch.device]:
-    """Move the module to `device` inside the block (None: it stays), and back afterwards; gives the device."""
-    home = device_of(module)
-    place = home if device is None else torch.device(device)
-    if place == home:
-        yield place
-        return
+    """Move the module to `device` inside the block (None: it stays), and back afterwards; yields the device."""
+    original = device_of(module)
+    target = original if device is None else torch.device(device)
     try:
-        module.to(place)
-        yield place
+        if target != original:
+            module.to(target)
+        yield target
     finally:
-        module.to(home)
+        if target != original:
+            module.to(original)

@@ -13,9 +13,8 @@ class Sheet:
     columns: tuple[str, ...]
     lines: tuple[tuple[str, ...], ...]
 
-
-def markdown(sheet: Sheet) -> str:
-    """The sheet as a Markdown table under a bold title."""
-    lines = [sheet.columns, ("---",) * len(sheet.columns), *sheet.lines]
-    escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in lines)
-    return f"**{sheet.title}**\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in escaped)
+    def markdown(self) -> str:
+        """Return a Markdown table under a bold title."""
+        lines = [self.columns, ("---",) * len(self.columns), *self.lines]
+        escaped = ([cell.replace("|", "\\|") for cell in cells] for cells in lines)
+        return f"**{self.title}**\n\n" + "".join(f"| {' | '.join(cells)} |\n" for cells in escaped)

@@ -1,4 +1,4 @@
-"""Tensors and a header of text as the bytes of one safetensors file: the same contents give the same bytes, always."""
+"""Safetensors files with a text header and a digest: the same contents always give the same bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_HEADER = 100 << 20  # bytes, the limit of the format
 
 
 class _Tensor(TypedDict):
-    """What the header says of a tensor."""
+    """Header entry of a tensor."""
 
     dtype: str
     shape: list[int]
@@ -28,15 +28,15 @@ class _Tensor(TypedDict):
 
 
 class Damaged(ValueError):
-    """The bytes are not a whole safetensors file, or were changed since they were written."""
+    """The bytes are not a complete safetensors file, or were changed since they were written."""
 
 
 def dump(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> bytes:
-    """The bytes of a file with `header` as its metadata, and a digest over all of it."""
+    """Serialise tensors with `header` as metadata, and a digest over both."""
     plain = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
     header = {**header, "digest": digest(plain, header)}
     data = safetensors.torch.save(plain, dict(header))
-    # safetensors writes metadata in any order: written again in one order, the file is reproducible
+    # safetensors writes metadata in any order: sorting makes the file reproducible
     (length,) = struct.unpack("<Q", data[:8])
     described = json.loads(data[8 : 8 + length])
     described["__metadata__"] = dict(sorted(header.items()))
@@ -46,10 +46,10 @@ def dump(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> bytes:
 
 
 def parse(data: bytes, *, signed: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors and header of a file; `Damaged` if it is not whole, or not what its digest was made of.
+    """Parse tensors and header of a file; `Damaged` if it is incomplete or does not match its digest.
 
-    A file of others has no "digest" in its header: who wants one made by `dump` must look for it. With `signed=False` a digest
-    is not checked: what others call so is theirs.
+    A file that was not written by `dump` has no "digest" in its header: the caller checks that. With `signed=False` an entry of
+    that name is not checked, since other programs may use it for something else.
     """
     header, _ = _described(data)
     try:
@@ -63,7 +63,7 @@ def parse(data: bytes, *, signed: bool = True) -> tuple[dict[str, Tensor], dict[
 
 
 def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-    """The metadata of a safetensors file, and the shape of every tensor by name; `Damaged` or OSError if it cannot be read."""
+    """Read the metadata of a safetensors file and the shape of every tensor; `Damaged` or OSError if it cannot be read."""
     with path.open("rb") as file:
         start = file.read(8)
         (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
@@ -84,13 +84,13 @@ def _described(data: bytes) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]
 
 
 def first_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of the first tensor that holds NaN or an infinity; None if there is none."""
+    """Name of the first tensor that holds NaN or an infinity; None if all are finite."""
     floating = ((name, t) for name, t in tensors.items() if t.is_floating_point() or t.is_complex())
     return next((name for name, tensor in floating if not bool(torch.isfinite(tensor).all())), None)
 
 
 def digest(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = None) -> str:
-    """SHA-256 over names, kinds, shapes and bytes, and over the entries of a header."""
+    """SHA-256 of names, dtypes, shapes and bytes of tensors, and of the header."""
     sha = hashlib.sha256(json.dumps(dict(header or {}), sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]

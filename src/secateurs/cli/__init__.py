@@ -1,4 +1,4 @@
-"""The console command `secateurs`: one file a command, each parses, calls the library and prints.
+"""The console command `secateurs`: a file for each family of commands, which parse, call the library and print.
 
 Nothing here imports torch before a command runs, so that `--help` answers at once.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
 from cyclopts import App
 
@@ -19,49 +18,50 @@ DONE, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 _HELP = """\
 Make trained PyTorch networks smaller: remove whole filters and neurons, within the accuracy that you allow.
 
-A first look, without any download:  `secateurs demo`
+To try it, without any download:  `secateurs demo`
 
 Your own network:  `secateurs prune --model mypackage.networks:build --data mypackage.data:loaders`
 
-Every run keeps all it does in a folder (`runs/…`). Stop it with Ctrl-C, or kill it: `secateurs resume RUN` goes on, and ends
-with the same network.
+Every run writes all it does to a folder (`runs/…`). After Ctrl-C or a crash, `secateurs resume RUN` continues it, with the same
+result.
 """
 
 _EXIT_CODES = """\
-Exit codes: 0 done; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted, go on with `secateurs resume RUN`.
+Exit codes: 0 done; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted, continue with `secateurs resume RUN`.
 With `--json` stdout holds one JSON document and nothing else.
 """
 
 
 def _app() -> App:
-    from secateurs.cli import compare, data, export, prune, show, train
-    from secateurs.cli import network as measuring
-    from secateurs.cli import network as sites
-    from secateurs.cli import prune as demo
-    from secateurs.cli import prune as resume
-    from secateurs.cli import show as report
+    from secateurs.cli import compare, export, network, prune, results, train
 
     found = App(
         name="secateurs",
         help=_HELP,
         help_epilogue=_EXIT_CODES,
         help_format="markdown",
-        version=lambda: version("secateurs"),
+        version=_version,
         suppress_keyboard_interrupt=False,
         result_action="return_value",
     )
-    commands: tuple[Callable[..., None], ...] = (demo.demo, prune.prune, resume.resume, show.show, sites.sites, train.train)
-    for place, command in enumerate(commands):
+    first: tuple[Callable[..., None], ...] = (prune.demo, prune.prune, prune.resume, results.show, network.sites, train.train)
+    others: tuple[Callable[..., None], ...] = (export.export, results.report, compare.compare)
+    for place, command in enumerate(first):
         found.command(command, sort_key=place)
-    found.command(measuring.evaluate, name="eval", sort_key=6)
-    found.command(export.export, sort_key=7)
-    found.command(report.report, sort_key=7)
-    found.command(compare.compare, sort_key=7)
-    found.command(data.app)
-    # by name, and with its help told here, because its file imports torch
+    found.command(network.evaluate, name="eval", sort_key=6)
+    for command in others:
+        found.command(command, sort_key=7)
+    found.command(train.data_app)
+    # by name, with its help given here, because its file imports torch
     text = "Run the paper's experiments again and print its tables beside ours."
     found.command("secateurs.reproduce.cli:app", name="reproduce", help=text, sort_key=8)
     return found
+
+
+def _version() -> str:
+    from importlib.metadata import version  # takes long to import
+
+    return version("secateurs")
 
 
 app = _app()
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def execute(tokens: Sequence[str]) -> int:
-    """Run one command line; gives the exit code, after the message has been written to stderr."""
+    """Run one command line and return its exit code; error messages go to stderr."""
     try:
         app(list(tokens))
         sys.stdout.flush()
@@ -81,15 +81,12 @@ def execute(tokens: Sequence[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else USAGE
     except KeyboardInterrupt as stop:
-        return _say(str(stop) or "Interrupted.", INTERRUPTED)
+        message, code = str(stop) or "Interrupted.", INTERRUPTED
     except BrokenPipeError:
-        # whoever read our output has closed it: point stdout elsewhere, or Python complains again when it exits
+        # the reader of our output has closed it: point stdout elsewhere, or Python complains again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except (SecateursError, OSError) as error:
-        return _say(f"Error: {error}", ERROR)
-
-
-def _say(message: str, code: int) -> int:
+        message, code = f"Error: {error}", ERROR
     sys.stderr.write(f"{message}\n")
     return code

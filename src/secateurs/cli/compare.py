@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from secateurs.cli.inputs import RUNS, Json, Options, Origin, build_model, check_device, load_data, options
+from secateurs._util.terminal import print_json, print_table, say, warn
+from secateurs.cli import inputs
 from secateurs.cli.progress import Display, RowWatcher, display, words
-from secateurs.cli.terminal import print_json, print_table, say, warn
+from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, RunError, SecateursError
 
 if TYPE_CHECKING:
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     from secateurs.methods.compare.run import Comparison, Entry
 
 Many = Parameter(consume_multiple=True, negative="")
-BESIDE = ("random", "l1")  # what no comparison goes without
+ALWAYS = ("random", "l1")  # in every comparison
 
 
 def compare(
     *,
-    model: str | None = None,
-    data: str | None = None,
+    model: inputs.OptionalModelName = None,
+    data: inputs.OptionalDataName = None,
     methods: Annotated[tuple[str, ...], Many] = (),
     targets: Annotated[tuple[str, ...], Many] = ("0.1", "0.2", "0.3", "0.4", "0.5"),
     budgets: Annotated[tuple[str, ...], Many] = ("none",),
@@ -34,22 +35,22 @@ def compare(
     runs: Annotated[Path | None, Parameter(show_default="runs/compare-OUT")] = None,
     render: Path | None = None,
     only: Annotated[bool, Parameter(negative="")] = False,
-    model_option: Options = (),
-    data_option: Options = (),
+    model_option: inputs.ModelOptions = (),
+    data_option: inputs.DataOptions = (),
     weights: str | None = None,
-    shortcut: Literal["before", "after"] = "before",
+    shortcut: inputs.ShortcutFlag = "before",
     examples: int | None = None,
     batch: int = 256,
-    device: str | None = None,
-    as_json: Json = False,
+    device: inputs.Device = None,
+    as_json: inputs.Json = False,
 ) -> None:
-    """Let several methods make the same network smaller under the same training, and draw accuracy against MACs.
+    """Prune the same network by several methods under the same training, and draw accuracy against MACs.
 
     Every method starts from the same weights, sees the same data, and removes the same shares of the MACs, counted on the
-    smaller network itself. Random and l1 are always beside, unless you say --only. Each network gives one row in
-    OUT/rows.jsonl; tables (tables.md), curves (accuracy-BUDGET.png and .svg) and a page (comparison.html) are made of the rows
-    alone. The test set is read once a row, at its end. Give the same command again after Ctrl-C or a crash, and it goes on;
-    give it twice at once, and both share the work.
+    pruned network. Random and l1 are always included, unless you say --only. Each network gives one row in OUT/rows.jsonl;
+    tables (tables.md), curves (accuracy-BUDGET.png and .svg) and a page (comparison.html) are made from the rows alone. The
+    test set is read once for each row, at its end. After Ctrl-C or a crash, the same command continues; given twice at the same
+    time, both processes share the work.
 
     Examples:
 
@@ -63,64 +64,49 @@ def compare(
 
     Parameters
     ----------
-    model
-        A built-in network such as resnet20, or your own as package.module:function that returns an nn.Module.
-    data
-        digits, cifar10, xor, folder:PATH, or package.module:function that returns DataLoaders.
     methods
         Criteria (l1, fpgm, taylor, ensemble, portfolio, …), each also with :uniform, +repair or +refit, and whole procedures:
         li, sfp, fpgm-sfp, paper, paper+repair.
     targets
-        Shares of the MACs that have to go.
+        Shares of the MACs to remove.
     budgets
         none; short (1 epoch after the cuts); 2core; paper, or full (10 epochs a cut, 80 at the end); or a TOML file with the
         tables between and after.
     seeds
-        Each runs everything anew.
+        Each repeats everything.
     out
-        Folder for the rows, and what is made of them.
+        Folder for the rows, tables, curves and page.
     runs
-        Folder where methods work, and where their networks are kept: BUDGET/METHOD-TARGET-seedN/pruned.safetensors.
+        Working folder of the methods, with their networks: BUDGET/METHOD-TARGET-seedN/pruned.safetensors.
     render
-        Make tables, curves and page anew from the rows in this folder, and nothing else.
+        Only make tables, curves and page again from the rows in this folder.
     only
         Leave out random and l1 unless they are named.
-    model_option
-        name=value for the network's constructor; may be given several times.
-    data_option
-        name=value for the data set; may be given several times.
     weights
         A state dict, "public", or "builtin".
-    shortcut
-        Where the last filters of a residual block are masked: before or after the add.
     examples
-        Use at most so many examples of each set: to try a command out, not to report from.
+        Use at most this number of examples of each set: to try a command, not for results.
     batch
         Examples at once outside training.
-    device
-        Where to compute: cpu, cuda, cuda:1, mps. Without it, where the model is.
-    as_json
-        Print one JSON document on stdout, and no progress.
     """
     if render is not None:
-        tell(render, rendered(render), as_json=as_json)
+        print_comparison(render, rendered(render), as_json=as_json)
         return
     if model is None or data is None or out is None:
         raise InvalidInput("wanted --model, --data and --out; or --render and a folder with rows.")
-    check_device(device)
-    given = (options(model_option, "--model-option"), options(data_option, "--data-option"))
-    origin = Origin(model, data, *given, weights, device).settled()
+    inputs.check_device(device)
+    origin = inputs.named_origin(model, data, model_option, data_option, weights, device)
     if weights is None and ":" not in model:
-        warn(f"no --weights: {model} is compared as it is initialised, untrained.")
+        warn(f"no --weights: {model} is compared untrained, with its initial weights.")
     comparison = comparison_of(
-        origin, out, runs or RUNS / f"compare-{out.name}", shortcut=shortcut, examples=examples, batch=batch
+        origin, out, runs or inputs.RUNS / f"compare-{out.name}", shortcut=shortcut, examples=examples, batch=batch
     )
-    asked = ComparisonRequest(split(methods), split(budgets), shares(targets), seeds, () if only else BESIDE)
+    asked = ComparisonRequest(split(methods), split(budgets), shares(targets), seeds, () if only else ALWAYS)
     with display(quiet=as_json) as shown:
         shown.line(f"Comparing methods on {model} and {comparison.data.name}: rows in {out}, networks in {comparison.runs}")
         failures = work_through(comparison, asked, shown)
     if comparison.rows.exists():
-        tell(out, rendered(out), as_json=as_json)
+        print_comparison(out, rendered(out), as_json=as_json)
     refuse(failures)
 
 
@@ -139,29 +125,29 @@ class ComparisonRequest:
 
 
 def comparison_of(
-    origin: Origin,
+    origin: inputs.Origin,
     out: Path,
     runs: Path,
     *,
-    shortcut: Literal["before", "after"] = "before",
+    shortcut: Shortcut = "before",
     examples: int | None = None,
     batch: int = 256,
 ) -> Comparison:
-    """The comparison of the network, weights and data that were named; rows call them without a path."""
+    """The comparison on the network, weights and data of `origin`; rows name them without a path."""
     from secateurs.methods.compare.run import Comparison, fewer
 
-    found = fewer(load_data(origin), examples)
+    found = fewer(inputs.load_data(origin), examples)
     names = {
         "model": origin.model,
         "model_options": dict(origin.model_options),
         "weights": _weights_name(origin),
         "data": _data_name(origin, examples),
     }
-    return Comparison(build_model(origin), found, out, runs, names, shortcut, batch, origin.device)
+    return Comparison(inputs.build_model(origin), found, out, runs, names, shortcut, batch, origin.device)
 
 
 def work_through(comparison: Comparison, asked: ComparisonRequest, shown: Display) -> list[str]:
-    """Make all rows that are missing; gives what could not be made, with the reason. Ctrl-C says how to go on."""
+    """Make all missing rows; returns those that failed, with the reason. Ctrl-C says how to resume."""
     from secateurs.methods import method
     from secateurs.methods.compare.run import entries
 
@@ -174,25 +160,23 @@ def work_through(comparison: Comparison, asked: ComparisonRequest, shown: Displa
         shown.line(f"Note: {note}.")
     done = comparison.done()
     left = [entry for entry in wanted if entry.key not in done]
-    shown.line(f"{len(wanted)} rows wanted: {len(wanted) - len(left)} are there, {len(left)} to be made.")
+    shown.line(f"{len(wanted)} rows wanted: {len(wanted) - len(left)} exist, {len(left)} are missing.")
     watcher = RowWatcher(shown, left, list(done.values()))
     try:
         return [failure for entry in left if (failure := _try(comparison, entry, known[entry.method], watcher))]
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(
-            "Interrupted. All rows that were made are kept. Go on by giving the same command again."
-        ) from stop
+        raise KeyboardInterrupt("Interrupted. Finished rows are kept. Resume by giving the same command again.") from stop
 
 
 def rendered(out: Path) -> list[Path]:
-    """Tables, curves and page, made of the rows; gives the files."""
+    """Make tables, curves and page from the rows; returns their files."""
     from secateurs.methods.compare.figures import render
 
     return render(out)
 
 
-def tell(out: Path, files: Sequence[Path], *, as_json: bool) -> None:
-    """The tables of accuracies on stdout, or everything as one JSON document."""
+def print_comparison(out: Path, files: Sequence[Path], *, as_json: bool) -> None:
+    """Print the tables of accuracies, or everything as one JSON document."""
     from secateurs.methods.compare.rows import budgets_of, comparison_rows, row_fields
     from secateurs.methods.compare.run import ROWS
     from secateurs.methods.compare.tables import sheets_of
@@ -209,18 +193,18 @@ def tell(out: Path, files: Sequence[Path], *, as_json: bool) -> None:
 
 
 def refuse(failures: Sequence[str]) -> None:
-    """End with an error if rows could not be made."""
+    """Raise RunError if rows failed."""
     if failures:
         raise RunError(f"{len(failures)} row{'' if len(failures) == 1 else 's'} could not be made: " + " | ".join(failures))
 
 
 def split(words: Iterable[str]) -> tuple[str, ...]:
-    """Words that were given apart, or joined by commas."""
+    """Words given separately or joined by commas."""
     return tuple(dict.fromkeys(part.strip() for word in words for part in word.split(",") if part.strip()))
 
 
 def shares(words: Iterable[str]) -> tuple[float, ...]:
-    """Numbers that were given apart, or joined by commas."""
+    """Numbers given separately or joined by commas."""
     try:
         return tuple(float(word) for word in split(words))
     except ValueError as error:
@@ -228,7 +212,7 @@ def shares(words: Iterable[str]) -> tuple[float, ...]:
 
 
 def _try(comparison: Comparison, entry: Entry, method: Method, watcher: RowWatcher) -> str:
-    """Make one row; what is wrong with one method does not stop the others."""
+    """Make one row; the error of one method does not stop the others."""
     watch = watcher.start(entry)
     try:
         row = comparison.make(entry, method, watch=watch)
@@ -239,13 +223,13 @@ def _try(comparison: Comparison, entry: Entry, method: Method, watcher: RowWatch
     return ""
 
 
-def _weights_name(origin: Origin) -> str:
+def _weights_name(origin: inputs.Origin) -> str:
     if origin.weights is None:
         return f"freshly initialised (seed {origin.seed})" if ":" not in origin.model else "as built"
     return Path(origin.weights).name
 
 
-def _data_name(origin: Origin, examples: int | None) -> str:
+def _data_name(origin: inputs.Origin, examples: int | None) -> str:
     kind, _, path = origin.data.partition(":")
     name = f"folder:{Path(path).name}" if kind == "folder" else origin.data
     chosen = [f"{key} {value}" for key, value in origin.data_options.items()]

@@ -1,25 +1,31 @@
-"""How a run is told: its table of steps, its closing line, and both as plain values for machines."""
+"""How runs and trainings are shown: steps, closing lines and JSON; `secateurs show` and `secateurs report`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from cyclopts import Parameter
+
+from secateurs._util.format import SPACE
+from secateurs._util.terminal import clock, interrupted, percent, print_json, print_table, resume_with, say
+from secateurs.cli import train as training_folder
+from secateurs.cli.inputs import Json
 from secateurs.cli.progress import RunWatcher
-from secateurs.cli.terminal import clock, percent, print_json, print_table, say
 
 if TYPE_CHECKING:
     from secateurs.api import Pruner
-    from secateurs.pruning.results import Result, Step
+    from secateurs.pruning.results import ResultFigures, RunResult, Step
+    from secateurs.training import EpochRecord
 
 _COLUMNS = ("site", "round", "filters", "accuracy after the cut", "after training", "parameters removed", "MACs removed")
+_EPOCH_COLUMNS = ("epoch", "loss", "accuracy while training", "accuracy on the validation set")
 
 
-def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> Result:
-    """Do all of the run's work, telling the watcher; the report is written after every so many steps (0: at the end only)."""
+def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> RunResult:
+    """Do all of the run's work; the report is written after every `report_every` steps (0: only at the end)."""
     for step in run:
         watcher.step(step)
         if report_every and step.number % report_every == 0:
@@ -29,7 +35,7 @@ def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> Result:
 
 @contextmanager
 def holding(run: Pruner, folder: Path) -> Iterator[None]:
-    """Let the folder go at the end; whoever interrupts is told how to go on."""
+    """Release the folder at the end; Ctrl-C says how to resume."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -38,65 +44,149 @@ def holding(run: Pruner, folder: Path) -> Iterator[None]:
         run.close()
 
 
-def interrupted(folder: Path) -> str:
-    """What to tell whoever pressed Ctrl-C."""
-    return f"Interrupted. All that was done is kept. Go on with: secateurs resume {folder}"
-
-
-def step_fields(step: Step) -> dict[str, Any]:
-    """A step as plain values, without its coefficients."""
-    return {field.name: getattr(step, field.name) for field in fields(step) if field.name != "importance"} | {"kept": step.kept}
-
-
-def print_outcome(folder: Path, outcome: Result) -> None:
-    """The table of steps and the closing lines of a finished run."""
-    from secateurs.pruning.results import outcome_fields
-
-    print_steps([step_fields(step) for step in outcome.steps])
-    print_closing(folder, outcome_fields(outcome))
-
-
-def print_steps(steps: Sequence[Mapping[str, Any]]) -> None:
-    """The table of steps; shares are removed since the start of the run."""
-    print_table(_COLUMNS, [_row(step) for step in steps])
-    say("Accuracies are on the search set. Removed is what the whole network has lost so far.")
-
-
-def print_closing(folder: Path, outcome: Mapping[str, Any]) -> None:
-    """What came of a run, and where it is."""
-    from secateurs.pruning.results import summary_of
-
-    say(summary_of(outcome) + ".")
-    say(f"Stopped because {outcome['stopped']}, after {clock(outcome['seconds'])}.")
-    say(f"The smaller network: {folder / 'pruned.safetensors'}")
-    say(f"The report: {folder / 'report.html'}")
-
-
-def print_run_json(folder: Path, run: Pruner, outcome: Result, **more: Any) -> None:
-    """A finished run as one JSON document."""
+def print_run(folder: Path, run: Pruner, result: RunResult, *, as_json: bool) -> None:
+    """Print a finished run: the table of steps and the closing lines, or one JSON document."""
+    from secateurs._util.journal import plain
     from secateurs.config import recipe_fields
-    from secateurs.pruning.results import outcome_fields
 
-    print_json(
-        {
-            "folder": str(folder),
-            "state": "finished",
-            "recipe": recipe_fields(run.recipe),
-            "steps": [step_fields(step) for step in outcome.steps],
-            "outcome": outcome_fields(outcome),
-            "pruned": str(folder / "pruned.safetensors"),
-            **more,
-        }
-    )
+    if as_json:
+        steps = [{**plain(step), "kept": step.kept} for step in result.steps]
+        document = {"folder": str(folder), "state": "finished", "recipe": recipe_fields(run.recipe), "steps": steps}
+        print_json({**document, "outcome": plain(result.figures()), "pruned": str(folder / "pruned.safetensors")})
+    else:
+        print_steps(result.steps)
+        _print_closing(folder, result)
 
 
-def _row(step: Mapping[str, Any]) -> tuple[str, ...]:
+def print_steps(steps: Sequence[Step]) -> None:
+    """Print the table of steps; shares are of the original network."""
+    print_table(_COLUMNS, map(_step_row, steps))
+    say("Accuracies are on the validation set. Removed: shares of the whole original network, up to this step.")
+
+
+def _step_row(step: Step) -> tuple[str, ...]:
     return (
-        step["site"],
-        str(step["round"] + 1),
-        f"{step['channels']} → {step['channels'] - len(step['removed'])}",
-        percent(step["accuracy_cut"], 2),
-        percent(step["accuracy"], 2),
-        percent(step["parameters_removed"]),
-        percent(step["macs_removed"]),
+        step.site,
+        str(step.round + 1),
+        f"{step.channels} → {step.kept}",
+        percent(step.accuracy_cut, 2),
+        percent(step.accuracy, 2),
+        percent(step.parameters_removed),
+        percent(step.macs_removed),
     )
+
+
+def _print_closing(folder: Path, figures: ResultFigures) -> None:
+    speed = "" if figures.latency is None else f", {figures.latency.summary()} on batches of {figures.latency.batch}"
+    say(f"{figures.summary()}{speed}.")
+    say(f"Stopped because {figures.stopped}, after {clock(figures.seconds)}.")
+    say(f"Pruned network: {folder / 'pruned.safetensors'}")
+    say(f"Report: {folder / 'report.html'}")
+
+
+# ---- commands -----------------------------------------------------------------------------------------------------------
+
+
+def show(run: Path, *, as_json: Json = False) -> None:
+    """Show the steps of a run and its state: finished, running, or stopped, and then how to resume it.
+
+    Only reads, so the run may be running. Also shows the folders of `secateurs train`.
+
+    Parameters
+    ----------
+    run
+        The folder.
+    """
+    if training_folder.is_training(run):
+        _show_training(run, as_json=as_json)
+    else:
+        _show_run(run, as_json=as_json)
+
+
+def report(
+    *runs: Path,
+    out: Annotated[Path | None, Parameter(show_default="RUN/report.html, or comparison.html")] = None,
+) -> None:
+    """Write a run as one HTML page with figures, tables and warnings; several runs give a page that compares them.
+
+    The page needs no other file and no network; it can be read on a phone and printed. A run that is running or stopped gives
+    a page that says so.
+
+    Examples:
+
+    `secateurs report runs/demo-1`
+
+    `secateurs report runs/a runs/b --out compared.html`
+
+    Parameters
+    ----------
+    runs
+        One run folder, or several.
+    out
+        Path of the page.
+    """
+    from secateurs.report import write_report
+
+    say(str(write_report(runs, out)))
+
+
+def _show_run(run: Path, *, as_json: bool) -> None:
+    from secateurs._util.journal import plain, read_records, records_of
+    from secateurs.config import read_recipe, recipe_fields
+    from secateurs.pruning.folder import RECIPE, read_provenance
+    from secateurs.pruning.results import KINDS, ResultFigures, Step
+    from secateurs.report import state_of, where_it_stands
+    from secateurs.scoring.cache import MeasurementCache
+
+    provenance, records = read_provenance(run), read_records(run, KINDS)
+    recipe = read_recipe(run / RECIPE)
+    steps, ends = records_of(records, Step), records_of(records, ResultFigures)
+    state, at, store = state_of(run, finished=bool(ends)), where_it_stands(records), run / "measured.sqlite"
+    if state != "finished":
+        at = f"{at}; {len(MeasurementCache(store)) if store.exists() else 0:,} values are measured".replace(SPACE, " ")
+    if as_json:
+        known = {"folder": str(run), "state": state, "at": at, "provenance": provenance, "recipe": recipe_fields(recipe)}
+        print_json({**known, "steps": [plain(step) for step in steps], "outcome": plain(ends[-1]) if ends else None})
+        return
+    _say_origin(provenance)
+    if steps:
+        print_steps(steps)
+    if ends:
+        _print_closing(run, ends[-1])
+    else:
+        _say_state(run, state, at)
+
+
+def _show_training(run: Path, *, as_json: bool) -> None:
+    from secateurs._util.journal import JOURNAL, plain, read_records
+    from secateurs.report import state_of
+
+    known, weights = training_folder.read(run), training_folder.weights_file(run)
+    epochs = read_records(run, training_folder.kinds()) if (run / JOURNAL).exists() else []
+    state = state_of(run, finished=weights.exists())
+    if as_json:
+        print_json({"folder": str(run), "state": state, "provenance": known, "epochs": [plain(epoch) for epoch in epochs]})
+        return
+    _say_origin(known)
+    print_table(_EPOCH_COLUMNS, map(_epoch_row, epochs))
+    if state == "finished":
+        say(f"Finished. Weights: {weights}")
+    else:
+        _say_state(run, state, f"{len(epochs)} of {known['settings']['epochs']} epochs are done")
+
+
+def _epoch_row(epoch: EpochRecord) -> tuple[str, ...]:
+    accuracies = ("" if value is None else percent(value, 2) for value in (epoch.accuracy, epoch.search_accuracy))
+    return (str(epoch.epoch + 1), f"{epoch.loss:.4f}", *accuracies)
+
+
+def _say_origin(provenance: Mapping[str, Any]) -> None:
+    model = provenance.get("origin", {}).get("model", "a model given in Python")
+    data, started = provenance.get("data", {}).get("name", "unknown data"), provenance.get("started", "at an unknown time")
+    say(f"{model} on {data}, started {started.replace('T', ' ')}")
+
+
+def _say_state(run: Path, state: str, at: str) -> None:
+    say(f"{state.capitalize()}: {at}.")
+    if state == "stopped":
+        say(resume_with(run))

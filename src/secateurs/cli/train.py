@@ -1,4 +1,4 @@
-"""The folder of a training: where it came from, a checkpoint after every epoch, and in the end the weights."""
+"""`secateurs train` and `secateurs data get`: what comes before pruning. A training has a folder of its own."""
 
 from __future__ import annotations
 
@@ -8,43 +8,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict
 
-from cyclopts import Group, Parameter, validators
+from cyclopts import App, Group, Parameter, validators
 
 from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
 from secateurs._util.files import write_bytes, write_text
-from secateurs.cli import train as training_folder
-from secateurs.cli.inputs import (
-    Json,
-    Options,
-    Origin,
-    TrainFlags,
-    build_model,
-    check_device,
-    chosen_settings,
-    load_data,
-    options,
-    origin_of,
-    run_folder,
-)
-from secateurs.cli.progress import TrainWatcher, display
-from secateurs.cli.results import interrupted
-from secateurs.cli.terminal import percent, print_json, say
-from secateurs.errors import RunError
+from secateurs._util.terminal import interrupted, percent, print_json, say
+from secateurs.cli import inputs
+from secateurs.cli.progress import Status, TrainWatcher, display
+from secateurs.errors import InvalidInput, RunError, suggest
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from secateurs.cli.inputs import Origin
     from secateurs.config import TrainSettings
     from secateurs.data import Data
     from secateurs.models import Pedigree
-    from secateurs.pruning.folder import RunFolder
-    from secateurs.training import EpochRecord, TrainState
+    from secateurs.training import EpochRecord
 
 
 TRAINING = "training.json"
-WEIGHTS = "weights"
-_CHECKPOINT = "checkpoints/training"
 
 
 class SetFields(TypedDict):
@@ -79,21 +61,21 @@ def is_training(path: Path) -> bool:
     return (path / TRAINING).is_file()
 
 
-def create(path: Path, origin: Origin, settings: TrainSettings, data: Data) -> None:
-    """Start a training in `path`, which must not hold one, nor a run."""
-    from secateurs.cli.inputs import training_sets
-    from secateurs.pruning.folder import disk_errors, environment
-    from secateurs.pruning.journal import PROVENANCE
+def create(path: Path, origin: inputs.Origin, settings: TrainSettings, data: Data) -> None:
+    """Create the folder of a training, which must not hold a training or a run."""
+    from secateurs._util.journal import PROVENANCE, disk_errors
+    from secateurs.pruning.folder import FORMAT, environment
 
     if is_training(path) or (path / PROVENANCE).exists():
         raise RunError(
-            f"{path}: holds a training or a run already. Go on with it (secateurs resume {path}), or choose another."
+            f"{path}: holds a training or a run already. Resume it (secateurs resume {path}), or choose another folder."
         )
     known = {
+        "format": FORMAT,
         "origin": origin.record(),
         "settings": asdict(settings),
         "data": data.record(),
-        "trained_on": [asdict(trained) for trained in training_sets(origin)],  # by the weights that it begins with
+        "trained_on": [asdict(trained) for trained in inputs.training_sets(origin)],  # the weights it starts from
         **environment(),
     }
     with disk_errors(path):
@@ -103,9 +85,12 @@ def create(path: Path, origin: Origin, settings: TrainSettings, data: Data) -> N
 
 def read(path: Path) -> dict[str, Any]:
     """What was recorded when the training was started."""
+    from secateurs.pruning.folder import check_format
+
     try:
         found: dict[str, Any] = decode_json(read_text_file(path / TRAINING), dict[str, Any])
         checked(found, Training)
+        check_format(path / TRAINING, {"format": 2, **found})  # earlier releases did not say theirs
     except OSError as error:
         raise RunError(f"{path / TRAINING}: cannot be read ({error.strerror}).") from error
     except Malformed as error:
@@ -123,54 +108,45 @@ def train_in(
     on_step: Callable[[int, int], None],
     on_epoch: Callable[[EpochRecord], None],
 ) -> list[EpochRecord]:
-    """Train `model` to the end, from the last checkpoint if there is one; leaves the weights, and gives all epochs."""
+    """Train `model` to the end, from the last checkpoint if there is one; write the weights and return all epochs."""
+    from secateurs._util.journal import Journal, disk_errors
     from secateurs._util.tensors import dump
-    from secateurs.pruning.folder import RunFolder, disk_errors
-    from secateurs.training import train_
+    from secateurs.training.resumable import train_resumably_
 
     if data.digest() != read(path)["data"]["sha256"]:
         raise RunError(f"{path}: was started on other data: contents or split have changed. Start a new training.")
-    with RunFolder(path) as folder:
-        state = _state(folder)
-
-        def keep(now: TrainState) -> None:
-            folder.save_tensors(_CHECKPOINT, now.tensors, now.meta)
-            _note(folder, now)
-
-        if state is not None:
-            _note(folder, state)  # the line of its last epoch may have been lost
-        history = train_(
-            model,
-            data.train,
-            settings,
-            search=data.search,
-            device=device,
-            resume=state,
-            save=keep,
-            on_step=on_step,
-            on_epoch=on_epoch,
+    with Journal(path, kinds()) as journal:
+        history = train_resumably_(
+            journal, model, data.train, settings, search=data.search, device=device, on_step=on_step, on_epoch=on_epoch
         )
         with disk_errors(path):
             write_bytes(weights_file(path), dump(model.state_dict(), pedigree(path, data).header()))
         return list(history.epochs)
 
 
+def kinds() -> dict[str, type]:
+    """The records in the journal of a training."""
+    from secateurs.training import EpochRecord
+
+    return {"epoch": EpochRecord}
+
+
 def weights_file(path: Path) -> Path:
-    """Where the trained weights are."""
-    return path / f"{WEIGHTS}.safetensors"
+    """The file of the trained weights."""
+    return path / "weights.safetensors"
 
 
 def pedigree(path: Path, data: Data) -> Pedigree:
-    """What the header of the trained weights says, from what the folder says and the data it was trained on."""
+    """The header of the trained weights: how, on what and by which settings they were trained."""
+    from secateurs._util.journal import read_records
     from secateurs.data import SETS
     from secateurs.models import Pedigree, TrainingSet
     from secateurs.models.weights import scaling_fields
-    from secateurs.pruning.journal import read_journal
 
     known = read(path)
     origin, found = known["origin"], known["data"]
-    epochs = [entry for entry in read_journal(path) if entry["unit"] == "epoch"]
-    # our own sets say what makes their split again, defaults and all; of others only what was given is known
+    epochs = read_records(path, kinds())
+    # our own sets record all options of their split, defaults included; of others only what was given is known
     options = found["origin"] if origin["data"] in SETS else origin["data_options"]
     trained = TrainingSet(origin["data"], options, found["sets"]["train"]["count"], found["sets"]["train"]["sha256"])
     earlier: list[TrainingSet] = checked(known["trained_on"], list[TrainingSet])
@@ -185,47 +161,32 @@ def pedigree(path: Path, data: Data) -> Pedigree:
         data_sha256=found["sha256"],
         scaling=scaling_fields(data.train),
         versions=known["versions"],
-        search_accuracy=epochs[-1]["search_accuracy"] if epochs else None,
+        search_accuracy=epochs[-1].search_accuracy if epochs else None,
     )
 
 
-def _state(folder: RunFolder) -> TrainState | None:
-    from secateurs.training import TrainState
-    from secateurs.training.state import StateMeta
-
-    found = folder.load_tensors(_CHECKPOINT, StateMeta)
-    return None if found is None else TrainState(*found)
-
-
-def _note(folder: RunFolder, state: TrainState) -> None:
-    known = len(folder.units("epoch"))
-    for record in state.meta["epochs"][known:]:
-        folder.append("epoch", **record)
-
-
 _WHERE = Group("Folder", sort_key=20, validator=validators.mutually_exclusive)
-_AS_USUAL = TrainFlags()
 
 
 def train(
     *,
-    model: str,
-    data: str,
-    model_option: Options = (),
-    data_option: Options = (),
+    model: inputs.ModelName,
+    data: inputs.DataName,
+    model_option: inputs.ModelOptions = (),
+    data_option: inputs.DataOptions = (),
     weights: str | None = None,
     recipe: str | None = None,
-    device: str | None = None,
+    device: inputs.Device = None,
     out: Annotated[Path | None, Parameter(group=_WHERE, show_default="runs/train-MODEL-DATA-N")] = None,
     name: Annotated[str | None, Parameter(group=_WHERE)] = None,
-    flags: TrainFlags = _AS_USUAL,
-    as_json: Json = False,
+    flags: inputs.TrainFlags = inputs.NO_FLAGS,
+    as_json: inputs.Json = False,
 ) -> None:
     """Train a network with SGD, and write its weights as safetensors.
 
-    A checkpoint is written after every epoch: after Ctrl-C or a crash, `secateurs resume FOLDER` goes on, and ends with the
-    same weights. The search set is measured after every epoch and changes nothing; the test set is not read. The file of
-    weights says in its header how they were made and on which examples, so that nobody prunes by those unwarned.
+    A checkpoint is written after every epoch: after Ctrl-C or a crash, `secateurs resume FOLDER` continues, and ends with the
+    same weights. The validation set is measured after every epoch and decides nothing; the test set is not read. The header of
+    the weights says how and on which examples they were trained, so that pruning them on those examples gives a warning.
 
     Examples:
 
@@ -235,71 +196,86 @@ def train(
 
     Parameters
     ----------
-    model
-        A built-in network such as resnet20, or your own as package.module:function.
-    data
-        digits, cifar10, xor, folder:PATH, or package.module:function that returns DataLoaders.
-    model_option
-        name=value for the network's constructor; may be given several times.
-    data_option
-        name=value for the data set; may be given several times.
     weights
         Start from these weights: a file, "builtin" or "public".
     recipe
         A TOML file of settings, or the name of a shipped one (train-demo, train-2core, train-paper-resnet). The flags below
         override it.
-    device
-        Where to compute: cpu, cuda, mps. Without it, where the model is.
     out
         The folder for checkpoints and weights.
     name
         The folder, as a name under runs/.
-    as_json
-        Print one JSON document on stdout, and no progress.
     """
-    settings = chosen_settings(recipe, flags.overrides())
-    origin = Origin(
-        model,
-        data,
-        options(model_option, "--model-option"),
-        options(data_option, "--data-option"),
-        weights,
-        device,
-        settings.seed,
-    ).settled()
-    check_device(device)
-    folder = run_folder(out, name, "train", model, data)
-    examples = load_data(origin)
-    training_folder.create(folder, origin, settings, examples)
+    settings = inputs.chosen_settings(recipe, inputs.overrides(flags))
+    origin = inputs.named_origin(model, data, model_option, data_option, weights, device, settings.seed)
+    inputs.check_device(device)
+    folder = inputs.run_folder(out, name, "train", model, data)
+    examples = inputs.load_data(origin)
+    create(folder, origin, settings, examples)
     _train(folder, origin, settings, examples, device=device, as_json=as_json)
 
 
 def resume_training(folder: Path, *, device: str | None, as_json: bool) -> None:
-    """Go on with the training in `folder`."""
-    known = training_folder.read(folder)
-    origin = origin_of(known["origin"], folder)
+    """Resume the training in `folder`."""
+    known = read(folder)
+    origin = inputs.origin_of(known["origin"], folder)
     device = device or origin.device
-    check_device(device)
-    settings = chosen_settings(None, known["settings"])
-    _train(folder, origin, settings, load_data(origin), device=device, as_json=as_json)
+    inputs.check_device(device)
+    settings = inputs.chosen_settings(None, known["settings"])
+    _train(folder, origin, settings, inputs.load_data(origin), device=device, as_json=as_json)
 
 
-def _train(folder: Path, origin: Origin, settings: TrainSettings, data: Data, *, device: str | None, as_json: bool) -> None:
-    model = build_model(origin)
+def _train(
+    folder: Path, origin: inputs.Origin, settings: TrainSettings, data: Data, *, device: str | None, as_json: bool
+) -> None:
+    model, weights = inputs.build_model(origin), weights_file(folder)
     with display(quiet=as_json) as shown:
         shown.line(f"Training {origin.model} on {data.name} in {folder}")
         watcher = TrainWatcher(shown, settings.epochs, f"Training {origin.model}")
         try:
-            epochs = training_folder.train_in(
-                folder, model, data, settings, device=device, on_step=watcher.step, on_epoch=watcher.epoch
-            )
+            epochs = train_in(folder, model, data, settings, device=device, on_step=watcher.step, on_epoch=watcher.epoch)
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt(interrupted(folder)) from stop
-    weights = training_folder.weights_file(folder)
-    last = epochs[-1].search_accuracy if epochs else None
     if as_json:
         print_json({"folder": str(folder), "state": "finished", "epochs": [vars(e) for e in epochs], "weights": str(weights)})
         return
+    last = epochs[-1].search_accuracy if epochs else None
     if last is not None:
-        say(f"Accuracy on the search set: {percent(last, 2)}.")
-    say(f"The weights: {weights}")
+        say(f"Accuracy on the validation set: {percent(last, 2)}.")
+    say(f"Weights: {weights}")
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------------
+
+data_app = App(name="data", help="Get data sets.", sort_key=7)
+_MEGABYTE = 1_000_000
+
+
+@data_app.command
+def get(name: str, *, as_json: inputs.Json = False) -> None:
+    """Download a data set unless it is there, check it, and print its folder.
+
+    Data is kept in `~/.cache/secateurs/data`, or under `$SECATEURS_HOME`. A file is used only if its checksum is right. digits
+    and xor need no download.
+
+    Parameters
+    ----------
+    name
+        cifar10 (170 MB).
+    """
+    from secateurs.data import SETS, get_cifar10
+
+    if name in SETS and name != "cifar10":
+        raise InvalidInput(f"{name} comes with secateurs: there is nothing to get.")
+    if name != "cifar10":
+        raise InvalidInput(f"no data set {name!r} to get.{suggest(name, ['cifar10'])}")
+    with display(quiet=as_json) as shown:
+
+        def show(done: int, total: int | None) -> None:
+            shown.update(Status("Downloading cifar10", "megabytes", done // _MEGABYTE, (total or done) // _MEGABYTE))
+
+        folder = get_cifar10(progress=show)
+    if as_json:
+        print_json({"name": name, "folder": str(folder)})
+    else:
+        say(f"{name} is in {folder}")

@@ -1,6 +1,6 @@
-"""Step 7 of 9: takes a Graph and masks by site, gives a narrower Graph that equals the masked network up to rounding.
+"""Step 7 of 9: turn a Graph and masks by site into a narrower Graph that equals the masked network up to rounding.
 
-`compact` rewrites the graph so that only live channels exist, `replay` does so by a plan, `verify` proves the equality.
+`compact` rewrites the graph so that only live channels exist, `replay` repeats the cuts of a plan, `verify` checks equality.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from secateurs._util.modules import device_of
 from secateurs.compaction.additions import with_additions
-from secateurs.compaction.rewrite import rewrite_
+from secateurs.compaction.nodes import rewrite_
 from secateurs.compaction.state import Rewriting
 from secateurs.errors import InvalidInput, NotEqual, PlanError, Unproved
 from secateurs.graph.add_fusion import fuse_sums_, spread_sums
@@ -24,12 +24,14 @@ from secateurs.graph.channels import compose, ids
 from secateurs.graph.flow import analyse, find_flows
 from secateurs.graph.layers import Align, Constant
 from secateurs.graph.masking import Masks, copied, copy_module, masked
+from secateurs.graph.node_info import info
 from secateurs.graph.plan import Plan, PlannedCut
 from secateurs.graph.sites import Site, check_masks, remember_names_, resolve
 from secateurs.graph.trace import (
     Graph,
     as_example,
     attempt,
+    dtype_of,
     like_network,
     other_batches,
     other_sizes,
@@ -41,12 +43,12 @@ __all__ = ["Align", "Constant", "Verification", "compact", "replay", "verify"]
 
 
 def compact(graph: Graph, masks: Masks | Plan, *, verify: bool = True) -> Graph:
-    """The network without the channels that `masks` drop: ordinary narrower modules that compute what the masked network does.
+    """Remove the channels that `masks` drop: the result has ordinary, narrower modules and equals the masked network.
 
     `masks` is {site or its name: bool tensor, True = kept}, or a `Plan` (see `replay`). A cut that empties a layer folds its
-    branch into a constant where it is added or multiplied to something that still depends on the input; elsewhere it is
-    `EmptyLayer`. Masks that drop nothing change nothing. The result is compared with the masked network on a small probe
-    (see the function `verify`) unless `verify` is False. The given graph is not changed.
+    branch into a constant if it is added to or multiplied with something that depends on the input; otherwise it raises
+    `EmptyLayer`. Masks that drop nothing change nothing. Unless `verify` is False, the result is compared with the masked
+    network on a small probe (see the function `verify`). The given graph is not changed.
     """
     if isinstance(masks, Plan):
         return replay(graph, masks, verify=verify)
@@ -62,7 +64,7 @@ def compact(graph: Graph, masks: Masks | Plan, *, verify: bool = True) -> Graph:
 
 
 def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]]) -> Graph:
-    """The narrower graph, not yet compared with anything."""
+    """Return the narrower graph, not yet compared with the masked network."""
     module = spread_sums(copy_module(graph))
     nodes = {node.name: node for node in module.graph.nodes}
     if not graph.plan.steps:
@@ -74,35 +76,34 @@ def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]]) -> Grap
     state = Rewriting(module, flows, analyse(flows, keep), names, keep)
     rewrite_(state)
     remaining = dict(graph.ids)
-    replaced = [node for node in state.standing_for if node.meta.get("ends_site")]  # a site's gather, narrower or not
-    for node in [n for n in dict.fromkeys([*state.layout, *replaced]) if n in widths]:
+    gathers = [node for node in state.replaced_by if info(node).get("ends_site")]  # a site's gather, narrower or not
+    for node in [n for n in dict.fromkeys([*state.layout, *gathers]) if n in widths]:
         layout = state.carried(node, widths[node])
-        wide = node.meta.setdefault("original_channels", widths[node])
+        wide = info(node).setdefault("original_channels", widths[node])
         remaining[node.name] = compose(graph.ids.get(node.name), ids(state.physical.get(node, layout)))
-        stand_in = state.present(node)
-        if stand_in not in flows.of and (node in state.physical or node.meta.get("ends_site")):
-            remaining[stand_in.name] = compose(graph.ids.get(node.name), ids(layout))
-            stand_in.meta["original_channels"] = wide
+        replacement = state.present(node)
+        if replacement not in flows.of and (node in state.physical or info(node).get("ends_site")):
+            remaining[replacement.name] = compose(graph.ids.get(node.name), ids(layout))
+            info(replacement)["original_channels"] = wide
     record_shapes_(module, graph.example)
     fuse_sums_(module)
-    there = {node.name for node in module.graph.nodes}
-    remaining = {name: found for name, found in remaining.items() if name in there}  # a name can come again for another node
-    cuts = [_planned(site, mask) for site, mask in checked.values() if not bool(mask.all())]
-    return Graph(module, graph.example, graph.plan.then(cuts), graph.leaves, remaining, state.kept)
-
-
-def _planned(site: Site, keep: Tensor) -> PlannedCut:
-    removed = tuple(site.original[i] for i in ids(~keep).tolist())
-    return PlannedCut(site.name, removed, site.original_channels)
+    there = {node.name for node in module.graph.nodes}  # a later cut may give the name of an erased node to another
+    cuts = [
+        PlannedCut(site.name, tuple(site.original[i] for i in ids(~mask).tolist()), site.original_channels)
+        for site, mask in checked.values()
+        if not bool(mask.all())
+    ]
+    left = {name: found for name, found in remaining.items() if name in there}
+    return Graph(module, graph.example, graph.plan.then(cuts), graph.leaves, left, state.kept)
 
 
 def replay(graph: Graph, plan: Plan, *, verify: bool = True) -> Graph:
-    """Make the cuts of `plan`, step by step, on a graph of the untouched network (or one that has had some of them).
+    """Make the cuts of `plan`, step by step, on a graph of the untouched network, or of one with some of the cuts made.
 
     Each step is compared with the masked network unless `verify` is False.
     """
     if not isinstance(plan, Plan):
-        raise PlanError(f"plan: got {type(plan).__name__}, wanted a Plan: graph.plan, or Plan.load(path).")
+        raise PlanError(f"plan: got {type(plan).__name__}, wanted a Plan. Use graph.plan, or Plan.load(path).")
     for step in plan.steps:
         for cut in step:
             if cut.biases or cut.offsets:
@@ -117,8 +118,8 @@ def replay(graph: Graph, plan: Plan, *, verify: bool = True) -> Graph:
                     f"the plan cuts site {cut.site!r} of {cut.channels} channels, but this network has "
                     f"{site.original_channels} there. Use the network that the plan was made for."
                 )
-            gone = torch.tensor(cut.removed, dtype=torch.long)
-            masks[cut.site] = ~torch.isin(torch.tensor(site.original, dtype=torch.long), gone)
+            removed = torch.tensor(cut.removed, dtype=torch.long)
+            masks[cut.site] = ~torch.isin(torch.tensor(site.original, dtype=torch.long), removed)
         if any(cut.removed for cut in step):
             graph = compact(graph, masks, verify=verify)
     return graph
@@ -126,11 +127,11 @@ def replay(graph: Graph, plan: Plan, *, verify: bool = True) -> Graph:
 
 @dataclass(frozen=True)
 class Verification:
-    """How far the compacted network's outputs are from the masked one's: largest difference, and the outputs' own size.
+    """Largest difference between the outputs of the compacted and the masked network, and the largest output (`scale`).
 
-    `perturbed_difference` and `perturbed_scale` are the same for the network with all its weights changed a little at random,
-    which shows what weights that happen to be zero hide; on inputs of other sizes too. Where no output is finite and other
-    than zero, with either weights, the comparison proves nothing: `conclusive` is False.
+    `perturbed_difference` and `perturbed_scale` are the same for the network with all weights changed a little at random, also
+    on inputs of other sizes: weights that happen to be zero hide errors. If no output is finite and nonzero, with either
+    weights, the comparison proves nothing and `conclusive` is False.
     """
 
     difference: float
@@ -146,10 +147,10 @@ class Verification:
 
     def __str__(self) -> str:
         if not self.conclusive:
-            return "nothing is proved: the masked network gives nothing but 0, NaN or infinity on random inputs."
+            return "nothing is proved: all outputs of the masked network on random inputs are 0, NaN or infinite."
         return (
             f"compacted = masked: difference {self.difference:.2g} of {self.scale:.2g} on {self.examples} examples, "
-            f"with changed weights {self.perturbed_difference:.2g} of {self.perturbed_scale:.2g}."
+            f"with perturbed weights {self.perturbed_difference:.2g} of {self.perturbed_scale:.2g}."
         )
 
 
@@ -162,37 +163,38 @@ def verify(
     seed: int = 0,
     tolerance: float = 1e-10,
 ) -> Verification:
-    """Prove in float64, in eval mode, that the compacted network gives what the masked one gives; `NotEqual` otherwise.
+    """Check in float64, in eval mode, that the compacted network equals the masked one; raises `NotEqual` otherwise.
 
-    `compacted` is compacted here if it is not given. Without `inputs`, four random batches like the graph's example are used.
-    The same is done once more with changed weights and with other sizes of input. The largest difference may be `tolerance`
-    times the largest output. `Unproved` if there is nothing to compare.
+    Without `compacted`, the graph is compacted here. Without `inputs`, four random batches like the graph's example are used.
+    The check is repeated with perturbed weights and other sizes of input. The largest difference may be `tolerance` times the
+    largest output. Raises `Unproved` if there is nothing to compare.
     """
     if device_of(graph.module).type == "meta":
         raise Unproved(
-            "a network on the meta device has no values to compare. Move it to a device: model.to_empty(device='cpu')."
+            "a network on the meta device has no values to compare. Load its weights on a device: model.to_empty(device='cpu')."
         )
     smaller = compact(graph, masks, verify=False) if compacted is None else compacted
     given = None if inputs is None else _checked_inputs(graph, inputs)
     found = _proof(graph, masks, smaller, given=given, seed=seed, tolerance=tolerance)
     if not found.conclusive:
-        raise Unproved(f"{found} Check its weights, or give `inputs` for which its outputs are something else.")
+        raise Unproved(f"{found} Check the weights, or pass `inputs` for which the outputs are finite and nonzero.")
     if found.scale == 0 and compacted is not None and not _same_state(compact(graph, masks, verify=False), compacted):
         raise Unproved(
-            "all outputs are zero, and the network given is not the one that compact makes: nothing is proved of it."
+            "all outputs are zero, and the given network is not the one that compact makes: nothing is proved about it. "
+            "Pass `inputs` for which the outputs are nonzero."
         )
     return found
 
 
 def _checked_inputs(graph: Graph, inputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The inputs as a tuple, if the network takes them and there is something in them to compare."""
+    """Return the inputs as a tuple if they are not empty, finite, and accepted by the network."""
     given = as_example(inputs)
     for tensor in given:
         if not tensor.numel() or (tensor.is_floating_point() and not bool(tensor.isfinite().all())):
-            raise InvalidInput("inputs: got an empty tensor, NaN or infinite values, wanted examples that can be compared.")
+            raise InvalidInput("inputs: got an empty tensor, NaN or infinite values, wanted at least one finite example.")
     if attempt(graph.module, like_network(graph.module, given)) is None:
         shapes = ", ".join(str(tuple(t.shape)) for t in given)
-        raise InvalidInput(f"inputs: the network does not take shape {shapes}. Give a batch like the graph's example.")
+        raise InvalidInput(f"inputs: the network does not run on shape {shapes}. Pass a batch like the graph's example.")
     return given
 
 
@@ -212,9 +214,9 @@ def _proof(
     seed: int = 0,
     tolerance: float = 1e-10,
 ) -> Verification:
-    """Compare the networks as they are, then the same cut of the network with changed weights, also at other sizes.
+    """Compare the networks as they are, then the same cut of the network with perturbed weights, also at other sizes.
 
-    A quick proof takes a batch of two in the place of four like the example, and one other batch size.
+    A quick proof uses one batch of two instead of four batches like the example, and one other batch size.
     """
     generator = torch.Generator().manual_seed(seed)
     reference, example = masked(graph, masks).eval(), like_network(graph.module, graph.example)
@@ -228,34 +230,34 @@ def _proof(
     else:
         with torch.no_grad():
             others = other_sizes(network, like_example, network(*like_example)) + other_batches(network, like_example, 1)
-    twin = compact(changed, masks, verify=False).module
-    perturbed = _compared(network, twin, [inputs for inputs, _ in others] or [like_example], tolerance)
+    perturbed = _compared(
+        network, compact(changed, masks, verify=False).module, [inputs for inputs, _ in others] or [like_example], tolerance
+    )
     return Verification(difference, scale, sum(len(probe[0]) for probe in probes), *perturbed)
 
 
 def _compared(
     wanted: fx.GraphModule, got: fx.GraphModule, probes: list[tuple[Tensor, ...]], tolerance: float
 ) -> tuple[float, float]:
-    """The largest difference between the outputs of two networks, and the largest output; `NotEqual` beyond the tolerance."""
+    """Return the largest difference between the outputs of two networks and the largest output; checks the tolerance."""
     networks = [copy.deepcopy(module).eval() for module in (wanted, got)]
     try:
         worst, scale = _differences([n.double() for n in networks], probes, torch.float64)
-    except (RuntimeError, TypeError):  # a network that casts to a type of its own, or a device without float64
-        dtype = next((t.dtype for t in wanted.parameters() if t.is_floating_point()), torch.float32)
+    except (RuntimeError, TypeError):  # the network casts to a fixed dtype, or the device has no float64
         tolerance = max(tolerance, 1e-4)
-        worst, scale = _differences([n.to(dtype) for n in networks], probes, dtype)
+        worst, scale = _differences([n.to(dtype_of(wanted)) for n in networks], probes, dtype_of(wanted))
     if not worst <= tolerance * scale:
         raise NotEqual(
             f"the compacted network differs from the masked one by {worst:.3g} where outputs reach {scale:.3g} "
-            f"(tolerance {tolerance:.1g}). Please report the network: this must not happen."
+            f"(tolerance {tolerance:.1g}). This is a bug in secateurs: please report the network."
         )
     return worst, scale
 
 
 def _differences(networks: list[fx.GraphModule], probes: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[float, float]:
-    """The largest difference between the outputs of two networks, and the largest output of the first.
+    """Return the largest difference between the outputs of two networks, and the largest output of the first.
 
-    What is NaN or infinite in the first must be so in the second, and is not compared otherwise.
+    Values that are NaN or infinite in the first must be so in the second, and are not compared further.
     """
     worst = scale = 0.0
     for probe in probes:
@@ -279,14 +281,14 @@ def _differences(networks: list[fx.GraphModule], probes: list[tuple[Tensor, ...]
 
 
 def _random_like(example: tuple[Tensor, ...], generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Random values for float inputs; integer inputs (indices) stay as they are, since they must stay in range."""
+    """Return random values for float inputs; integer inputs (indices) are kept, since they must stay in range."""
     return tuple(
         torch.randn(e.shape, generator=generator).to(e.device, e.dtype) if e.is_floating_point() else e for e in example
     )
 
 
 def _perturbed(graph: Graph, generator: torch.Generator) -> Graph:
-    """The graph with every weight and BatchNorm statistic a little off, by a tenth of its tensor's size: none stays 0 or 1."""
+    """Return the graph with noise, a tenth of a tensor's size, on all weights and BatchNorm statistics: none stays 0 or 1."""
     changed = copied(graph)
     statistics = {
         tensor: name

@@ -1,7 +1,7 @@
-"""What is left of a branch that has no inputs any more: the same value for every input, folded into where the branch ends.
+"""Folding of branches whose inputs were all removed: their output is the same for every input.
 
-A layer that reads nothing gives its bias everywhere, BatchNorm makes a constant of zero, an activation a constant of a
-constant. Added to or multiplied with something that still depends on the input, that value is all that is needed of the branch.
+A layer without inputs gives its bias everywhere, BatchNorm turns zero into a constant, an activation a constant into another.
+Where that value is added to or multiplied with something that depends on the input, it replaces the branch.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from secateurs._util.modules import device_of, eval_mode
 from secateurs.compaction.state import Rewriting
 from secateurs.graph.channels import ids
 from secateurs.graph.flow import Channelwise, Flow, Join, Layer, Moved
 from secateurs.graph.flow.table import call_on
 from secateurs.graph.layers import Align, Constant, mask_channels
-from secateurs.graph.trace import shape_of
+from secateurs.graph.node_info import called_module, dims_of, shape_of
+from secateurs.graph.trace import dtype_of
 
 
 def constant_at(state: Rewriting, node: fx.Node, flow: Flow) -> Tensor | None:
-    """What `node` gives for every input, if all that it reads is zero or constant by now and it still matters; else None.
+    """Return the output of `node` if all its inputs are zero or constant and it has live channels; otherwise None.
 
-    The value has length 1 along all axes but the channels'. An op that does not treat every place alike is `EmptyLayer`.
+    The value has length 1 along all axes but the channels'. `EmptyLayer` for an op that does not treat every place alike.
     """
     inputs = state.flows.inputs[node]
     if flow.axis is None or not inputs or not all(state.is_empty(i) for i in inputs):
@@ -41,68 +43,50 @@ def constant_at(state: Rewriting, node: fx.Node, flow: Flow) -> Tensor | None:
         return _zero(state, node) if bias is None else bias.detach().view(_thin(state, node)).clone()
     value = state.constants.get(inputs[0])
     if isinstance(flow, Moved):
-        return _zero(state, node) if value is None else _gathered(value, flow)
-    return _apply(state, node, _zero(state, node) if value is None else value)
-
-
-def _thin(state: Rewriting, node: fx.Node) -> list[int]:
-    """The shape of what `node` gives with length 1 along all axes but the channels'."""
-    dims, axis = shape_of(node).dims, state.axis_of(node)
-    assert dims is not None
-    return [n if dim == axis else 1 for dim, n in enumerate(dims)]
-
-
-def _zero(state: Rewriting, node: fx.Node) -> Tensor:
-    return torch.zeros(_thin(state, node), dtype=state.dtype, device=state.device)
-
-
-def _apply(state: Rewriting, node: fx.Node, value: Tensor) -> Tensor:
-    """What the op gives for `value` in eval mode."""
-    called = state.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    training = called is not None and called.training
-    with torch.no_grad():
-        result = call_on(node, called if called is None else called.eval(), value)
-    if called is not None:
-        called.train(training)
+        if value is None:
+            return _zero(state, node)
+        index = flow.index.to(value.device)
+        return mask_channels(value.index_select(flow.axis, index.clamp(min=0)), index >= 0, flow.axis)
+    called = called_module(state.module, node)
+    with eval_mode(*([] if called is None else [called])):
+        result = call_on(node, called, _zero(state, node) if value is None else value)
     assert isinstance(result, Tensor)
     return result
 
 
-def _gathered(value: Tensor, flow: Moved) -> Tensor:
-    """The channels that the flow takes of a constant, zero where it takes none."""
-    index = flow.index.to(value.device)
-    taken = value.index_select(flow.axis, index.clamp(min=0))
-    return mask_channels(taken, index >= 0, flow.axis)
+def _thin(state: Rewriting, node: fx.Node) -> list[int]:
+    """Return the output shape of `node` with length 1 along all axes but the channels'."""
+    return [n if dim == state.axis_of(node) else 1 for dim, n in enumerate(dims_of(node))]
 
 
-def insert_constant(state: Rewriting, reader: fx.Node, source: fx.Node, wanted: Tensor, flow: Join) -> None:
-    """Let `reader` join the value of a folded branch to the rest, which must fill the whole shape by itself."""
+def _zero(state: Rewriting, node: fx.Node) -> Tensor:
+    return torch.zeros(_thin(state, node), dtype=dtype_of(state.module), device=device_of(state.module))
+
+
+def insert_constant(state: Rewriting, user: fx.Node, source: fx.Node, wanted: Tensor, flow: Join) -> None:
+    """Replace the input `source` of a join by its constant; the other inputs must have the full shape of the output."""
     value, axis = state.constants[source], state.axis_of(source)
-    rest = [i for i in state.flows.inputs[reader] if i not in state.constants and not state.is_empty(i)]
-    if not any(shape_of(i).dims == shape_of(reader).dims for i in rest) or not flow.broadcasts:
-        raise state.empty(source, reader)
+    rest = [i for i in state.flows.inputs[user] if i not in state.constants and not state.is_empty(i)]
+    if not any(shape_of(i).dims == shape_of(user).dims for i in rest) or not flow.broadcasts:
+        raise state.empty(source, user)
     if value.shape[axis] == flow.width:
         value = value.index_select(axis, ids(wanted).to(value.device))
-    with state.module.graph.inserting_before(reader):
-        constant = state.insert(f"constant_{_origin(state, source).name}", Constant(value), ())
-    reader.replace_input_with(source, constant)
-
-
-def _origin(state: Rewriting, node: fx.Node) -> fx.Node:
-    """The node whose channels an earlier cut has aligned, so that a constant's name does not tell of the cuts before."""
-    while node.op == "call_module" and isinstance(state.module.get_submodule(str(node.target)), Align):
-        (node,) = state.flows.inputs[node]
-    return node
+    origin = source  # a constant's name must not depend on alignments of earlier cuts
+    while isinstance(called_module(state.module, origin), Align):
+        (origin,) = state.flows.inputs[origin]
+    with state.module.graph.inserting_before(user):
+        constant = state.insert(f"constant_{origin.name}", Constant(value), ())
+    user.replace_input_with(source, constant)
 
 
 def fold_sum(state: Rewriting, node: fx.Node, flow: Join, dropped: list[fx.Node]) -> bool:
-    """Leave out the terms of a sum that have become zero; True if a single term is left, which then stands for the sum."""
+    """Leave out the terms of a join that became zero; True if a single term of a sum remains, which then replaces it."""
     inputs = state.flows.inputs[node]
     rest = [i for i in inputs if i not in dropped]
     if not rest or not flow.broadcasts or flow.zero_if == "first":
         raise state.empty(dropped[0], node)
     if _is_plain_sum(node, dropped) and rest[0] not in state.constants and shape_of(rest[0]).dims == shape_of(node).dims:
-        state.standing_for[node] = state.present(rest[0])
+        state.replaced_by[node] = state.present(rest[0])
         state.settle(node, state.carried(rest[0], flow.width))
         return True
     for source in dropped:
@@ -111,7 +95,7 @@ def fold_sum(state: Rewriting, node: fx.Node, flow: Join, dropped: list[fx.Node]
 
 
 def _is_plain_sum(node: fx.Node, dropped: list[fx.Node]) -> bool:
-    """a + b, or a - b of which b is dropped."""
+    """Whether the node is a + b, or a - b of which b is dropped."""
     if node.kwargs or len(node.args) != 2:
         return False
     if node.target in (operator.add, torch.add, "add"):

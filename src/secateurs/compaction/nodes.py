@@ -1,7 +1,8 @@
-"""Makes one module narrower in place, and says which entries of each weight survived."""
+"""Rewrites a graph, node by node, so that only live channels exist: narrows modules, aligns layouts, folds constants."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from functools import singledispatch
 from typing import Any
@@ -9,66 +10,151 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from secateurs.compaction.constants import fold_sum, insert_constant
-from secateurs.compaction.state import Rewriting, hand_site_on
-from secateurs.graph.channels import Kept, all_of, ids, name_of_alignment, none_of, take
+from secateurs.compaction.constants import constant_at, fold_sum, insert_constant
+from secateurs.compaction.state import Rewriting
+from secateurs.graph.channels import Kept, all_of, ids, name_of_alignment, none_of, positions, take
 from secateurs.graph.flow import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
-from secateurs.graph.layers import Align
+from secateurs.graph.layers import Align, mask_channels
+from secateurs.graph.node_info import info, shape_of
 
 Survivors = Iterator[tuple[str, Kept]]
 
 
-def narrow_channelwise_(module: nn.Module, flow: Channelwise, layout: Tensor) -> Survivors:
-    """Keep the entries of the channels in `layout`."""
-    kept = (ids(layout),)
-    for name in flow.params:
-        if getattr(module, name, None) is not None:
-            _replace_(module, name, kept)
-            yield name, kept
-    if flow.count is not None:
-        setattr(module, flow.count, int(layout.sum()))
+def rewrite_(state: Rewriting) -> None:
+    """Rewrite the whole graph in place, node by node in order."""
+    state.unused |= {node for node in state.module.graph.nodes if not node.users}
+    for node in list(state.module.graph.nodes):
+        if node in state.flows.of:
+            _visit(state, node, state.flows.of[node])
+        _fix_sizes(state, node)
+    _erase_unused(state)
+    state.module.graph.lint()
+    state.module.delete_all_unused_submodules()
+    state.module.recompile()
 
 
-def narrow_layer_(module: Any, flow: Layer, inputs: Tensor, outputs: Tensor, groups: int) -> Survivors:
-    """Keep the filters in `outputs` and what they read of `inputs`; layouts of a grouped layer hold as many a group."""
-    kept = _grouped(flow, inputs, outputs) if flow.groups > 1 else (ids(outputs), ids(inputs))
-    if flow.transposed and flow.groups == 1:
-        kept = (kept[1], kept[0])
-    _replace_(module, "weight", kept)
-    yield "weight", kept
-    if module.bias is not None:
-        _replace_(module, "bias", (ids(outputs),))
-        yield "bias", (ids(outputs),)
-    into, out = int(inputs.sum()), int(outputs.sum())
-    if isinstance(module, nn.Linear):
-        module.in_features, module.out_features = into, out
+def _visit(state: Rewriting, node: fx.Node, flow: Flow) -> None:
+    inputs = state.flows.inputs[node]
+    touched = node in state.live.zero or node in state.live.need
+    if not touched and not any(state.changed(i) for i in inputs):
+        return
+    if info(node).get("unused") and any(state.is_empty(i) for i in inputs):
+        state.vanish(node)  # no output depends on it, so no constant has to replace its inputs
+        return
+    if flow.axis is None and not isinstance(flow, Opaque):
+        for source in inputs:
+            state.redirect(node, source)
+        return
+    constant = constant_at(state, node, flow)
+    if constant is not None:
+        if node in state.masks:
+            constant = mask_channels(constant, state.masks[node], state.axis_of(node))
+        state.constants[node] = constant
+        state.layout[node] = none_of(constant.numel())
+    elif flow.axis is not None and not bool(state.live_at(node).any()):
+        state.vanish(node)
     else:
-        module.in_channels, module.out_channels, module.groups = into, out, groups
+        narrow_node(flow, node, state)
+        if node in state.masks:
+            _drop_masked(state, node)
 
 
-def _grouped(flow: Layer, inputs: Tensor, outputs: Tensor) -> Kept:
-    """Rows of the weight, and for each row the columns of its own group."""
-    rows, columns = (inputs, outputs) if flow.transposed else (outputs, inputs)
-    a_group = columns.view(flow.groups, -1)
-    width = int(a_group.sum(1).max())
-    group_of_row = ids(rows) // (len(rows) // flow.groups)
-    local = torch.stack([ids(group) if bool(group.any()) else torch.zeros(width, dtype=torch.long) for group in a_group])
-    return ids(rows), local[group_of_row]
+def _drop_masked(state: Rewriting, node: fx.Node) -> None:
+    """Insert a gather behind a site whose node still carries masked channels, which it had to keep."""
+    carried = state.carried(node, state.flows.width(node))
+    wanted = carried & state.masks[node]
+    if torch.equal(carried, wanted):
+        return
+    state.physical[node] = carried
+    current = state.present(node)
+    with state.module.graph.inserting_after(current):
+        take = positions(carried, wanted)
+        gather = state.insert(name_of_alignment(node), Align(take, state.axis_of(node)), (current,))
+    _end_site_at(node, gather)
+    if node in state.unused:
+        state.unused.add(gather)
+        info(gather)["unused"] = True
+    state.replaced_by[node] = gather
+    state.layout[node] = wanted
 
 
-def _replace_(module: nn.Module, name: str, kept: Kept) -> None:
-    tensor = getattr(module, name)
-    narrower = take(tensor.detach(), kept).clone(memory_format=torch.contiguous_format)
-    if isinstance(tensor, nn.Parameter):
-        setattr(module, name, nn.Parameter(narrower, requires_grad=tensor.requires_grad))
-    else:
-        module.register_buffer(name, narrower, persistent=name not in module._non_persistent_buffers_set)
+def _end_site_at(node: fx.Node, gather: fx.Node) -> None:
+    """Record that the site at `node` ends behind `gather` from now on."""
+    info(gather)["ends_site"] = True
+    info(gather)["site_names"] = dict(info(node).get("site_names", {}))
+
+
+def _erase_unused(state: Rewriting) -> None:
+    """Erase nodes that lost all their users. One that never had users stays, unless it or one of its inputs is empty."""
+    nodes = list(state.module.graph.nodes)
+    empty = {node for node in nodes if state.is_empty(node)}
+    for node in nodes:
+        if info(node).get("unused") and not empty.isdisjoint(node.all_input_nodes):
+            empty.add(node)
+    stays = state.unused - empty - state.replaced_by.keys()
+    for node in reversed(nodes):
+        if not node.users and node.op not in ("placeholder", "output") and node not in stays:
+            if node in state.unused and node not in empty:  # an unused shuffle is erased; its inputs stay, without users
+                stays |= set(node.all_input_nodes)
+            state.module.graph.erase_node(node)
+
+
+def _fix_sizes(state: Rewriting, node: fx.Node) -> None:
+    """If `node` asks for the number of channels of a tensor that was narrowed, replace it by the original number."""
+    source = next(iter(node.all_input_nodes), None)
+    if source is None:
+        return
+    word = node.target if node.op == "call_method" else (node.args[1] if node.target is getattr else None)
+    if word in ("size", "shape") and state.changed(source):
+        _fix_call(state, node, source)
+    elif word in ("dim", "ndimension", "ndim", "dtype", "device") and state.changed(source):
+        if not state.is_empty(source):
+            state.redirect(node, source)
+        elif word in ("dim", "ndimension", "ndim"):
+            _substitute(node)
+        elif not info(node).get("unused"):
+            raise state.empty(source, node)
+    elif node.target is operator.getitem and source in state.size_queries:
+        item, asked = node.args[1], state.size_queries[source]
+        if isinstance(item, int) and item % _rank(asked) == state.flows.of[asked].axis:
+            _substitute(node)
+
+
+def _fix_call(state: Rewriting, node: fx.Node, source: fx.Node) -> None:
+    if state.is_empty(source):
+        if info(node).get("unused"):  # an assertion about a removed tensor is removed too
+            return
+        raise state.empty(source, node)
+    state.redirect(node, source)
+    if source not in state.layout:
+        return
+    dim = node.args[1] if len(node.args) > 1 and node.op == "call_method" else node.kwargs.get("dim")
+    if dim is None:
+        state.size_queries[node] = source
+    elif not isinstance(dim, int) or dim % _rank(source) == state.flows.of[source].axis:
+        _substitute(node)
+
+
+def _rank(node: fx.Node) -> int:
+    return len(shape_of(node).dims or ())
+
+
+def _substitute(node: fx.Node) -> None:
+    """Replace `node` by its value for the example, which depends on the network alone."""
+    value = shape_of(node).value
+
+    def swap(argument: fx.Node) -> object:
+        return value if argument is node else argument
+
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, swap)  # type: ignore[arg-type]
+        user.kwargs = fx.map_arg(user.kwargs, swap)  # type: ignore[arg-type]
 
 
 @singledispatch
 def narrow_node(flow: Flow, node: fx.Node, state: Rewriting) -> None:
     """Rewrite `node` for the channels that its inputs still carry, and record the layout of its output."""
-    raise AssertionError(f"no way to narrow {flow}")
+    raise AssertionError(f"no function narrows {flow}")
 
 
 @narrow_node.register
@@ -110,9 +196,7 @@ def _layer(flow: Layer, node: fx.Node, state: Rewriting) -> None:
     live = state.live_at(node)
     carried = all_of(flow.inputs) if flow.reads_all else state.carried(source, flow.inputs)
     if flow.reads_all:
-        axis = state.flows.of[source].axis
-        assert axis is not None
-        state.align(node, source, all_of(state.flows.width(source)), axis)
+        state.align(node, source, all_of(state.flows.width(source)), state.axis_of(source))
     inputs, outputs, groups = carried, live, flow.groups
     if flow.groups > 1:
         inputs, outputs, groups = balanced(flow, carried, live)
@@ -139,9 +223,9 @@ def _join(flow: Join, node: fx.Node, state: Rewriting) -> None:
     ]
     live = state.live_at(node)
     same = bool(wide) and all(torch.equal(w, wide[0]) for w in wide[1:]) and not any(i in state.constants for i in inputs)
-    # a term that is broadcast over the channels (a scalar, a one-channel map) makes something of channels that are absent
+    # a term that is broadcast over the channels (a scalar, a one-channel map) revives absent channels
     wanted = wide[0] if same and not bool((live & ~wide[0]).any()) else live
-    for source, axis, width in dict.fromkeys(zip(inputs, flow.in_axes, flow.widths, strict=True)):  # one may be mentioned twice
+    for source, axis, width in dict.fromkeys(zip(inputs, flow.in_axes, flow.widths, strict=True)):  # a node may be two inputs
         if source in state.constants:
             insert_constant(state, node, source, wanted, flow)
         elif axis is not None and width == flow.width and flow.width > 1:
@@ -180,7 +264,7 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
             flow.resize(node, int(wanted.sum()))
         return
     place = torch.cumsum(carried.long(), 0) - 1
-    # all that is there, if it comes in order: then nothing has to be moved
+    # if the channels that are carried come in order, nothing has to be moved
     wanted = torch.cat([carried, none_of(1)])[flow.index]
     straight = torch.equal(place[flow.index[wanted]], torch.arange(int(carried.sum())))
     if not straight:
@@ -191,9 +275,9 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
         with state.module.graph.inserting_before(node):
             current = state.insert(name_of_alignment(node), Align(take, flow.in_axis), (current,))
     if flow.how == "gather":
-        state.standing_for[node] = current
-        if not straight and node.meta.get("ends_site"):
-            hand_site_on(node, current)
+        state.replaced_by[node] = current
+        if not straight and info(node).get("ends_site"):
+            _end_site_at(node, current)
     else:
         node.replace_input_with(source, current)
         assert flow.resize is not None
@@ -213,10 +297,10 @@ def _blocks(flow: Blocks, node: fx.Node, state: Rewriting) -> None:
 
 
 def balanced(flow: Layer, carried: Tensor, live: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Layouts of a grouped layer's inputs and outputs with as many channels in every group left, and how many groups are left.
+    """Return layouts of a grouped layer's inputs and outputs with as many channels in each group, and the number of groups.
 
-    A group without live filters goes as a whole, unless the layer reads along another axis than its input's channels, which
-    cannot be aligned. Elsewhere dead channels stay where another group has more live ones.
+    A group without live filters is removed, unless the layer reads along another axis than its input's channels, which cannot
+    be aligned. In the other groups dead channels stay where another group has more live ones.
     """
     outs, ins = live.view(flow.groups, -1), carried.view(flow.groups, -1)
     alive = all_of(flow.groups) if flow.reads_all else outs.any(1)
@@ -225,7 +309,7 @@ def balanced(flow: Layer, carried: Tensor, live: Tensor) -> tuple[Tensor, Tensor
 
 
 def _fill(layout: Tensor, alive: Tensor) -> Tensor:
-    """Rows of the groups that are alive filled up to the fullest row (at least 1) with their first free channels."""
+    """Fill the rows of live groups up to the fullest row (at least 1) with their first free channels."""
     layout = layout & alive[:, None]
     width = max(int(layout.sum(1).max()), 1)
     result = layout.clone()
@@ -233,3 +317,53 @@ def _fill(layout: Tensor, alive: Tensor) -> Tensor:
         missing = width - int(layout[row].sum())
         result[row, ids(~layout[row])[:missing]] = True
     return result
+
+
+def narrow_channelwise_(module: nn.Module, flow: Channelwise, layout: Tensor) -> Survivors:
+    """Narrow a module in place to the channels in `layout`; yields the tensors' names and the entries that remain."""
+    kept = (ids(layout),)
+    for name in flow.params:
+        if getattr(module, name, None) is not None:
+            _replace_(module, name, kept)
+            yield name, kept
+    if flow.count is not None:
+        setattr(module, flow.count, int(layout.sum()))
+
+
+def narrow_layer_(module: Any, flow: Layer, inputs: Tensor, outputs: Tensor, groups: int) -> Survivors:
+    """Narrow a layer in place to the filters in `outputs` and the channels in `inputs`, equally many in every group.
+
+    Yields the tensors' names and the entries that remain.
+    """
+    kept = _grouped(flow, inputs, outputs) if flow.groups > 1 else (ids(outputs), ids(inputs))
+    if flow.transposed and flow.groups == 1:
+        kept = (kept[1], kept[0])
+    _replace_(module, "weight", kept)
+    yield "weight", kept
+    if module.bias is not None:
+        _replace_(module, "bias", (ids(outputs),))
+        yield "bias", (ids(outputs),)
+    into, out = int(inputs.sum()), int(outputs.sum())
+    if isinstance(module, nn.Linear):
+        module.in_features, module.out_features = into, out
+    else:
+        module.in_channels, module.out_channels, module.groups = into, out, groups
+
+
+def _grouped(flow: Layer, inputs: Tensor, outputs: Tensor) -> Kept:
+    """Return the rows of the weight, and for each row the columns of its group."""
+    rows, columns = (inputs, outputs) if flow.transposed else (outputs, inputs)
+    a_group = columns.view(flow.groups, -1)
+    width = int(a_group.sum(1).max())
+    group_of_row = ids(rows) // (len(rows) // flow.groups)
+    local = torch.stack([ids(group) if bool(group.any()) else torch.zeros(width, dtype=torch.long) for group in a_group])
+    return ids(rows), local[group_of_row]
+
+
+def _replace_(module: nn.Module, name: str, kept: Kept) -> None:
+    tensor = getattr(module, name)
+    narrower = take(tensor.detach(), kept).clone(memory_format=torch.contiguous_format)
+    if isinstance(tensor, nn.Parameter):
+        setattr(module, name, nn.Parameter(narrower, requires_grad=tensor.requires_grad))
+    else:
+        module.register_buffer(name, narrower, persistent=name not in module._non_persistent_buffers_set)

@@ -1,6 +1,6 @@
-"""Saves a pruned network as one safetensors file with its plan inside, and loads it onto a freshly built model; no pickle.
+"""Saves a pruned network as one safetensors file with its plan inside, and loads it onto a newly built model; no pickle.
 
-Loading traces the fresh model, replays the plan, and fills in the weights: the result is the saved network, bit for bit.
+Loading traces the new model, replays the plan, and copies the weights: the result is the saved network, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from secateurs._util.tensors import Damaged, dump, first_non_finite, parse
 from secateurs.compaction import replay
 from secateurs.errors import ArtefactError, InvalidInput, PlanError, SecateursError
 from secateurs.graph.plan import Plan
-from secateurs.graph.trace import Graph, trace
+from secateurs.graph.trace import Graph, copy_modes_, trace
 
 FORMAT = "1"
 
@@ -33,13 +33,13 @@ _Example = Annotated[list[tuple[_Shape, _Dtype]], msgspec.Meta(min_length=1, max
 
 
 def save(graph: Graph, path: str | Path, *, metadata: Mapping[str, str] | None = None) -> Path:
-    """Write the network of `graph` to `path`: weights, the plan that made it, and the example's shapes, whole or not at all.
+    """Write the network of `graph` to `path`: weights, its plan, and the example's shapes. The file is complete or absent.
 
-    `metadata` adds own entries (text) to the file's header.
+    `metadata` adds entries (text) to the file's header.
     """
     if not isinstance(graph, Graph):
         raise InvalidInput(
-            f"graph: got {type(graph).__name__}, wanted a Graph: secateurs.trace(model, example_input) gives one."
+            f"graph: got {type(graph).__name__}, wanted a Graph. Make one: secateurs.trace(model, example_input)."
         )
     path = Path(path)
     for name, value in (metadata or {}).items():
@@ -60,13 +60,15 @@ def save(graph: Graph, path: str | Path, *, metadata: Mapping[str, str] | None =
 
 
 def load(model: nn.Module, path: str | Path, *, example_input: Tensor | tuple[Tensor, ...] | None = None) -> Graph:
-    """The network saved at `path`, on `model`: a freshly built one of the class that was pruned; its weights do not matter.
+    """Load the network saved at `path`. `model` is a new instance of the class that was pruned; its weights do not matter.
 
-    `model` itself is not changed. The example input is made from the file unless it is given (integer inputs become zeros).
+    `model` is not changed. Without `example_input`, one is made from the shapes in the file (integer inputs become zeros).
     """
     path = Path(path)
     header, tensors = read(path)
-    plan = _plan(header, path)
+    if "plan" not in header:
+        raise PlanError(f"{path}: has no plan in its header.")
+    plan = Plan.from_json(header["plan"], where=str(path))
     ours = f"{type(model).__module__}.{type(model).__qualname__}"
     if plan.model != ours:
         raise ArtefactError(
@@ -74,7 +76,7 @@ def load(model: nn.Module, path: str | Path, *, example_input: Tensor | tuple[Te
         )
     example = _example(header, path, model) if example_input is None else example_input
     try:
-        fresh = copy.deepcopy(model).eval()  # a new model is in train mode, whose path may be another
+        fresh = copy.deepcopy(model).eval()  # a new model is in train mode, whose path may differ
         graph = replay(trace(fresh, example, leaves=_leaves(header, path)), plan, verify=False)
     except SecateursError as error:
         raise ArtefactError(
@@ -82,14 +84,12 @@ def load(model: nn.Module, path: str | Path, *, example_input: Tensor | tuple[Te
             f"options it was pruned with."
         ) from error
     _fill_(graph.module, tensors, path)
-    modes = {name: part.training for name, part in model.named_modules()}
-    for name, part in graph.module.named_modules():
-        part.training = modes.get(name, model.training)
+    copy_modes_(model, graph.module)
     return graph
 
 
 def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Header and tensors of a saved file, with its digest checked."""
+    """Read header and tensors of a saved file, and check its digest."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -97,25 +97,20 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
         tensors, header = parse(data)
     except Damaged as error:
-        raise ArtefactError(f"{path}: {error}. Was it cut short? Copy or make it again.") from error
+        raise ArtefactError(f"{path}: {error}. Was it cut short? Copy it again, or save the network again.") from error
     if header.get("secateurs_format") != FORMAT:
         raise ArtefactError(
             f"{path}: got format {brief(repr(header.get('secateurs_format')), 40)}, wanted {FORMAT!r}: not saved by "
             f"secateurs, or by another release. Plain weights are loaded with model.load_state_dict."
         )
     if "digest" not in header:
-        raise ArtefactError(f"{path}: its digest is gone: the file was changed or damaged. Copy or make it again.")
+        raise ArtefactError(
+            f"{path}: its digest is missing: the file was changed or damaged. Copy it again, or save the network again."
+        )
     wrong = first_non_finite(tensors)
     if wrong is not None:
         raise ArtefactError(f"{path}: {brief(repr(wrong))} holds NaN or infinite values. Save the network with finite weights.")
     return header, tensors
-
-
-def _plan(header: Mapping[str, str], path: Path) -> Plan:
-    try:
-        return Plan.from_json(header["plan"], where=str(path))
-    except KeyError as error:
-        raise PlanError(f"{path}: has no plan in its header.") from error
 
 
 def _example(header: Mapping[str, str], path: Path, model: nn.Module) -> tuple[Tensor, ...]:
@@ -125,7 +120,7 @@ def _example(header: Mapping[str, str], path: Path, model: nn.Module) -> tuple[T
         raise ArtefactError(f"{path}: the example's shapes are missing or damaged ({brief(error)}).") from error
     values = sum(math.prod(shape) for shape, _ in listed)
     if values > _MAX_EXAMPLE:
-        raise ArtefactError(f"{path}: the example input would have {values:,} values. Give your own: load(…, example_input=…).")
+        raise ArtefactError(f"{path}: the example input would have {values:,} values. Pass your own: load(…, example_input=…).")
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     generator = torch.Generator().manual_seed(0)
     made = []
@@ -147,14 +142,13 @@ def _leaves(header: Mapping[str, str], path: Path) -> list[str]:
 
 
 def _fill_(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Put the saved tensors in place, in the saved precision, on the module's device."""
+    """Copy the saved tensors into the module, in the saved precision, on the module's device."""
     state = module.state_dict()
     missing, extra = sorted(state.keys() - tensors.keys()), sorted(tensors.keys() - state.keys())
     if missing or extra:
         raise ArtefactError(
             f"{path}: layers differ from the model's: missing in the file {brief(missing[:5])}, unknown to the model "
-            f"{brief(extra[:5])}. "
-            f"Build the model with the options it was pruned with."
+            f"{brief(extra[:5])}. Build the model with the options it was pruned with."
         )
     for name, tensor in tensors.items():
         if state[name].shape != tensor.shape:
@@ -163,7 +157,7 @@ def _fill_(module: nn.Module, tensors: Mapping[str, Tensor], path: Path) -> None
             )
         ours, theirs = state[name].dtype, tensor.dtype
         if ours != theirs and not (ours.is_floating_point and theirs.is_floating_point):
-            raise ArtefactError(f"{path}: {name!r} holds {theirs}, the pruned model wants {ours}. Copy or make the file again.")
+            raise ArtefactError(f"{path}: {name!r} holds {theirs}, the pruned model wants {ours}. Save the network again.")
     for name, tensor in tensors.items():
         *parents, leaf = name.split(".")
         owner = module.get_submodule(".".join(parents))

@@ -1,4 +1,4 @@
-"""Where a rewriting of a graph stands: what each node carries by now, who stands in for whom, and how to align the two."""
+"""State of a rewriting of a graph: the channels that each node carries, the nodes that replace others, and alignment."""
 
 from __future__ import annotations
 
@@ -7,137 +7,128 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from secateurs._util.modules import device_of
 from secateurs.errors import EmptyLayer
 from secateurs.graph.channels import Kept, all_of, free_name, name_of_alignment, none_of, positions
 from secateurs.graph.flow import Flows, Liveness
-from secateurs.graph.layers import Align
+from secateurs.graph.layers import Align, Constant
+from secateurs.graph.node_info import called_module, label_of
 
 
 @dataclass
 class Rewriting:
     """One pass over the nodes of `module`, in order.
 
-    The invariant: a channel that is present carries what it carries in the masked network; a channel that is absent is zero
-    there, or nobody needs it. So any op may be given more channels than are live, and a missing one may be filled with zeros.
+    The invariant: a channel that is present has the values of the masked network; a channel that is absent is zero there, or
+    not needed. So any op may get more channels than are live, and a missing channel may be filled with zeros.
     """
 
     module: fx.GraphModule
     flows: Flows
     live: Liveness
     sites: Mapping[fx.Node, str]  # names of the sites that are cut
-    masks: Mapping[fx.Node, Tensor]  # behind these nodes only the channels in the mask are left
-    layout: dict[fx.Node, Tensor] = field(default_factory=dict)  # what a node carries, where that is not everything
-    physical: dict[fx.Node, Tensor] = field(default_factory=dict)  # what a node gives, where a gather drops more
-    standing_for: dict[fx.Node, fx.Node] = field(default_factory=dict)  # who gives now what a node gave
-    constants: dict[fx.Node, Tensor] = field(default_factory=dict)  # nodes that give the same for every input
-    emptied_by: dict[fx.Node, str] = field(default_factory=dict)  # the layer that is to blame for a node without channels
+    masks: Mapping[fx.Node, Tensor]  # behind these nodes only the channels in the mask remain
+    layout: dict[fx.Node, Tensor] = field(default_factory=dict)  # channels behind a node, where not all remain
+    physical: dict[fx.Node, Tensor] = field(default_factory=dict)  # channels of a node's own output, where a gather drops more
+    replaced_by: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    constants: dict[fx.Node, Tensor] = field(default_factory=dict)  # outputs that are the same for every input
+    emptied_by: dict[fx.Node, str] = field(default_factory=dict)  # the layer that left a node without channels
     size_queries: dict[fx.Node, fx.Node] = field(default_factory=dict)  # x.shape of a narrower x
-    last: set[fx.Node] = field(default_factory=set)  # nodes that nobody ever read
-    kept: dict[str, Kept] = field(default_factory=dict)  # by parameter: the entries that survive
+    unused: set[fx.Node] = field(default_factory=set)  # nodes that had no users before the cut
+    kept: dict[str, Kept] = field(default_factory=dict)  # by parameter: the entries that remain
 
     def carried(self, node: fx.Node, width: int) -> Tensor:
-        """Layout of what `node` gives, all of it if nothing has been removed."""
-        found = self.layout.get(node)
-        return all_of(width) if found is None else found
+        """Return the layout of the output of `node`."""
+        return self.layout.get(node, all_of(width))
 
     def changed(self, node: fx.Node) -> bool:
-        """Whether `node` no longer gives what it gave, in full."""
-        return node in self.layout or node in self.standing_for or node in self.constants
+        """Whether the output of `node` was narrowed, replaced or folded."""
+        return node in self.layout or node in self.replaced_by or node in self.constants
 
     def is_empty(self, node: fx.Node) -> bool:
-        """Whether nothing is left of what `node` gave."""
+        """Whether no channel of `node` remains."""
         return node in self.layout and not bool(self.layout[node].any())
 
     def live_at(self, node: fx.Node) -> Tensor:
-        """The channels that `node` must give."""
+        """Return the live channels of `node`."""
         return self.live.live(node, self.flows.width(node))
 
     def axis_of(self, node: fx.Node) -> int:
-        """The axis of the channels of what `node` gives."""
+        """Return the channel axis of the output of `node`."""
         axis = self.flows.of[node].axis
         assert axis is not None
         return axis
 
     def present(self, node: fx.Node) -> fx.Node:
-        """The node that now gives what `node` gave."""
-        while node in self.standing_for:
-            node = self.standing_for[node]
+        """Return the node that replaces `node`, or `node` itself."""
+        while node in self.replaced_by:
+            node = self.replaced_by[node]
         return node
 
     def settle(self, node: fx.Node, layout: Tensor) -> None:
-        """Note what `node` carries from now on."""
+        """Record the layout of the output of `node`."""
         if not bool(layout.all()):
             self.layout[node] = layout
 
     def keep(self, node: fx.Node, survivors: Iterable[tuple[str, Kept]]) -> None:
-        """Note which entries of a module's tensors survive."""
+        """Record which entries of a module's tensors remain."""
         for name, kept in survivors:
             self.kept[f"{node.target}.{name}"] = kept
 
     def vanish(self, node: fx.Node) -> None:
-        """Nobody needs it, or all of it is zero: leave it without readers."""
+        """Record that no channel of `node` remains: none is needed, or all are zero."""
         self.layout[node] = none_of(0 if self.flows.of[node].axis is None else self.flows.width(node))
         origin = next((self.emptied_by[i] for i in self.flows.inputs[node] if i in self.emptied_by), None)
-        self.emptied_by[node] = self.sites.get(node) or origin or str(node.meta.get("name", node.target))
+        self.emptied_by[node] = self.sites.get(node) or origin or label_of(node)
 
-    def redirect(self, reader: fx.Node, source: fx.Node) -> None:
-        """Make `reader` read whoever stands in for `source`."""
-        reader.replace_input_with(source, self.present(source))
+    def redirect(self, user: fx.Node, source: fx.Node) -> None:
+        """Make `user` read the replacement of `source`."""
+        user.replace_input_with(source, self.present(source))
 
-    def align(self, reader: fx.Node, source: fx.Node, wanted: Tensor, axis: int) -> None:
-        """Make `reader` see `source` laid out as `wanted`."""
-        reader = reader if source in reader.all_input_nodes else reader.all_input_nodes[0]  # a part reads through its split
+    def align(self, user: fx.Node, source: fx.Node, wanted: Tensor, axis: int) -> None:
+        """Make `user` read `source` in the layout `wanted`."""
+        user = user if source in user.all_input_nodes else user.all_input_nodes[0]  # a part reads through its split
         carried, current = self.carried(source, len(wanted)), self.present(source)
         if torch.equal(carried, wanted):
-            reader.replace_input_with(source, current)
+            user.replace_input_with(source, current)
             return
         if not bool(carried.any()):
-            raise self.empty(source, reader)
+            raise self.empty(source, user)
         take = positions(carried, wanted)
         earlier = self._alignment_at(current, axis)
         if earlier is not None and source not in self.physical:  # two alignments in a row are one, but a site keeps its own
             take = torch.where(take < 0, -1, torch.tensor(earlier.take)[take])
             (current,) = current.all_input_nodes
-        with self.module.graph.inserting_before(reader):
-            aligned = self.insert(name_of_alignment(source, reader), Align(take, axis), (current,))
-        reader.replace_input_with(source, aligned)
+        constant = called_module(self.module, current)
+        if isinstance(constant, Constant) and len(current.users) == 1 and bool((take >= 0).all()):
+            # narrowed itself: two cuts leave the constant that one would have left
+            self.keep(current, [("value", (*(None,) * axis, take))])
+            narrower = constant.value.detach().index_select(axis, take.to(constant.value.device))
+            constant.value = nn.Parameter(narrower, requires_grad=constant.value.requires_grad)
+            user.replace_input_with(source, current)
+            return
+        with self.module.graph.inserting_before(user):
+            aligned = self.insert(name_of_alignment(source, user), Align(take, axis), (current,))
+        user.replace_input_with(source, aligned)
 
     def _alignment_at(self, node: fx.Node, axis: int) -> Align | None:
-        """The alignment along `axis` that this pass put at `node`, if it did."""
-        if node.op != "call_module" or node in self.flows.of:
-            return None
-        layer = self.module.get_submodule(str(node.target))
+        """Return the alignment along `axis` at `node` if this pass inserted it."""
+        layer = None if node in self.flows.of else called_module(self.module, node)
         return layer if isinstance(layer, Align) and layer.axis == axis else None
 
     def insert(self, name: str, layer: torch.nn.Module, args: tuple[Any, ...]) -> fx.Node:
-        """Add a module and a call of it where the graph's insertion point is."""
+        """Add a module, and a call of it at the graph's insertion point."""
         path = free_name(self.module, name)
-        self.module.add_submodule(path, layer.to(self.device).train(self.module.training))
+        self.module.add_submodule(path, layer.to(device_of(self.module)).train(self.module.training))
         return self.module.graph.call_module(path, args)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the network lies."""
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The network's precision."""
-        return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
-
-    def empty(self, source: fx.Node, reader: fx.Node) -> EmptyLayer:
-        """The error for a reader that cannot do without what has been emptied."""
-        layer = self.emptied_by.get(source) or str(source.meta.get("name", source.target))
-        where = reader.meta.get("name", reader.target if reader.op != "output" else "the network's output")
+    def empty(self, source: fx.Node, user: fx.Node) -> EmptyLayer:
+        """Return the error for a user that needs `source`, of which no channel remains."""
+        layer = self.emptied_by.get(source) or label_of(source)
+        where = "the network's output" if user.op == "output" else label_of(user)
         return EmptyLayer(
-            f"the cut leaves {layer!r} without a single channel, and {where!s} cannot do without it. "
+            f"the cut leaves {layer!r} without a single channel, and {where} cannot do without it. "
             f"Keep at least one filter there."
         )
-
-
-def hand_site_on(node: fx.Node, gather: fx.Node) -> None:
-    """Mark `gather` as the place where the site at `node` ends from now on."""
-    gather.meta["ends_site"] = True
-    gather.meta["site_names"] = dict(node.meta.get("site_names", {}))

@@ -1,58 +1,25 @@
-"""What all criteria have in common: how they are called, and what they give."""
+"""The layers whose filters are a site's channels, and their weights."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from secateurs._util.modules import Device
-from secateurs.data.dataset import Examples
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import none_of
 from secateurs.graph.flow import Flows, Layer, find_flows
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure
-from secateurs.scoring.importance import Importance
-
-
-class Criterion(Protocol):
-    """Ranks the filters of a site: higher coefficient = more important.
-
-    All criteria take the same options, so that one can stand in for another; each leaves alone what it has no use for
-    (a norm of weights looks at no data, only "random" at the seed).
-    """
-
-    def __call__(
-        self,
-        graph: Graph,
-        site: Site,
-        data: Examples,
-        *,
-        seed: int = ...,
-        loss_fn: Measure = ...,
-        batch: int = ...,
-        device: Device = ...,
-    ) -> Importance:
-        """The importance of each of the site's channels as `graph` has them now, on the CPU."""
-        ...
-
-
-def importance_of(coef: Tensor) -> Importance:
-    """An importance of coefficients (C,) alone: no linear model was fitted, so all else is NaN."""
-    coef = coef.detach().cpu().double()
-    unknown = torch.tensor(torch.nan, dtype=torch.float64)
-    return Importance(coef, unknown, torch.full_like(coef, torch.nan), unknown, unknown, unknown)
 
 
 @dataclass(frozen=True, eq=False)
 class FilterPart:
-    """A module that has a share in a site's channels: `makes` (C, F) says which of its F filters is in which channel."""
+    """A module that contributes to a site's channels: `makes` (C, F) says which of its F filters is in which channel."""
 
     name: str
     module: nn.Module
@@ -60,7 +27,7 @@ class FilterPart:
 
 
 def layers_behind(graph: Graph, site: Site) -> tuple[FilterPart, ...]:
-    """The layers whose filters go when the site's channels go, in network order."""
+    """The layers whose filters are removed with the site's channels, in network order."""
     flows, reached = _walk_back(graph, site)
     return tuple(_part(graph, node, reached) for node in _own_layers(flows, reached, site))
 
@@ -90,7 +57,7 @@ def filter_weights(layer: nn.Module) -> Tensor:
 
 
 def _walk_back(graph: Graph, site: Site) -> tuple[Flows, dict[fx.Node, Tensor]]:
-    """For the nodes between the site and the nearest layers, which of their channels each channel of the site needs."""
+    """For the nodes between the site and the nearest layers: which of their channels each channel of the site needs."""
     flows = find_flows(spread_sums(graph.module))
     place = next(node for node in flows.of if node.name == site.node)
     reached = {place: torch.eye(site.channels, dtype=torch.bool)}
@@ -120,7 +87,7 @@ def _needed(flows: Flows, node: fx.Node, wanted: Tensor) -> Iterator[tuple[fx.No
 
 def _own_layers(flows: Flows, reached: Mapping[fx.Node, Tensor], site: Site) -> list[fx.Node]:
     found = [node for node in flows.of if node in reached and isinstance(flows.of[node], Layer)]
-    # a site may know no layer of its own, where all that feed it are read elsewhere too: then they all count
+    # a site has no layer of its own where all that feed it have other consumers: then they all count
     return [node for node in found if str(node.target) in site.layers] or found
 
 

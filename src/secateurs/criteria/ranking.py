@@ -1,43 +1,49 @@
-"""Who ranks a site's filters: ensembles, a rival criterion, the surgeon's order, or the best of several (`portfolio`).
+"""Ranks a site's filters by a named criterion and gives their ids, least important first.
 
-Whoever it is gives an order, least important first. The portfolio lets several give theirs, and measures the network that
-each would leave, repaired if repairs are made, at the same numbers of filters, on examples that the network was not trained
-on: a memorised example has no loss left that could tell orders apart.
+Besides the registered criteria there are ensembles ("ensemble", "pairs"), the order of structured OBS ("obs"), and "portfolio".
+The portfolio measures the network that each of several criteria would leave, repaired if the run repairs, at the same numbers
+of filters, on held-out examples: a memorised training example has no loss left to tell orders apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from secateurs.config import PORTFOLIO, Scoring
-from secateurs.criteria import criterion
+from secateurs.criteria import score_filters
 from secateurs.data.dataset import Examples, derive
 from secateurs.data.splits import subset
 from secateurs.metrics import Measure
 from secateurs.repair import Reconstruction
-from secateurs.scoring import OnScored, score_bench
+from secateurs.scoring import OnScored, score_site
 from secateurs.scoring.ensemble import Ensemble
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, order
 
 _SHARES = (0.25, 0.5, 0.75)  # of a site's filters: where a portfolio compares orders
-_RIDGE = 1e-6  # of the repairs under an ensemble's masks
-_RIVALS_SEE = 1024  # examples: of those rivals that look at any
+_RIDGE = 1e-6  # of the repairs under an ensemble's masks: choosing one for each would take longer than measuring it
+_EXAMPLES = 1024  # for the registered criteria
+
+if TYPE_CHECKING:
+    Fitted = Importance | PairImportance | None
+else:
+    Fitted = Any  # a record that is read back from a file has no union of two dataclasses
 
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """The order of a site's filters, who gave it, and what it rests on."""
+    """The order of a site's filters, the criterion that gave it, and the evidence."""
 
     criterion: str
     order: Tensor  # (C,) filter ids, least important first
-    importance: Importance | PairImportance | None = None
-    ensemble: Ensemble | None = None
+    importance: Fitted = field(default=None, metadata={"journal": False})
+    ensemble: Ensemble | None = field(default=None, metadata={"journal": False})
     masks: int = 0
     examples: int = 0
     note: str = ""
@@ -48,7 +54,7 @@ class Ranking:
 
 @dataclass(frozen=True, eq=False)
 class Ranker:
-    """What ranking a site needs besides the site: examples to score on, a loss for them, and how ensembles are made."""
+    """What ranking needs besides the site: examples and a loss to score by, and the settings of ensembles and portfolios."""
 
     pool: Examples
     loss_fn: Measure
@@ -62,33 +68,35 @@ class Ranker:
 
 def rank(
     name: str,
-    bench: SiteEvaluator,
+    evaluator: SiteEvaluator,
     ranker: Ranker,
     *,
     reconstruction: Reconstruction | None = None,
     step: int = 1,
     on_scored: OnScored | None = None,
 ) -> Ranking:
-    """The ranking of the bench's site by the criterion called `name`, one of `CRITERIA`."""
+    """Rank the filters of the evaluator's site by the criterion called `name`.
+
+    `evaluator` measures the network as a cut would leave it, repaired if the run repairs: a portfolio compares orders by it.
+    """
     if name == "portfolio":
-        return _best_of(bench, ranker, reconstruction, step, on_scored)
-    if name in ("ensemble", "pairs"):
-        return _by_ensemble(name, bench, ranker, reconstruction, step, on_scored)
+        return _portfolio(evaluator, ranker, reconstruction, step, on_scored)
     if name == "obs":
         if reconstruction is None:
-            return replace(rank("l1", bench, ranker, step=step), note="nothing that reads the site can be observed: l1 for obs")
+            note = "no consumer of the site can be observed: ranked by l1 instead of obs"
+            return replace(rank("l1", evaluator, ranker, step=step), note=note)
         return Ranking(name, reconstruction.order().order)
-    few = subset(ranker.pool, min(_RIVALS_SEE, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
-    rival = criterion(name)
-    found = rival(
-        bench.graph, bench.site, few, seed=ranker.seed + step, loss_fn=ranker.loss_fn, batch=bench.batch, device=bench.device
-    )
+    plain = evaluator.unrepaired(ranker.loss_fn)
+    if name in ("ensemble", "pairs"):
+        return _ensemble(name, plain, ranker, reconstruction, step, on_scored)
+    few = subset(ranker.pool, min(_EXAMPLES, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
+    found = score_filters(name, plain, few, seed=ranker.seed + step)
     return Ranking(name, order(found), found, examples=len(few))
 
 
-def _by_ensemble(
+def _ensemble(
     name: str,
-    bench: SiteEvaluator,
+    evaluator: SiteEvaluator,
     ranker: Ranker,
     reconstruction: Reconstruction | None,
     step: int,
@@ -97,10 +105,14 @@ def _by_ensemble(
     scoring = ranker.scoring
     if name == "pairs":
         scoring = replace(scoring, estimator="losses", model="pairs", masks_per_filter=10, masks=None)
-    bench = replace(bench, measure=ranker.loss_fn, weights=None, unfolded=(), variant="")
     if ranker.repaired_masks and reconstruction is not None:
-        bench = replace(bench, weights=_solved(reconstruction), unfolded=reconstruction.readers, variant=f"ridge {_RIDGE}")
-    scored = score_bench(bench, ranker.pool, scoring, seed=ranker.seed, step=step, on_scored=on_scored)
+        evaluator = replace(
+            evaluator,
+            weights=lambda keep: reconstruction.solve(keep, ridge=_RIDGE).weights,
+            unfolded=reconstruction.consumers,
+            variant=f"ridge {_RIDGE}",
+        )
+    scored = score_site(evaluator, ranker.pool, scoring, seed=ranker.seed, step=step, on_scored=on_scored)
     found = scored.importance
     return Ranking(
         name,
@@ -115,30 +127,28 @@ def _by_ensemble(
     )
 
 
-def _solved(reconstruction: Reconstruction) -> Callable[[Tensor], Mapping[str, Tensor]]:
-    """The repair of each mask, by one factorisation: to choose the ridge anew for each would take longer than to measure it."""
-    return lambda keep: reconstruction.solve(keep, ridge=_RIDGE).weights
-
-
-def _best_of(
-    bench: SiteEvaluator, ranker: Ranker, reconstruction: Reconstruction | None, step: int, on_scored: OnScored | None
+def _portfolio(
+    evaluator: SiteEvaluator, ranker: Ranker, reconstruction: Reconstruction | None, step: int, on_scored: OnScored | None
 ) -> Ranking:
     """The ranking that leaves the smallest loss, a mean over cuts of several sizes."""
     names = [name for name in ranker.portfolio if name != "obs" or reconstruction is not None]
-    found = {name: rank(name, bench, ranker, reconstruction=reconstruction, step=step, on_scored=on_scored) for name in names}
-    channels = bench.site.channels
+    found = {
+        name: rank(name, evaluator, ranker, reconstruction=reconstruction, step=step, on_scored=on_scored) for name in names
+    }
+    channels = evaluator.site.channels
     counts = sorted({min(max(round(share * channels), 1), channels - 1) for share in _SHARES})
-    measured = replace(bench, measure=ranker.held_out_loss).on(ranker.held_out)
+    measured = replace(evaluator, measure=ranker.held_out_loss).on(ranker.held_out)
     losses = {name: _typical(measured.means(cuts_along(ranking.order, counts))) for name, ranking in found.items()}
     compared = tuple(sorted(losses.items(), key=lambda entry: entry[1]))
-    winner, least = compared[0]
-    note = f"{winner} won the portfolio, {_margin(least, compared)}"
+    (winner, least), *others = compared
+    margin = f"with a loss of {least:.4f} against {others[0][1]:.4f} of {others[0][0]}" if others else "being alone"
+    note = f"{winner} won the portfolio, {margin}"
     won = found[winner]
     return replace(won, note=f"{note}; {won.note}" if won.note else note, compared=compared)
 
 
 def cuts_along(order: Tensor, counts: Sequence[int]) -> Tensor:
-    """The masks (len(counts), C) that remove the first so many filters of an order."""
+    """The masks (len(counts), C) that remove the first filters of an order: counts[i] of them in row i."""
     keeps = torch.ones(len(counts), len(order), dtype=torch.bool)
     for row, count in enumerate(counts):
         keeps[row, order[:count]] = False
@@ -148,10 +158,3 @@ def cuts_along(order: Tensor, counts: Sequence[int]) -> Tensor:
 def _typical(losses: Tensor) -> float:
     """The geometric mean of losses above 0, so that the largest cut does not outweigh all others; else the plain mean."""
     return float(losses.log().mean().exp() if bool((losses > 0).all()) else losses.mean())
-
-
-def _margin(least: float, compared: Sequence[tuple[str, float]]) -> str:
-    if len(compared) == 1:
-        return "being alone"
-    name, loss = compared[1]
-    return f"with a loss of {least:.4f} against {loss:.4f} of {name}"

@@ -1,4 +1,4 @@
-"""Random numbers that belong to a purpose: derived from one seed, never drawn from the user's global state."""
+"""Examples in memory, and random numbers for a purpose: derived from one seed, never drawn from torch's global state."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from secateurs.errors import InvalidInput
 
 
 def derive(seed: int, *purpose: str | int) -> int:
-    """A seed of its own for `purpose`, so that two uses of one seed never share random numbers."""
+    """Derive a seed for `purpose`, so that two uses of one seed never share random numbers."""
     digest = hashlib.sha256(repr((int(seed), *purpose)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def generator_for(seed: int, *purpose: str | int) -> torch.Generator:
-    """A CPU generator that starts at the same place for the same seed and purpose, on every machine."""
-    generator = torch.Generator()
-    generator.manual_seed(derive(seed, *purpose))
-    return generator
+    """CPU generator that gives the same numbers for the same seed and purpose, on every machine."""
+    return torch.Generator().manual_seed(derive(seed, *purpose))
 
 
 @contextmanager
 def seeded(seed: int, *purpose: str | int) -> Iterator[None]:
-    """Seed torch's global random state inside the block, and give the user's back afterwards, even after an error."""
+    """Seed torch's global random state inside the block, and restore it afterwards, even after an error."""
     value = derive(seed, *purpose)
     state = torch.get_rng_state()
-    # torch.manual_seed would queue a seed for devices that are not in use yet, and so reach past the end of the block
+    # torch.manual_seed would queue a seed for devices that are not in use yet, which would outlive the block
     device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     try:
         torch.default_generator.manual_seed(value)
@@ -49,7 +47,7 @@ Targets = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 
 
 class Batch(NamedTuple):
-    """What a network and a loss take: inputs (n, …) as the network wants them, and their n targets."""
+    """Inputs (n, …) as the network takes them, and their n targets."""
 
     inputs: Tensor
     targets: Targets
@@ -57,66 +55,72 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class Scaling:
-    """The way from stored pixels to network inputs: (pixel / full - mean) / std, channel by channel."""
+    """Normalisation of stored pixels to network inputs: (pixel / full - mean) / std, channel by channel."""
 
     full: float  # the stored value that means 1.0: 255 for photographs
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def __call__(self, stored: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Network inputs of the given dtype for stored pixels (n, channels, …)."""
+        """Convert stored pixels (n, channels, …) to network inputs of the given dtype."""
         shape = (1, -1) + (1,) * (stored.ndim - 2)
         mean = torch.tensor(self.mean, dtype=dtype, device=stored.device).view(shape)
         std = torch.tensor(self.std, dtype=dtype, device=stored.device).view(shape)
         return stored.to(dtype).div_(self.full).sub_(mean).div_(std)
 
 
+IMAGENET = Scaling(full=255.0, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+"""Normalisation of 8-bit colour images by ImageNet's statistics."""
+
+
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """N inputs with their targets, held in memory as stored; `batch` and `batches` give what a network takes.
+    """N inputs with their targets in memory; `batch` and `batches` give them as a network takes them.
 
-    Images are stored as bytes where they came as bytes (a quarter of the memory) and scaled batch by batch: read
-    `inputs` only for its shape, or after `ready()`.
+    Byte images stay bytes (a quarter of the memory) and are scaled batch by batch: read `inputs` only for its shape, or
+    after `ready()`.
     """
 
     inputs: Tensor = field(repr=False)  # (N, …), as stored
     targets: Targets = field(repr=False)  # (N, …), or a tuple or dict of such tensors
     scaling: Scaling | None = None  # None: stored as the network takes them
-    ids: Tensor | None = field(
-        default=None, repr=False
-    )  # (N,) row numbers in the source, by which splits are shown to be disjoint
+    ids: Tensor | None = field(default=None, repr=False)  # (N,) row numbers in the source; disjoint splits share none
 
     def __post_init__(self) -> None:
         count = len(self.inputs)
         for part in target_parts(self.targets):
             if part.ndim == 0 or len(part) != count:
-                raise InvalidInput(f"targets of shape {tuple(part.shape)} for {count} inputs: wanted one for each input")
+                raise InvalidInput(f"targets of shape {tuple(part.shape)} for {count} inputs: wanted one for each input.")
         if self.ids is not None and self.ids.shape != (count,):
-            raise InvalidInput(f"ids of shape {tuple(self.ids.shape)} for {count} inputs: wanted ({count},)")
-        if self.scaling is not None:
-            _check_scaling(self.inputs, self.scaling)
+            raise InvalidInput(f"ids of shape {tuple(self.ids.shape)} for {count} inputs: wanted ({count},).")
+        channels = self.inputs.shape[1] if self.inputs.ndim > 1 else 0
+        if self.scaling is not None and {len(self.scaling.mean), len(self.scaling.std)} - {1, channels}:
+            raise InvalidInput(
+                f"scaling with {len(self.scaling.mean)} means and {len(self.scaling.std)} standard deviations "
+                f"for inputs of shape {tuple(self.inputs.shape)}: wanted 1 or {channels} of each."
+            )
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def batch(self, rows: Tensor | slice, *, device: torch.device | str | None = None) -> Batch:
-        """The inputs and targets of the given rows, scaled, on `device` (where they are stored, unless told)."""
+        """Inputs and targets of the given rows, scaled, on `device` (None: where they are stored)."""
         inputs = self.scaled(self.inputs[rows].to(device))
         return Batch(inputs, map_targets(lambda part: part[rows].to(device), self.targets))
 
     def batches(self, size: int, *, device: torch.device | str | None = None) -> Iterator[Batch]:
-        """All examples in order, `size` at a time; the last batch holds what is left."""
+        """Iterate over all examples in order, `size` at a time; the last batch may be smaller."""
         if size < 1:
-            raise InvalidInput(f"batch size {size}: wanted at least 1")
+            raise InvalidInput(f"batch size {size}: wanted at least 1.")
         for start in range(0, len(self), size):
             yield self.batch(slice(start, start + size), device=device)
 
     def scaled(self, stored: Tensor) -> Tensor:
-        """Stored inputs as the network takes them."""
+        """Convert stored inputs to network inputs."""
         return stored if self.scaling is None else self.scaling(stored)
 
     def take(self, rows: Tensor) -> Examples:
-        """The examples of the given row numbers (int64) or of a bool mask, in that order."""
+        """Select examples by row numbers (int64), in that order, or by a bool mask."""
         return replace(
             self,
             inputs=self.inputs[rows],
@@ -125,25 +129,26 @@ class Examples:
         )
 
     def ready(self, dtype: torch.dtype = torch.float32) -> Examples:
-        """The same examples with their inputs stored scaled, as `dtype`."""
+        """Copy with the inputs stored scaled, as `dtype`."""
         inputs = self.inputs.to(dtype) if self.scaling is None else self.scaling(self.inputs, dtype)
         return replace(self, inputs=inputs, scaling=None)
 
     def to(self, device: torch.device | str) -> Examples:
-        """The same examples stored on `device`."""
+        """Copy stored on `device`."""
         return replace(self, inputs=self.inputs.to(device), targets=map_targets(lambda part: part.to(device), self.targets))
 
     def digest(self) -> str:
-        """SHA-256 of everything a network and a loss can see of these examples, and of their order."""
+        """SHA-256 of inputs, targets and scaling, in order."""
         hasher = hashlib.sha256(repr(self.scaling).encode())
         _update(hasher, "inputs", self.inputs)
-        names = sorted(self.targets) if isinstance(self.targets, dict) else None
-        for place, part in enumerate(target_parts(self.targets)):
-            _update(hasher, f"targets {names[place] if names else place}", part)
+        parts = target_parts(self.targets)
+        names = sorted(self.targets) if isinstance(self.targets, dict) else range(len(parts))
+        for name, part in zip(names, parts, strict=True):
+            _update(hasher, f"targets {name}", part)
         return hasher.hexdigest()
 
     def ids_digest(self) -> str | None:
-        """SHA-256 of the row numbers in the source; None where the source has none."""
+        """SHA-256 of the row numbers in the source; None without ids."""
         if self.ids is None:
             return None
         hasher = hashlib.sha256()
@@ -152,33 +157,24 @@ class Examples:
 
 
 def target_parts(targets: Targets) -> list[Tensor]:
-    """The tensors that targets consist of; those of a dict in the order of their names."""
+    """Tensors of the targets; those of a dict in the order of their names."""
     if isinstance(targets, dict):
         return [targets[name] for name in sorted(targets)]
     return list(targets) if isinstance(targets, tuple) else [targets]
 
 
 def map_targets(function: Callable[[Tensor], Tensor], targets: Targets) -> Targets:
-    """Targets of the same structure, each tensor replaced by what `function` makes of it."""
+    """Apply `function` to each tensor of the targets; the structure stays."""
     if isinstance(targets, dict):
         return {name: function(part) for name, part in targets.items()}
     return tuple(function(part) for part in targets) if isinstance(targets, tuple) else function(targets)
 
 
 def class_labels(targets: Targets) -> Tensor | None:
-    """The targets if they are class numbers (one integer each), else None."""
+    """Return the targets if they are class labels (one integer each), else None."""
     if not isinstance(targets, Tensor) or targets.ndim != 1:
         return None
     return None if targets.is_floating_point() or targets.is_complex() else targets
-
-
-def _check_scaling(inputs: Tensor, scaling: Scaling) -> None:
-    channels = inputs.shape[1] if inputs.ndim > 1 else 0
-    if {len(scaling.mean), len(scaling.std)} - {1, channels}:
-        raise InvalidInput(
-            f"scaling with {len(scaling.mean)} means and {len(scaling.std)} standard deviations "
-            f"for inputs of shape {tuple(inputs.shape)}: wanted 1 or {channels} of each"
-        )
 
 
 def _update(hasher: hashlib._Hash, name: str, tensor: Tensor) -> None:

@@ -1,25 +1,20 @@
-"""An image folder on disk: `ROOT/CLASS/*.png`, or `ROOT/train/CLASS/*.png` beside `test` and, if you like, `val`."""
+"""Image folders: `ROOT/CLASS/*.png`, or `ROOT/train/CLASS/*.png` beside `test` and optionally `val`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from secateurs.data.dataset import Examples, Scaling
+from secateurs.data.dataset import IMAGENET, Examples, Scaling
 from secateurs.data.splits import Data, overlap_notes, refuse_copies, split, split_shares
 from secateurs.errors import DataError, InvalidInput
 
-if TYPE_CHECKING:
-    from PIL import Image
-
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")
-_IMAGENET = Scaling(full=255.0, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-_DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "F")  # Pillow clips these to 8 bits without a word
+_DEEP_MODES = ("I", "I;16", "I;16B", "I;16L", "F")  # Pillow clips these to 8 bits silently
 
 
 def load_folder(
@@ -33,13 +28,15 @@ def load_folder(
     test_share: float = 0.1,
     seed: int = 0,
 ) -> Data:
-    """The images under `root` as (N, channels, H, W), one class a folder, in the order of the class names.
+    """Load the images under `root` as (N, channels, H, W), one class per folder, in the order of the class names.
 
     With `size` every image is resized to cover a square of that side and cropped to its centre; without, all images
-    must have one size. Sets that have no folder are cut off by seed: search from train; search and test from a single
-    `ROOT/CLASS` tree; both from `val` if there is no `test`. `mean` and `std` default to
-    ImageNet's (3 channels) or 0.5 (1).
+    must have one size. Sets without a folder are split off by seed: the validation set from `train`; validation and test set
+    from a single `ROOT/CLASS` tree; both from `val` if there is no `test`. `mean` and `std` default to ImageNet's
+    (3 channels) or 0.5 (1).
     """
+    if size is not None and size < 1:
+        raise InvalidInput(f"image size {size}: wanted at least 1 pixel.")
     scaling = _scaling(channels, mean, std)
     folders = _folders(Path(root).expanduser())
     classes = _class_names(folders["train"])
@@ -53,41 +50,36 @@ def load_folder(
     refuse_copies(sets)
     shares = {"search_share": search_share, "test_share": test_share}
     origin = {"root": str(root), "seed": seed, "size": size, "channels": channels, **shares}
-    train, search, test = _three(sets, search_share, test_share, seed=seed)
+    train, search, test = _three_sets(sets, search_share, test_share, seed)
     notes = overlap_notes(train, search, test)
     return Data("folder", train, search, test, classes=classes, origin=origin, notes=notes)
 
 
-def _three(
-    sets: dict[str, Examples], search_share: float, test_share: float, *, seed: int
-) -> tuple[Examples, Examples, Examples]:
+def _three_sets(sets: dict[str, Examples], search_share: float, test_share: float, seed: int) -> tuple[Examples, ...]:
     train, val, test = sets["train"], sets.get("val"), sets.get("test")
     if val is not None and test is not None:
         return train, val, test
     if val is not None:
         half = len(val) // 2
-        search, held_out = split(val, (half, len(val) - half), seed=seed)
-        return train, search, held_out
+        return train, *split(val, (half, len(val) - half), seed=seed)
     if test is not None:
-        kept, search = split(train, split_shares(len(train), search_share), seed=seed)
-        return kept, search, test
-    kept, search, held_out = split(train, split_shares(len(train), search_share, test_share), seed=seed)
-    return kept, search, held_out
+        return *split(train, split_shares(len(train), search_share), seed=seed), test
+    return split(train, split_shares(len(train), search_share, test_share), seed=seed)
 
 
 def _scaling(channels: int, mean: Sequence[float] | None, std: Sequence[float] | None) -> Scaling:
     if channels not in (1, 3):
-        raise InvalidInput(f"image folder with channels={channels}: wanted 3 (colour) or 1 (grey)")
-    usual = _IMAGENET if channels == 3 else Scaling(255.0, (0.5,), (0.5,))
-    chosen = Scaling(255.0, tuple(mean) if mean else usual.mean, tuple(std) if std else usual.std)
+        raise InvalidInput(f"image folder with channels={channels}: wanted 3 (colour) or 1 (grey).")
+    default = IMAGENET if channels == 3 else Scaling(255.0, (0.5,), (0.5,))
+    chosen = Scaling(255.0, tuple(mean) if mean else default.mean, tuple(std) if std else default.std)
     if {len(chosen.mean), len(chosen.std)} != {channels} or min(chosen.std) <= 0:
-        raise InvalidInput(f"mean={mean}, std={std}: wanted {channels} numbers each, standard deviations above 0")
+        raise InvalidInput(f"mean={mean}, std={std}: wanted {channels} numbers each, and standard deviations above 0.")
     return chosen
 
 
 def _folders(root: Path) -> dict[str, Path]:
     if not root.is_dir():
-        raise DataError(f"no folder {root}: wanted ROOT/CLASS/*.png or ROOT/train/CLASS/*.png")
+        raise DataError(f"no folder {root}: wanted ROOT/CLASS/*.png or ROOT/train/CLASS/*.png.")
     if not (root / "train").is_dir():
         return {"train": root}
     found = {name: root / name for name in ("train", "val", "test") if (root / name).is_dir()}
@@ -99,14 +91,14 @@ def _folders(root: Path) -> dict[str, Path]:
 def _class_names(folder: Path) -> tuple[str, ...]:
     names = tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")))
     if not names:
-        raise DataError(f"no class folders in {folder}: wanted one folder a class, with its images inside")
+        raise DataError(f"no class folders in {folder}: wanted one folder per class, with its images inside.")
     return names
 
 
 def _list_images(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], Tensor]:
-    strange = sorted(set(_class_names(folder)) - set(classes))
-    if strange:
-        raise DataError(f"{folder} has the class {strange[0]!r}, which the training images do not: {', '.join(classes)}")
+    unknown = sorted(set(_class_names(folder)) - set(classes))
+    if unknown:
+        raise DataError(f"{folder} has the class {unknown[0]!r}, which the training images do not: {', '.join(classes)}.")
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
@@ -114,20 +106,20 @@ def _list_images(folder: Path, classes: tuple[str, ...]) -> tuple[list[Path], Te
         files += found
         labels += [label] * len(found)
     if not files:
-        raise DataError(f"no images in {folder}: looked for {', '.join(SUFFIXES)} in {', '.join(classes)}")
+        raise DataError(f"no images in {folder}: looked for {', '.join(SUFFIXES)} in {', '.join(classes)}.")
     return files, torch.tensor(labels)
 
 
 def _read_all(files: list[Path], size: int | None, channels: int) -> Tensor:
     first = _read_image(files[0], size, channels)
-    # one allocation: a folder may be a good part of the memory
+    # one allocation: a folder may fill much of the memory
     pixels = np.empty((len(files), *first.shape), np.uint8)
     for row, path in enumerate(files):
         image = _read_image(path, size, channels)
         if image.shape != first.shape:
             raise DataError(
                 f"{path} is {image.shape[1]}×{image.shape[0]} pixels, {files[0]} is {first.shape[1]}×{first.shape[0]}: "
-                f"give size=… to bring all images to one size"
+                f"give size=… to resize all images."
             )
         pixels[row] = image
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
@@ -136,24 +128,17 @@ def _read_all(files: list[Path], size: int | None, channels: int) -> Tensor:
 def _read_image(path: Path, size: int | None, channels: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
     try:
         from PIL import Image, ImageOps
+        from PIL.Image import Resampling
     except ImportError as error:
-        raise DataError("reading image folders needs Pillow: pip install secateurs[images]") from error
+        raise DataError("image folders need Pillow: pip install secateurs[images]") from error
     try:
         with Image.open(path) as opened:
             if opened.mode in _DEEP_MODES:
-                raise DataError(f"{path} has more than 8 bits a pixel (mode {opened.mode}): convert it to 8 bits first")
+                raise DataError(f"{path} has more than 8 bits a pixel (mode {opened.mode}): convert it to 8 bits first.")
             image = ImageOps.exif_transpose(opened).convert("RGB" if channels == 3 else "L")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"cannot read the image {path}: {error}. Repair or remove it.") from error
-    pixels = np.asarray(image if size is None else _cover(image, size), np.uint8)
+    if size is not None:
+        image = ImageOps.fit(image, (size, size), method=Resampling.BILINEAR)
+    pixels = np.asarray(image, np.uint8)
     return pixels.reshape(*pixels.shape[:2], channels)
-
-
-def _cover(image: Image.Image, size: int) -> Image.Image:
-    """The image resized so that its shorter side is `size`, and cropped to the square in its middle."""
-    from PIL import ImageOps
-    from PIL.Image import Resampling
-
-    if size < 1:
-        raise InvalidInput(f"image size {size}: wanted at least 1 pixel")
-    return ImageOps.fit(image, (size, size), method=Resampling.BILINEAR)

@@ -1,4 +1,4 @@
-"""Train, search and test sets: disjoint, seeded, every class in its share, and recorded."""
+"""Train, validation (`search`) and test sets: disjoint, seeded, stratified by class, and recorded."""
 
 from __future__ import annotations
 
@@ -16,38 +16,46 @@ from secateurs.errors import DataError, InvalidInput
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Three disjoint sets: `train` fits weights, `search` chooses cuts, `test` is read once and chooses nothing."""
+    """Three disjoint sets: `train` fits weights, `search` (the validation set) chooses cuts, `test` only reports."""
 
     name: str
     train: Examples
     search: Examples
-    test: Examples
-    classes: tuple[str, ...] = ()  # empty: the targets are not classes
-    origin: Mapping[str, str | int | float | None] = field(default_factory=dict)  # what makes this split again
-    notes: tuple[str, ...] = ()  # what a reader of results has to know about these sets
+    test: Examples | None  # None: a stream that is read at the end, or nothing
+    classes: tuple[str, ...] = ()  # names; empty: the targets are not classes
+    origin: Mapping[str, str | int | float | None] = field(default_factory=dict)  # arguments that reproduce this split
+    notes: tuple[str, ...] = ()  # caveats for readers of results
 
     def __post_init__(self) -> None:
         for name, examples in self.splits().items():
             if len(examples) == 0:
-                raise DataError(f"the {name} set of {self.name!r} is empty: every set needs at least one example")
+                raise DataError(f"the {name} set of {self.name!r} is empty: every set needs at least one example.")
         for (name, one), (other_name, other) in combinations(self.splits().items(), 2):
-            common = _common_ids(one, other)
+            common = 0 if one.ids is None or other.ids is None else int(torch.isin(one.ids, other.ids).sum())
             if common:
                 raise DataError(
                     f"{common} examples of {self.name!r} are both in {name} ({len(one)}) and in {other_name} "
-                    f"({len(other)}): sets must be disjoint, or the accuracy measured means nothing"
+                    f"({len(other)}): sets must be disjoint, or the measured accuracy is meaningless."
                 )
 
     def splits(self) -> dict[str, Examples]:
-        """The three sets by name."""
-        return {"train": self.train, "search": self.search, "test": self.test}
+        """The sets in memory by name."""
+        found = {"train": self.train, "search": self.search, "test": self.test}
+        return {name: examples for name, examples in found.items() if examples is not None}
+
+    @property
+    def test_set(self) -> Examples:
+        """The test set; an error where there is none in memory."""
+        if self.test is None:
+            raise DataError(f"{self.name!r} has no test set in memory: give one.")
+        return self.test
 
     def digest(self) -> str:
-        """SHA-256 of the contents of all three sets, in order."""
+        """SHA-256 of the contents of all sets in memory, in order."""
         return _digest_of({name: examples.digest() for name, examples in self.splits().items()})
 
     def record(self) -> dict[str, object]:
-        """What provenance keeps of this data: JSON-ready, enough to notice any change of contents or split."""
+        """Provenance of this data, as JSON values: enough to detect any change of contents or split."""
         contents = {name: examples.digest() for name, examples in self.splits().items()}
         sets = {
             name: {"count": len(examples), "sha256": contents[name], "ids_sha256": examples.ids_digest()}
@@ -64,56 +72,56 @@ class Data:
 
 
 def split(examples: Examples, sizes: Sequence[int], *, seed: int) -> tuple[Examples, ...]:
-    """Disjoint sets of the given sizes, in source order, every class in each in its share up to rounding.
+    """Split into disjoint sets of the given sizes, in source order, stratified by class up to rounding.
 
-    The sizes must add up to the number of examples. Targets that are not class numbers are split at random.
+    The sizes must add up to the number of examples. Targets that are not class labels are split at random.
     """
     if min(sizes, default=0) < 0 or sum(sizes) != len(examples):
-        raise InvalidInput(f"split of {len(examples)} examples into {list(sizes)}: the sizes must add up to their number")
+        raise InvalidInput(f"split of {len(examples)} examples into {list(sizes)}: the sizes must add up to their number.")
     numbered = examples if examples.ids is not None else replace(examples, ids=torch.arange(len(examples)))
-    order = _order(examples, generator_for(seed, "split"), stratified=True)
+    order = _order(examples, generator_for(seed, "split"))
     return tuple(numbered.take(rows.sort().values) for rows in torch.split(order, list(sizes)))
 
 
 def split_shares(count: int, *shares: float) -> tuple[int, ...]:
-    """Sizes of the sets that get the given shares of `count` examples, at least one each; the rest comes first."""
+    """Sizes of sets with the given shares of `count` examples, at least one each; the rest comes first."""
     sizes = tuple(max(1, round(share * count)) for share in shares)
     rest = count - sum(sizes)
     if rest < 1 or min(shares) <= 0:
-        raise DataError(f"{count} examples cannot be split into shares {shares} with something left: give more or less")
+        raise DataError(f"shares {shares} of {count} examples leave none for training: use more examples or smaller shares.")
     return (rest, *sizes)
 
 
 def subset(examples: Examples, count: int, *, seed: int, stratified: bool = True) -> Examples:
-    """`count` of the examples, in source order; class numbers as targets keep their shares up to rounding.
+    """Draw a subset of `count` examples, in source order, stratified by class up to rounding.
 
-    With the same seed a smaller subset is part of a larger one.
+    With the same seed a smaller subset is contained in a larger one.
     """
     if not 1 <= count <= len(examples):
-        raise InvalidInput(f"subset of {count} examples: wanted 1 to {len(examples)}")
-    order = _order(examples, generator_for(seed, "subset"), stratified=stratified)
+        raise InvalidInput(f"subset of {count} examples: wanted 1 to {len(examples)}.")
+    order = _order(examples, generator_for(seed, "subset"), stratified)
     return examples.take(order[:count].sort().values)
 
 
 def shared_inputs(one: Examples, other: Examples) -> int:
-    """How many inputs of `one` occur in `other` too, byte for byte."""
+    """Count the inputs of `one` that are also in `other`, byte for byte."""
     known = set(_row_digests(other))
     return sum(row in known for row in _row_digests(one))
 
 
 def refuse_copies(given: Mapping[str, Examples]) -> None:
-    """Raise if all inputs of one of the given sets are in another of them too, byte for byte."""
+    """Raise if all inputs of one of the given sets are also in another, byte for byte."""
     for (name, one), (other_name, other) in combinations(given.items(), 2):
         small, large = ((name, one), (other_name, other)) if len(one) < len(other) else ((other_name, other), (name, one))
         if shared_inputs(small[1], large[1]) == len(small[1]):
             raise DataError(
-                f"all {len(small[1])} inputs of the {small[0]} set are in the {large[0]} set too: give disjoint sets "
-                f"(if this is meant, make secateurs.data.Data yourself)"
+                f"all {len(small[1])} inputs of the {small[0]} set are in the {large[0]} set too: give disjoint sets, "
+                f"or build secateurs.data.Data yourself if this is intended."
             )
 
 
 def refuse_nonfinite(data: Data) -> None:
-    """Raise if an input or a target is NaN or infinite; the first one is named by its set and its index."""
+    """Raise if an input or a target is NaN or infinite, with the set and index of the first one."""
     for name, examples in data.splits().items():
         for what, values in (("input", examples.inputs), *(("target", part) for part in target_parts(examples.targets))):
             if not values.is_floating_point() or bool(values.isfinite().all()):
@@ -121,40 +129,34 @@ def refuse_nonfinite(data: Data) -> None:
             bad = (~values.flatten(1).isfinite().all(1) if values.ndim > 1 else ~values.isfinite()).nonzero().flatten()
             raise DataError(
                 f"the {name} set of {data.name!r}: {what} {int(bad[0])} holds NaN or infinite values ({len(bad)} of "
-                f"{len(values)} {what}s do). Leave these examples out, or fill in the values."
+                f"{len(values)} {what}s do). Remove these examples, or fill in the values."
             )
 
 
 def overlap_notes(train: Examples, search: Examples, test: Examples) -> tuple[str, ...]:
-    """What a reader has to know of inputs that are in two sets, byte for byte."""
+    """Describe inputs that are in two sets, byte for byte."""
     pairs = (("search", search, "train", train), ("test", test, "train", train), ("test", test, "search", search))
     found = [(name, one, other_name, shared_inputs(one, other)) for name, one, other_name, other in pairs]
     return tuple(f"{shared} of {len(one)} {name} inputs are also in {other}" for name, one, other, shared in found if shared)
 
 
 def stratified_order(labels: Tensor, generator: torch.Generator) -> Tensor:
-    """A random order of the rows of which every prefix holds the same share of each class, up to rounding."""
+    """Random order of the rows in which every prefix holds the same share of each class, up to rounding."""
     shuffled = torch.randperm(len(labels), generator=generator)
     by_class = labels[shuffled].argsort(stable=True)
     counts = labels.unique(return_counts=True)[1]  # type: ignore[no-untyped-call]
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
-    # the r-th of the n examples of a class belongs at (r + 1/2) / n of the way, whatever the class
-    place = torch.empty(len(labels), dtype=torch.float64)
-    place[by_class] = (torch.arange(len(labels)) - starts + 0.5).double() / counts.repeat_interleave(counts)
-    return shuffled[place.argsort(stable=True)]
+    # the r-th of the n examples of any class belongs at (r + 1/2) / n of the order
+    position = torch.empty(len(labels), dtype=torch.float64)
+    position[by_class] = (torch.arange(len(labels)) - starts + 0.5).double() / counts.repeat_interleave(counts)
+    return shuffled[position.argsort(stable=True)]
 
 
-def _order(examples: Examples, generator: torch.Generator, *, stratified: bool) -> Tensor:
+def _order(examples: Examples, generator: torch.Generator, stratified: bool = True) -> Tensor:
     labels = class_labels(examples.targets) if stratified else None
     if labels is None:
         return torch.randperm(len(examples), generator=generator)
     return stratified_order(labels.cpu(), generator)
-
-
-def _common_ids(one: Examples, other: Examples) -> int:
-    if one.ids is None or other.ids is None:
-        return 0
-    return int(torch.isin(one.ids, other.ids).sum())
 
 
 def _digest_of(parts: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Runs an export in a process of its own in which secateurs cannot be imported: what works there works for others."""
+"""Exports in general: prepare a network, write it, check and time what was written, and only then put it in place."""
 
 from __future__ import annotations
 
@@ -6,91 +6,210 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
-import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from secateurs._util.files import sync_folder
-from secateurs.errors import ArtefactError, InvalidInput, NotEqual
-from secateurs.export.prepare import Agreement, Exported, Kind, Prepared, Speed, prepared, resized
-from secateurs.graph.latency import in_turns, median, speedup, undisturbed
-from secateurs.graph.trace import Example, Graph, like_network, trace
+from secateurs._util.modules import eval_mode
+from secateurs.errors import ArtefactError, InvalidInput, NotEqual, UnsupportedOp
+from secateurs.export.plain import alignments, plain_module
+from secateurs.graph.latency import NodeTimer, SpeedUp, in_turns, median, speedup, undisturbed
+from secateurs.graph.node_info import forget_source_
+from secateurs.graph.trace import Example, Graph, as_example, like_network, tensors_in, trace
 
-Batches = Sequence[tuple[Tensor, ...]]
-
-_SCRIPT = """
-import runpy, sys
-sys.modules["secateurs"] = None  # importing it is an error from here on
-import torch
-from safetensors.torch import load_file, save_file
-
-kind, path, exchange = sys.argv[1:]
-network = torch.export.load(path).module() if kind == "pt2" else runpy.run_path(path + "/model.py")["load"]()
-
-def tensors(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return [t for item in items for t in tensors(item)]
-
-given = load_file(exchange + "/inputs.safetensors")
-found = {}
-with torch.no_grad():
-    for batch in range(1 + max(int(name.split(".")[0]) for name in given)):
-        inputs = [given[f"{batch}.{n}"] for n in range(sum(name.startswith(f"{batch}.") for name in given))]
-        found |= {f"{batch}.{n}": t.contiguous().clone() for n, t in enumerate(tensors(network(*inputs)))}
-save_file(found, exchange + "/outputs.safetensors")
-"""
-
-
-def run_fresh(kind: str, path: Path, batches: Batches) -> list[list[Tensor]]:
-    """The outputs of the export at `path` ("pt2": a file, "source": a folder) for each batch."""
-    with tempfile.TemporaryDirectory() as exchange:
-        given = {f"{b}.{n}": t.contiguous().clone() for b, batch in enumerate(batches) for n, t in enumerate(batch)}
-        safetensors.torch.save_file(given, f"{exchange}/inputs.safetensors")
-        command = [sys.executable, "-I", "-c", _SCRIPT, kind, str(path), exchange]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise ArtefactError(
-                f"the {kind} export does not run in a process of its own, without secateurs ({said}). A layer of your own must "
-                f"be importable there; nothing was left behind."
-            )
-        found = safetensors.torch.load_file(f"{exchange}/outputs.safetensors")
-    counts = [sum(name.startswith(f"{b}.") for name in found) for b in range(len(batches))]
-    return [[found[f"{b}.{n}"] for n in range(count)] for b, count in enumerate(counts)]
-
+Kind = Literal["onnx", "pt2", "source"]
+Inputs = tuple[Tensor, ...]
 
 TOLERANCE = 1e-4  # of the largest output: float32 through 100 layers stays below 1e-5
 TIMED_BATCHES = (1, 64)
 WARMUP = 3
+PROFILED_BATCH = 64
+PROFILES = 7
 
 
-class Exporter(Protocol):
-    """One kind of export: how it is written, how it is run elsewhere, and how it is run to be timed."""
+@dataclass(frozen=True)
+class Agreement:
+    """The largest difference between the outputs of the export and of the network."""
+
+    difference: float
+    scale: float  # the largest output
+    examples: int  # run in one batch, and the first of them once more alone
+    given: bool  # inputs of the caller; else random ones like the graph's example
+
+    def summary(self) -> str:
+        """Describe it in one sentence."""
+        inputs = "inputs" if self.given else "random inputs"
+        return f"differs by {self.difference:.1e} at most where outputs reach {self.scale:.3g} ({self.examples} {inputs})"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The unpruned network's export and this one, run in turns on batches of one size."""
+
+    batch: int
+    original: float  # seconds, median
+    pruned: float  # seconds, median
+    speedup: SpeedUp
+    runtime: str  # "ONNX Runtime" or "PyTorch"
+    threads: int
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """The cost of aligning the channels of the terms of sums, in PyTorch, timed node by node."""
+
+    gathers: int  # alignments that pick channels one by one
+    slices: int  # alignments that slice or pad, which is cheaper
+    share: float  # of the pruned network's time, in [0, 1]; 0 if there is nothing to align
+    batch: int
+
+    def summary(self) -> str:
+        """Describe it in one sentence."""
+        if not self.gathers + self.slices:
+            return "no channels to align"
+        return (
+            f"aligning channels ({self.gathers} gathers, {self.slices} slices or pads) takes {100 * self.share:.1f} % of the "
+            f"time at batch {self.batch}"
+        )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One checked export; `original_bytes` and `speeds` compare it with the unpruned network if that was given."""
+
+    kind: Kind
+    path: Path  # the file; the folder for source
+    bytes: int
+    agreement: Agreement
+    alignment: Alignment
+    original_bytes: int | None = None
+    speeds: tuple[Speed, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A network in plain torch, and what it must compute: `wanted` holds its outputs for each of `batches`."""
+
+    name: str  # of the class that was pruned
+    module: fx.GraphModule
+    batches: tuple[Inputs, ...]  # all inputs, and the first example alone
+    wanted: tuple[list[Tensor], ...]
+    given: bool  # the inputs are the caller's, not random
+
+    @property
+    def inputs(self) -> Inputs:
+        """All inputs in one batch: two examples or more."""
+        return self.batches[0]
+
+    @cached_property
+    def program(self) -> torch.export.ExportedProgram:
+        """The network as torch.export captures it, for a batch of any size."""
+        batch = torch.export.Dim("batch")
+        try:
+            with quiet(), torch.no_grad():
+                found = torch.export.export(self.module, self.inputs, dynamic_shapes=tuple({0: batch} for _ in self.inputs))
+        except Exception as error:  # torch raises its own classes, by what it could not follow
+            raise UnsupportedOp(
+                f"torch.export cannot follow {self.name} for a batch of any size: {first_line(error)}. Its forward may fix the "
+                f"number of examples, or call functions that are not torch's. Try an export as source."
+            ) from error
+        for node in found.graph.nodes:  # the files must not name the code and folders that they were made from
+            forget_source_(node)
+        return found
+
+    @cached_property
+    def alignment(self) -> Alignment:
+        """The measured cost of aligning channels."""
+        aligning = alignments(self.module)
+        if not aligning:
+            return Alignment(0, 0, 0.0, PROFILED_BATCH)
+        gathers = sum(node.target is torch.index_select for node in aligning)
+        first = sum(not any(source in aligning for source in node.all_input_nodes) for node in aligning)
+        shares = []
+        with torch.inference_mode():
+            for run in range(PROFILES + 1):
+                timer = NodeTimer(self.module)
+                timer.run(*resized(self.inputs, PROFILED_BATCH))
+                if run:  # the first run warms up
+                    shares.append(sum(timer.seconds[node] for node in aligning) / sum(timer.seconds.values()))
+        return Alignment(gathers, max(first - gathers, 0), float(torch.tensor(shares).median()), PROFILED_BATCH)
+
+
+def prepared(graph: Graph | Prepared, inputs: Example | None = None) -> Prepared:
+    """Prepare a traced network for several exports; a prepared one is returned unchanged.
+
+    Outputs are compared on `inputs`, at best real ones; by default on random ones like the graph's example. The first axis of
+    every input counts the examples.
+    """
+    if isinstance(graph, Prepared):
+        return graph
+    all_inputs = _checked_inputs(graph, inputs)
+    batches = (all_inputs, tuple(t[:1] for t in all_inputs))
+    with eval_mode(graph.module), torch.no_grad():
+        wanted = tuple([t.detach().cpu() for t in tensors_in(graph.module(*batch))] for batch in batches)
+    name = graph.plan.model.rpartition(".")[2] or "Network"
+    on_cpu = tuple(tuple(t.cpu() for t in batch) for batch in batches)
+    return Prepared(name, plain_module(graph).cpu(), on_cpu, wanted, inputs is not None)
+
+
+def _checked_inputs(graph: Graph, inputs: Example | None) -> Inputs:
+    """Two examples or more, on the network's device and in its precision; random ones by default."""
+    if inputs is None:
+        generator = torch.Generator().manual_seed(0)
+        example = graph.example
+        given = tuple(torch.randn(e.shape, generator=generator).to(e) if e.is_floating_point() else e for e in example)
+    else:
+        given = as_example(inputs)
+    shapes = [tuple(t.shape) for t in given]
+    if len(given) != len(graph.example) or any(g.shape[1:] != e.shape[1:] for g, e in zip(given, graph.example, strict=True)):
+        wanted = [(None, *e.shape[1:]) for e in graph.example]
+        raise InvalidInput(f"inputs: got shapes {shapes}, wanted {wanted}, where None is any number of examples.")
+    if any(t.dim() == 0 for t in given) or len({len(t) for t in given}) > 1 or not len(given[0]):
+        raise InvalidInput(
+            f"inputs: got shapes {shapes}. An export takes batches of any size, so the first axis of every input must count "
+            f"the same examples. Wrap the network in a module whose inputs do."
+        )
+    if len(given[0]) == 1:  # torch.export takes a single example for a size that never changes
+        given = tuple(torch.cat([t, t]) for t in given)
+    return like_network(graph.module, given)
+
+
+def resized(inputs: Sequence[Tensor], batch: int) -> Inputs:
+    """Repeat or truncate the inputs to `batch` examples."""
+    return tuple(t[torch.arange(batch) % len(t)] for t in inputs)
+
+
+def quiet() -> warnings.catch_warnings[None]:
+    """Suppress torch's warnings about its own internals."""
+    return warnings.catch_warnings(action="ignore")
+
+
+def first_line(error: BaseException) -> str:
+    """The class and the first line of an error."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """One kind of export: how to write it, how to run it as its users will, and how to run it for timing."""
 
     kind: Kind
     runtime: str
-
-    def write(self, network: Prepared, path: Path) -> None:
-        """Write the network to `path`: a file, or the folder that the files go to."""
-
-    def outputs(self, path: Path, batches: Batches) -> list[list[Tensor]]:
-        """What the export gives for each batch, run as others will run it."""
-
-    def runner(self, network: Prepared, path: Path) -> Callable[[tuple[Tensor, ...]], Callable[[], Any]]:
-        """What prepares one run of the export on given inputs."""
+    write: Callable[[Prepared, Path], None]  # to a file, or to the folder of the files
+    outputs: Callable[[Path, Sequence[Inputs]], list[list[Tensor]]]  # for each batch
+    bind: Callable[[Prepared, Path, Inputs], Callable[[], Any]]  # one run on the inputs
 
 
 def deliver(
-    form: Exporter,
+    exporter: Exporter,
     graph: Graph | Prepared,
     path: str | Path,
     *,
@@ -99,27 +218,22 @@ def deliver(
     tolerance: float,
     repeats: int,
 ) -> Exported:
-    """Write, check, compare with the unpruned network's export, and put in place; on any error nothing is left behind."""
+    """Write an export, check it, compare it with the unpruned network's, and put it in place; on any error write nothing."""
     if not tolerance >= 0:
         raise InvalidInput(f"tolerance is {tolerance}, wanted 0 or more: a share of the largest output.")
     if repeats < 5:
         raise InvalidInput(f"repeats is {repeats}, wanted at least 5: fewer give no interval.")
     path = Path(path)
     network = prepared(graph, inputs)
-    with _staged(path, folder=form.kind == "source") as draft:
-        form.write(network, draft)
-        agreement = _agreement(form.outputs(draft, network.batches), network, tolerance, form.kind)
-        exported = Exported(form.kind, path, _bytes(draft), agreement, network.alignment)
+    with _staged(path, folder=exporter.kind == "source") as draft:
+        exporter.write(network, draft)
+        agreement = _agreement(exporter.outputs(draft, network.batches), network, tolerance, exporter.kind)
+        exported = Exported(exporter.kind, path, _bytes(draft), agreement, network.alignment)
         if original is not None:
-            before, speeds = _compared(form, network, draft, _unpruned(original, network), repeats)
-            exported = replace(exported, original_bytes=before, speeds=speeds)
+            if isinstance(original, nn.Module):
+                original = trace(original, like_network(original, network.inputs))
+            exported = _compared(exported, exporter, network, draft, prepared(original, network.inputs), repeats)
     return exported
-
-
-def _unpruned(original: Graph | nn.Module | Prepared, network: Prepared) -> Prepared:
-    if isinstance(original, nn.Module):
-        original = trace(original, like_network(original, network.inputs))
-    return prepared(original, network.inputs)
 
 
 def _agreement(found: list[list[Tensor]], network: Prepared, tolerance: float, kind: Kind) -> Agreement:
@@ -127,55 +241,49 @@ def _agreement(found: list[list[Tensor]], network: Prepared, tolerance: float, k
     for ours, theirs in zip(found, network.wanted, strict=True):
         if [t.shape for t in ours] != [t.shape for t in theirs]:
             shapes = [[tuple(t.shape) for t in tensors] for tensors in (ours, theirs)]
-            raise NotEqual(f"the {kind} export gives shapes {shapes[0]}, the network {shapes[1]}. Nothing was left behind.")
+            raise NotEqual(f"the {kind} export gives shapes {shapes[0]}, the network {shapes[1]}. Nothing was written.")
         for a, b in zip(ours, theirs, strict=True):
             if b.numel():
                 worst = max(float((a.double() - b.double()).abs().nan_to_num(nan=torch.inf).max()), worst)
                 scale = max(float(b.double().abs().max()), scale)
     if not worst <= tolerance * scale:
         raise NotEqual(
-            f"the {kind} export differs from the network by {worst:.3g} where outputs reach {scale:.3g} (tolerance "
-            f"{tolerance:.1g} of that). Nothing was left behind. Raise the tolerance if that is good enough for you."
+            f"the {kind} export differs from the network by {worst:.3g} where outputs reach {scale:.3g}; allowed is "
+            f"{tolerance:.1g} of that. Nothing was written. Raise the tolerance if the difference is acceptable."
         )
     return Agreement(worst, scale, len(network.inputs[0]), network.given)
 
 
 def _compared(
-    form: Exporter, network: Prepared, draft: Path, original: Prepared, repeats: int
-) -> tuple[int, tuple[Speed, ...]]:
-    """The size of the unpruned network's export, and the speed of both, run in turns."""
+    exported: Exported, exporter: Exporter, network: Prepared, draft: Path, original: Prepared, repeats: int
+) -> Exported:
+    """Add the size of the unpruned network's export, and the speeds of both, run in turns."""
+    speeds = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / draft.name
-        if form.kind == "source":
+        if exporter.kind == "source":
             path.mkdir()
-        form.write(original, path)
-        runners = [form.runner(original, path), form.runner(network, draft)]
-        speeds = tuple(_speed(form, [r(resized(network.inputs, n)) for r in runners], n, repeats) for n in TIMED_BATCHES)
-        return _bytes(path), speeds
-
-
-def _speed(form: Exporter, calls: list[Callable[[], Any]], batch: int, repeats: int) -> Speed:
-    with torch.inference_mode(), undisturbed():
-        seconds = in_turns(calls, WARMUP, repeats)
-    original, pruned = median(seconds).tolist()
-    return Speed(batch, original, pruned, speedup(*seconds), form.runtime, torch.get_num_threads())
-
-
-def calling(module: Callable[..., Any]) -> Callable[[tuple[Tensor, ...]], Callable[[], Any]]:
-    """A runner of a module of torch."""
-    return lambda inputs: partial(module, *inputs)
+        exporter.write(original, path)
+        for batch in TIMED_BATCHES:
+            inputs = resized(network.inputs, batch)
+            calls = [exporter.bind(original, path, inputs), exporter.bind(network, draft, inputs)]
+            with torch.inference_mode(), undisturbed():
+                seconds = in_turns(calls, WARMUP, repeats)
+            before, after = median(seconds).tolist()
+            speeds.append(Speed(batch, before, after, speedup(*seconds), exporter.runtime, torch.get_num_threads()))
+        return replace(exported, original_bytes=_bytes(path), speeds=tuple(speeds))
 
 
 @contextmanager
 def _staged(path: Path, *, folder: bool) -> Iterator[Path]:
-    """A place on the same disk to write to; on success what was written there takes its place at `path`."""
+    """Give a temporary place on the same disk; on success move what was written there to `path`."""
     home = path if folder else path.parent
     try:
         if path.exists() and path.is_dir() != folder:
             raise InvalidInput(f"{path}: is a {'file' if folder else 'folder'}, wanted a {'folder' if folder else 'file'}.")
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".export-", dir=home) as room:
-            draft = Path(room) / ("source" if folder else path.name)
+        with tempfile.TemporaryDirectory(prefix=".export-", dir=home) as temporary:
+            draft = Path(temporary) / ("source" if folder else path.name)
             if folder:
                 draft.mkdir()
             yield draft
@@ -188,9 +296,48 @@ def _staged(path: Path, *, folder: bool) -> Iterator[Path]:
         ) from error
 
 
-def _files(draft: Path) -> Sequence[Path]:
+def _files(draft: Path) -> list[Path]:
     return [file for file in sorted(draft.iterdir()) if file.is_file()] if draft.is_dir() else [draft]
 
 
 def _bytes(draft: Path) -> int:
     return sum(file.stat().st_size for file in _files(draft))
+
+
+_SCRIPT = """
+import runpy, sys
+sys.modules["secateurs"] = None  # importing it is an error from here on
+import torch
+
+kind, path, exchange = sys.argv[1:]
+network = torch.export.load(path).module() if kind == "pt2" else runpy.run_path(path + "/model.py")["load"]()
+
+def tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [t for item in items for t in tensors(item)]
+
+with torch.no_grad():
+    outputs = [tensors(network(*inputs)) for inputs in torch.load(exchange + "/inputs.pt", weights_only=True)]
+torch.save(outputs, exchange + "/outputs.pt")
+"""
+
+
+def run_fresh(kind: Kind, path: Path, batches: Sequence[Inputs]) -> list[list[Tensor]]:
+    """Run the export at `path` ("pt2": a file, "source": a folder) in a new process that cannot import secateurs.
+
+    Returns the output tensors for each batch.
+    """
+    with tempfile.TemporaryDirectory() as exchange:
+        torch.save(list(batches), f"{exchange}/inputs.pt")
+        command = [sys.executable, "-I", "-c", _SCRIPT, kind, str(path), exchange]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            message = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise ArtefactError(
+                f"the {kind} export does not run in a process of its own, without secateurs ({message}). Nothing was written. "
+                f"Layers of your own must be importable there."
+            )
+        outputs: list[list[Tensor]] = torch.load(f"{exchange}/outputs.pt", weights_only=True)
+        return outputs

@@ -1,6 +1,6 @@
-"""A pruned network as nothing but torch: every layer of our own is written out as ordinary ops, in eval mode.
+"""A pruned network in plain torch: every layer of secateurs becomes ordinary ops, in eval mode.
 
-What leaves the house is made of this form: it names no class of secateurs, so it runs where secateurs is not installed.
+Exports are made from this network. It names no class of secateurs, so they run without it.
 """
 
 from __future__ import annotations
@@ -17,24 +17,68 @@ from torch import Tensor, fx, nn
 from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import Align, Constant, Mask, Offset, SumInto
+from secateurs.graph.node_info import Shape, copy_info_, copy_node_info_, info, pass_on_, shape_of
 from secateurs.graph.normalise import FollowsMode
-from secateurs.graph.trace import Graph, Shape, shape_of
-
-TABLE = "table"  # marks, in a node's meta, an index that follows from the cuts: written out in source, not a weight
-ALIGNMENT = "alignment"  # marks, in a node's meta, the ops that an alignment became
-FOLLOWS_MODE = "follows_mode_at"  # the argument (place or name) that is `self.training` in source, False elsewhere
+from secateurs.graph.trace import Graph
 
 
-class Writing:
-    """A graph under construction: `module` owns what the new nodes read, `now` says who stands for an old node."""
+def plain_module(graph: Graph) -> fx.GraphModule:
+    """A copy of the graph's network, in eval mode, that calls only torch and the user's own leaf modules."""
+    module = copy.deepcopy(graph.module)
+    rewriter = _Rewriter(module)
+    copy_info_(graph.module.graph, module.graph)
+    for node in module.graph.nodes:
+        rewriter.new[node] = rewriter.rewrite(node)
+    module.graph = rewriter.graph
+    for node in module.graph.nodes:  # torch.export writes the classes of the calling blocks into its files
+        stack = info(node).get("nn_module_stack") or {}
+        info(node)["nn_module_stack"] = {key: (entry[0], nn.Module) for key, entry in stack.items()}
+    module.delete_all_unused_submodules()
+    module.recompile()
+    module.requires_grad_(False)
+    return module.eval()
+
+
+def alignments(module: fx.GraphModule) -> list[fx.Node]:
+    """The nodes of a plain network that align channels."""
+    return [node for node in module.graph.nodes if info(node).get("alignment")]
+
+
+class _Rewriter:
+    """A new graph over `module`; `new` maps the nodes of the old graph to those that replace them."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         self.graph = fx.Graph()
-        self.now: dict[fx.Node, fx.Node] = {}
+        self.new: dict[fx.Node, fx.Node] = {}
 
-    def held(self, name: str, tensor: Tensor) -> fx.Node:
-        """Read a tensor that is stored in the network under `name`, or a free name like it."""
+    def rewrite(self, node: fx.Node) -> fx.Node:
+        """Add what replaces `node`, and return the node that gives its value."""
+        layer = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        inputs = [self.new[source] for source in node.all_input_nodes]
+        match layer:
+            case Align():
+                return self._align(node, layer, inputs[0])
+            case SumInto():
+                return self._add(node, inputs[0], self._align(node, layer.widen, inputs[1]))
+            case Constant():
+                return self._tensor(node.name, layer.value)
+            case Offset():
+                value = nn.Parameter(layer.value.detach().where(layer.covered, 0).view(_broadcast(node, layer.axis)))
+                return self._add(node, inputs[0], self._tensor(node.name, value))
+            case Mask():
+                keep = self._tensor(f"{node.name}_keep", layer.keep.view(_broadcast(node, layer.axis)))
+                return self._call(torch.where, keep, inputs[0], 0.0, like=node)
+            case FollowsMode():
+                return self._in_eval_mode(node, layer)
+        if layer is not None and type(layer).__module__.partition(".")[0] == "secateurs":
+            raise UnsupportedOp(f"{type(layer).__name__} at node {str(node.target)!r} has no equivalent in plain torch.")
+        if _pads_nothing(node):
+            return inputs[0]
+        return self.graph.node_copy(node, self.new.__getitem__)
+
+    def _tensor(self, name: str, tensor: Tensor) -> fx.Node:
+        """Read a tensor that is stored in the network as `name`, or as a free name like it."""
         name = free_name(self.module, name)
         if isinstance(tensor, nn.Parameter):
             self.module.register_parameter(name, tensor)
@@ -42,124 +86,59 @@ class Writing:
             self.module.register_buffer(name, tensor, persistent=False)
         return self.graph.get_attr(name)
 
-    def call(self, function: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
-        """Call a function of torch for what used to be done at the node `like`."""
+    def _call(self, function: Callable[..., Any], *args: Any, like: fx.Node) -> fx.Node:
+        """Call a function of torch in the place of the node `like`."""
         node = self.graph.call_function(function, args)
-        node.meta.update({ALIGNMENT: True, "nn_module_stack": like.meta.get("nn_module_stack", {})})
+        info(node)["alignment"] = True
+        pass_on_(like, node, "nn_module_stack")
         return node
 
+    def _add(self, node: fx.Node, one: fx.Node, other: fx.Node) -> fx.Node:
+        """The sum that replaces `node`, under its name."""
+        total = self.graph.create_node("call_function", operator.add, (one, other), name=node.name)
+        copy_node_info_(node, total)
+        return total
 
-def plain_module(graph: Graph) -> fx.GraphModule:
-    """A copy of the graph's network, in eval mode, that calls only torch and the user's own leaves."""
-    module = copy.deepcopy(graph.module)
-    writing = Writing(module)
-    for old, node in zip(graph.module.graph.nodes, module.graph.nodes, strict=True):
-        node.meta = dict(old.meta)
-        writing.now[node] = _written(writing, node)
-    module.graph = writing.graph
-    for node in module.graph.nodes:  # torch.export writes the classes of the blocks that a call came from into its files
-        stack = node.meta.get("nn_module_stack") or {}
-        node.meta["nn_module_stack"] = {key: (entry[0], nn.Module) for key, entry in stack.items()}
-    module.delete_all_unused_submodules()
-    module.recompile()
-    module.requires_grad_(False)
-    return module.eval()
+    def _align(self, node: fx.Node, layer: Align, x: fx.Node) -> fx.Node:
+        """Pick and widen the channels of `x` with the cheapest ops; none if all channels stay in place."""
+        axis, rank = layer.axis, len(shape_of(node).dims or ())
+        source = node.all_input_nodes[-1]
+        width = (shape_of(source).dims or ())[axis]
+        after_axis = (0, 0) * (rank - 1 - axis)  # F.pad counts from the last axis
+        if not layer.slides:
+            index = layer.index
+            if layer.fills:
+                x = self._call(F.pad, x, (*after_axis, 0, 1), like=node)  # one zero channel behind the others
+                index = torch.where(index < 0, width, index)
+            return self._call(torch.index_select, x, axis, self._tensor(f"{source.name}_channels", index), like=node)
+        if layer.count < width:
+            end = layer.start + layer.count
+            span = slice(layer.start or None, end if end < width else None)
+            x = self._call(operator.getitem, x, (*(slice(None),) * axis, span), like=node)
+        if layer.fills:
+            x = self._call(F.pad, x, (*after_axis, layer.before, layer.after), like=node)
+        return x
 
-
-def _written(writing: Writing, node: fx.Node) -> fx.Node:
-    layer = writing.module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    inputs = [writing.now[source] for source in node.all_input_nodes]
-    match layer:
-        case Align():
-            return align(writing, node, layer, inputs[0])
-        case SumInto():
-            # nodes that come later must not see the widened term as theirs: it stands for nothing of the old graph
-            widened = align(writing, node, layer.widen, inputs[1])
-            return _add(writing, node, inputs[0], widened)
-        case Constant():
-            return writing.held(node.name, layer.value)
-        case Offset():
-            value = nn.Parameter(layer.value.detach().where(layer.covered, 0).view(_thin(node, layer.axis)))
-            return _add(writing, node, inputs[0], writing.held(node.name, value))
-        case Mask():
-            return writing.call(
-                torch.where,
-                writing.held(f"{node.name}_keep", layer.keep.view(_thin(node, layer.axis))),
-                inputs[0],
-                0.0,
-                like=node,
-            )
-        case FollowsMode():
-            return _fixed_mode(writing, node, layer)
-    if layer is not None and type(layer).__module__.partition(".")[0] == "secateurs":
-        raise UnsupportedOp(f"{type(layer).__name__} at node {str(node.target)!r} has no form in plain torch yet.")
-    if _does_nothing(node):
-        return inputs[0]
-    return writing.graph.node_copy(node, writing.now.__getitem__)
+    def _in_eval_mode(self, node: fx.Node, layer: FollowsMode) -> fx.Node:
+        """Call the function itself, with training=False."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.new.__getitem__)
+        if isinstance(layer.position, str):
+            kwargs = {**kwargs, layer.position: False}
+        else:
+            args = (*args[: layer.position], False, *args[layer.position + 1 :])
+        called = self.graph.call_function(layer.function, args, kwargs)
+        copy_node_info_(node, called)
+        info(called)["follows_mode_at"] = layer.position
+        return called
 
 
-def _add(writing: Writing, node: fx.Node, one: fx.Node, other: fx.Node) -> fx.Node:
-    """The sum that stands for `node`, under its name."""
-    total = writing.graph.create_node("call_function", operator.add, (one, other), name=node.name)
-    total.meta = dict(node.meta)
-    return total
-
-
-def _thin(node: fx.Node, axis: int) -> list[int]:
-    """The shape of what `node` gives with length 1 along all axes but `axis`, and -1 there."""
+def _broadcast(node: fx.Node, axis: int) -> list[int]:
+    """The shape that broadcasts a value for each channel over the output of `node`: -1 along `axis`, 1 elsewhere."""
     return [-1 if dim == axis else 1 for dim in range(len(shape_of(node).dims or ()))]
 
 
-def align(writing: Writing, node: fx.Node, layer: Align, x: fx.Node) -> fx.Node:
-    """The channels of `x` picked and widened by the cheapest ordinary op; nothing at all where all stay in place."""
-    axis, rank = layer.axis, len(shape_of(node).dims or ())
-    source = node.all_input_nodes[-1]
-    width = (shape_of(source).dims or ())[axis]
-    if not layer.slides:
-        index = layer.index
-        if layer.fills:
-            x = writing.call(F.pad, x, _pads(axis, rank, 0, 1), like=node)  # one zero channel behind the others
-            index = torch.where(index < 0, width, index)
-        place = writing.held(f"{source.name}_channels", index)
-        place.meta[TABLE] = True
-        return writing.call(torch.index_select, x, axis, place, like=node)
-    if layer.count < width:
-        end = layer.start + layer.count
-        x = writing.call(operator.getitem, x, _span(axis, layer.start or None, end if end < width else None), like=node)
-    if layer.fills:
-        x = writing.call(F.pad, x, _pads(axis, rank, layer.before, layer.after), like=node)
-    return x
-
-
-def _span(axis: int, start: int | None, stop: int | None) -> tuple[slice, ...]:
-    """The index that takes `start` to `stop` along `axis` and all of the axes before it."""
-    return (*(slice(None),) * axis, slice(start, stop))
-
-
-def _pads(axis: int, rank: int, before: int, after: int) -> tuple[int, ...]:
-    """Amounts for F.pad that add zeros along `axis`: it counts from the last axis on."""
-    return (*(0, 0) * (rank - 1 - axis), before, after)
-
-
-def _fixed_mode(writing: Writing, node: fx.Node, layer: FollowsMode) -> fx.Node:
-    """The function itself, told that it is not training."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), writing.now.__getitem__)
-    if isinstance(layer.position, str):
-        kwargs = {**kwargs, layer.position: False}
-    else:
-        args = (*args[: layer.position], False, *args[layer.position + 1 :])
-    called = writing.graph.call_function(layer.function, args, kwargs)
-    called.meta = {**node.meta, FOLLOWS_MODE: layer.position}
-    return called
-
-
-def _does_nothing(node: fx.Node) -> bool:
-    """A pad by nothing: what surgery leaves of one whose zero channels are gone."""
+def _pads_nothing(node: fx.Node) -> bool:
+    """Whether it is a pad by nothing, which is left when the zero channels of a pad were removed."""
     amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
     same = node.all_input_nodes and shape_of(node.all_input_nodes[0]) == shape_of(node) != Shape(None)
     return node.target is F.pad and bool(same) and isinstance(amounts, tuple | list) and not any(amounts)
-
-
-def alignments(module: fx.GraphModule) -> list[fx.Node]:
-    """The nodes that the alignments of a plain network became."""
-    return [node for node in module.graph.nodes if node.meta.get(ALIGNMENT)]

@@ -1,4 +1,4 @@
-"""Sums with a narrow term, in two forms: spread out for analysis (widen, then add), and as one op that is faster to run."""
+"""Sums with a narrow term, in two forms: an alignment and an add, for analysis, and `SumInto`, which is faster to run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import fx
 
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import Align, SumInto
-from secateurs.graph.trace import Shape, shape_of
+from secateurs.graph.node_info import Shape, called_module, info, shape_of
 
 
 def fuse_sums_(module: fx.GraphModule) -> None:
-    """Let each sum whose one term is only widened for it add that term where it belongs. Names of nodes stay."""
+    """Replace each sum with a term that is widened for it alone by a `SumInto`. Names of nodes stay."""
     for node in list(module.graph.nodes):
         terms = _terms(module, node)
         if terms is None:
             continue
         wide, widened = terms
-        layer = module.get_submodule(str(widened.target))
+        layer = called_module(module, widened)
         assert isinstance(layer, Align)
         name = free_name(module, f"sum_into_{node.name}")
         module.add_submodule(name, SumInto(layer).train(module.training))
@@ -30,7 +30,7 @@ def fuse_sums_(module: fx.GraphModule) -> None:
 
 
 def _terms(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The wide term and the alignment of the narrow one, if `node` is a sum of this kind."""
+    """Return the wide term and the alignment of the narrow one, if `node` is such a sum."""
     if node.target not in (operator.add, torch.add, "add") or node.kwargs or len(node.args) != 2:
         return None
     one, other = node.args
@@ -44,11 +44,9 @@ def _terms(module: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, fx.Node] | N
 
 
 def _only_widens(module: fx.GraphModule, node: fx.Node) -> bool:
-    """An alignment for one reader that drops and reorders nothing and puts zeros between what it gets; not broadcast."""
-    if node.op != "call_module" or len(node.users) != 1:
-        return False
-    layer = module.get_submodule(str(node.target))
-    if not isinstance(layer, Align) or not layer.fills:
+    """Whether a node is an alignment with one user that only inserts zero channels."""
+    layer = called_module(module, node)
+    if not isinstance(layer, Align) or not layer.fills or len(node.users) != 1:
         return False
     dims = shape_of(node.all_input_nodes[0]).dims
     in_order = [i for i in layer.take if i >= 0] == list(range(layer.count))
@@ -56,12 +54,12 @@ def _only_widens(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
-    """The same network with every `SumInto` as an alignment and an add; shares all other modules with `module`."""
+    """Return the network with every `SumInto` as an alignment and an add; it shares all other modules with `module`."""
     graph = fx.Graph()
     aligns: dict[str, Align] = {}
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        layer = called_module(module, node)
         if not isinstance(layer, SumInto):
             env[node] = graph.node_copy(node, lambda n: env[n])
             continue
@@ -69,9 +67,9 @@ def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
         name = free_name(module, f"align_into_{node.name}")
         aligns[name] = layer.widen
         widened = graph.create_node("call_module", name, (narrow,))
-        widened.meta["shape"] = Shape(shape_of(node).dims)
+        info(widened)["shape"] = Shape(shape_of(node).dims)
         env[node] = graph.create_node("call_function", operator.add, (wide, widened), name=node.name)
-        env[node].meta = dict(node.meta)
+        info(env[node]).update(info(node))
     if not aligns:
         return module
     for name, align in aligns.items():

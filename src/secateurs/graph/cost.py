@@ -1,4 +1,4 @@
-"""What a network costs: parameters, multiply-accumulates and bytes by layer, counted on the physical network."""
+"""Cost of a network: parameters, multiply-accumulates and bytes by layer, counted on the physical network."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from secateurs.errors import InvalidInput, suggest
 
 Convention = Literal["all", "paper"]
 WEIGHTED = (nn.modules.conv._ConvNd, nn.Linear)  # the layers that the paper counts
-ROOT = "(network)"  # the name of what the network itself owns and computes, outside every submodule
+ROOT = "(network)"  # name of the network itself, for what lies outside every submodule
 TOTAL = "total"
 
 
 class Traced(Protocol):
-    """What is needed of a traced network: the module that runs, and an input that it takes."""
+    """A traced network: a module that runs, and an input that it accepts."""
 
     @property
     def module(self) -> nn.Module: ...  # noqa: D102
@@ -40,7 +40,7 @@ Example = Tensor | Sequence[Tensor]
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one module owns and computes itself, its submodules left out."""
+    """Cost of one module without its submodules."""
 
     name: str  # module path; `ROOT` for the network itself
     kind: str  # class name
@@ -51,7 +51,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts by layer and in total, and the convention that they were counted by (see `cost`)."""
+    """Counts by layer and in total, by one convention (see `cost`)."""
 
     layers: tuple[LayerCost, ...]  # in the order of `named_modules`
     convention: Convention
@@ -72,7 +72,7 @@ class Cost:
         return sum(layer.bytes for layer in self.layers)
 
     def layer(self, name: str) -> LayerCost:
-        """The layer of that module path."""
+        """Return the cost of the layer with that module path."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
@@ -81,7 +81,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Removed:
-    """Which share of a layer's cost is gone, as fractions: 0.25 is a quarter; negative where the layer grew."""
+    """Share of a layer's cost that was removed, as fractions: 0.25 is a quarter; negative where the layer grew."""
 
     name: str
     parameters: float
@@ -97,9 +97,9 @@ def cost(network: Network, example_input: Example | None = None, *, convention: 
     activations and pools do not); the bytes of parameters and buffers as a state dict holds them. Convention "paper":
     only the weights of convolution and linear modules, in all three columns.
 
-    A shared parameter counts once, where it is met first; a layer called twice costs its MACs twice. A traced network
-    brings its own example. The first dimension of the example is the batch: its first entry alone is run, in eval mode
-    and without gradients. The network comes back as it was lent. On the meta device nothing is computed.
+    A shared parameter counts once, in the first module that has it; a layer called twice costs its MACs twice. A traced
+    network has its own example. The first dimension of the example is the batch: only its first entry is run, in eval mode
+    and without gradients. The network's modes are restored. On the meta device nothing is computed.
     """
     if convention not in get_args(Convention):
         raise InvalidInput(f"convention is {convention!r}, wanted one of {', '.join(map(repr, get_args(Convention)))}.")
@@ -109,20 +109,16 @@ def cost(network: Network, example_input: Example | None = None, *, convention: 
     layers = []
     for path, part in module.named_modules():
         if convention == "all" or isinstance(part, WEIGHTED):
-            layers.append(layer_cost(path, part, macs[path], own_tensors(part, convention) - seen))
-            seen |= own_tensors(part, convention)
+            owned = own_tensors(part, convention) - seen
+            seen |= owned
+            parameters = sum(tensor.numel() for tensor in owned if isinstance(tensor, nn.Parameter))
+            size = sum(tensor.numel() * tensor.element_size() for tensor in owned)
+            layers.append(LayerCost(path or ROOT, type(part).__name__, parameters, macs[path], size))
     return Cost(tuple(layer for layer in layers if layer.parameters or layer.macs or layer.bytes), convention)
 
 
-def layer_cost(path: str, part: nn.Module, macs: int, tensors: set[Tensor]) -> LayerCost:
-    """The cost of one module that owns `tensors`."""
-    parameters = sum(tensor.numel() for tensor in tensors if isinstance(tensor, nn.Parameter))
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return LayerCost(path or ROOT, type(part).__name__, parameters, macs, size)
-
-
 def own_tensors(part: nn.Module, convention: Convention) -> set[Tensor]:
-    """The tensors of `part`, not of its submodules, that count by this convention."""
+    """Return the tensors of `part`, without its submodules, that count by this convention."""
     parameters = dict(part.named_parameters(recurse=False))
     if convention == "paper":
         return {weight for name, weight in parameters.items() if name == "weight"}
@@ -131,14 +127,14 @@ def own_tensors(part: nn.Module, convention: Convention) -> set[Tensor]:
 
 
 def table(before: Cost, after: Cost) -> tuple[Removed, ...]:
-    """The share of each layer of `before` that `after` no longer has, and last the total (named `TOTAL`).
+    """Return the share of each layer of `before` that was removed in `after`, and last the total (named `TOTAL`).
 
-    Layers are matched by name; one that is gone lost everything. What only `after` has counts in the total alone.
+    Layers are matched by name; a missing one lost everything. Layers that only `after` has count in the total alone.
     """
     if before.convention != after.convention:
         raise InvalidInput(
-            f"costs counted by the conventions {before.convention!r} and {after.convention!r} cannot be compared: "
-            "count both alike."
+            f"costs counted by the conventions {before.convention!r} and {after.convention!r} cannot be compared. "
+            "Count both by the same convention."
         )
     remaining = {layer.name: layer for layer in after.layers}
     nothing = LayerCost("", "", 0, 0, 0)
@@ -147,23 +143,23 @@ def table(before: Cost, after: Cost) -> tuple[Removed, ...]:
 
 
 def shares(name: str, before: LayerCost | Cost, after: LayerCost | Cost) -> Removed:
-    """The fractions of `before` that are not in `after`; 0 where there was nothing to remove."""
+    """Return the fractions of `before` that are not in `after`; 0 where there was nothing to remove."""
 
-    def gone(had: int, has: int) -> float:
+    def share(had: int, has: int) -> float:
         return 1.0 - has / had if had else 0.0
 
     return Removed(
         name,
-        parameters=gone(before.parameters, after.parameters),
-        macs=gone(before.macs, after.macs),
-        bytes=gone(before.bytes, after.bytes),
+        parameters=share(before.parameters, after.parameters),
+        macs=share(before.macs, after.macs),
+        bytes=share(before.bytes, after.bytes),
     )
 
 
 def count_macs(module: nn.Module, example: tuple[Tensor, ...]) -> Counter[str]:
-    """MACs for one example, by the path of the innermost module that computes them ("" for the root).
+    """Count MACs for one example, by the path of the innermost module that computes them ("" for the root).
 
-    Runs the first example of the batch alone; a network that takes this batch size only is divided by it.
+    Runs the first example of the batch alone; if the network has a fixed batch size, the count of a batch is divided by it.
     """
     batch = len(example[0])
     alone = tuple(x[:1] if x.dim() and len(x) == batch else x for x in example)
@@ -177,13 +173,13 @@ def count_macs(module: nn.Module, example: tuple[Tensor, ...]) -> Counter[str]:
         if count % (2 * runs):
             raise InvalidInput(
                 f"{path or ROOT} computes {count} FLOPs for a batch of {batch}, not a whole number of MACs for each "
-                "example, and the network does not run on a single one. Let it take any batch size."
+                "example, and the network does not run on a single one. Make it accept any batch size."
             )
     return Counter({path: count // (2 * runs) for path, count in flops.items()})
 
 
 def count_flops(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, int]:
-    """FLOPs of one call, by the path of the innermost module that computes them."""
+    """Count the FLOPs of one call, by the path of the innermost module that computes them."""
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: lstm_flops})
     counter.mod_tracker = Innermost(module)  # type: ignore[assignment]
     with eval_mode(module), torch.no_grad(), countable_attention(), counter:
@@ -198,28 +194,28 @@ def count_flops(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, int]
 
 
 def lstm_flops(inputs: Sequence[int], ih: Sequence[int], hh: Sequence[int], *rest: Any, **options: Any) -> int:
-    """FLOPs by shapes of one LSTM layer in one direction, fused on the CPU: both weights at each step of each example.
+    """Return the FLOPs of one LSTM layer in one direction, fused on the CPU: both weights at each step of each example.
 
-    The flop counter does not know this op; other recurrent layers reach it as matrix products.
+    The flop counter does not know this op; other recurrent layers run as matrix products.
     """
     return 2 * prod(inputs[:-1]) * (prod(ih) + prod(hh))
 
 
 class Innermost:
-    """Tells the flop counter which module computes, while it is entered.
+    """Tracks for the flop counter which module is running.
 
-    Stands in for the counter's own tracker, which counts for every module around an op at once, and fails without
-    gradients where a parameter is handed to a module as its input.
+    Replaces the counter's own tracker, which counts an op for all modules around it, and fails without gradients if a parameter
+    is an input of a module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.running = [""]  # paths of the calls under way
+        self.running = [""]  # paths of the running modules
         self.hooks = ExitStack()
 
     @property
     def parents(self) -> set[str]:
-        """What the counter asks for at every op."""
+        """Innermost running module; the counter reads it at every op."""
         return {self.running[-1]}
 
     def __enter__(self) -> Innermost:
@@ -240,7 +236,7 @@ class Innermost:
 
 @contextmanager
 def countable_attention() -> Iterator[None]:
-    """Compute attention by matrix products: the flop counter knows neither the fused layers nor the CPU's kernel."""
+    """Compute attention by matrix products inside the block: the flop counter does not know the fused kernels."""
     fused = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -251,7 +247,7 @@ def countable_attention() -> Iterator[None]:
 
 
 def runnable(network: Network, example_input: Example | None) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The module of `network` and the tensors to call it with, moved to the module's device."""
+    """Return the module of `network` and its input tensors on the module's device."""
     if isinstance(network, nn.Module):
         module, example = network, example_input
     else:

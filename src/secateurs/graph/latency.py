@@ -1,4 +1,4 @@
-"""How fast networks run beside each other: interleaved, warmed up, with the uncertainty of the comparison."""
+"""Latency of networks, measured in turns after a warm-up, with a confidence interval of the comparison."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from secateurs.errors import InvalidInput
 from secateurs.graph.cost import Example as Inputs
 from secateurs.graph.cost import Network, runnable
 from secateurs.graph.layers import Align, SumInto
+from secateurs.graph.node_info import called_module
 from secateurs.graph.trace import Example, Graph, as_example, like_network
 
 RESAMPLES = 2000  # bootstrap samples: the ends of a 95 % interval then rest on 50 of them each
@@ -26,7 +27,7 @@ RESAMPLES = 2000  # bootstrap samples: the ends of a 95 % interval then rest on 
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds that one network took for the example input, over all repeats."""
+    """Seconds of one network for the example input, over all repeats."""
 
     median: float
     low: float  # 5 % of the repeats were faster
@@ -36,7 +37,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """How many times faster than the first network another one is: the ratio of medians with its 95 % interval."""
+    """Speed-up of a network over the first one: the ratio of medians with its 95 % interval."""
 
     ratio: float  # above 1: faster than the first
     low: float
@@ -44,11 +45,11 @@ class SpeedUp:
 
     @property
     def measurable(self) -> bool:
-        """False when the interval contains 1: the measurement cannot tell which network is faster."""
+        """Whether the interval excludes 1; otherwise the measurement cannot tell which network is faster."""
         return not self.low <= 1.0 <= self.high
 
     def summary(self) -> str:
-        """One phrase, such as "1.93x faster (1.85 to 2.01)" or "no measurable speed-up (0.97 to 1.04)"."""
+        """Return one phrase, such as "1.93x faster (1.85 to 2.01)" or "no measurable speed-up (0.97 to 1.04)"."""
         if not self.measurable:
             return f"no measurable speed-up ({self.low:.2f} to {self.high:.2f})"
         if self.ratio >= 1:
@@ -58,7 +59,7 @@ class SpeedUp:
 
 @dataclass(frozen=True)
 class Latency:
-    """Timings of networks run in turns, and how each of them compares to the first."""
+    """Timings of networks run in turns, and the speed-up of each over the first."""
 
     timings: tuple[Timing, ...]  # one for each network, in the order given
     speedups: tuple[SpeedUp, ...]  # one for each network after the first
@@ -67,7 +68,7 @@ class Latency:
     device: str
 
     def summary(self) -> str:
-        """The speed-ups in the order given, or the time of a network measured alone."""
+        """Return the speed-ups in the order given, or the time of a single network."""
         if self.speedups:
             return "; ".join(speedup.summary() for speedup in self.speedups)
         only = self.timings[0]
@@ -84,11 +85,11 @@ def latency(
 ) -> Latency:
     """Time the networks on `example_input`, in turns, and compare each to the first.
 
-    Every repeat runs each network once, starting with another one each time, so that a machine that slows down or
-    warms up does so for all of them; the interval of a speed-up comes from resampling whole repeats. `warmup` repeats
-    are run before and thrown away. Without `example_input` the first network, a traced one, brings it. `threads` is
-    torch's number of threads (None: as it is). With `device`, copies of the networks are timed there. All is measured
-    in eval mode and inference mode, and the networks and the number of threads come back as they were.
+    Every repeat runs each network once and starts with the next one, so that a change of the machine's speed affects all
+    of them; the interval of a speed-up comes from resampling whole repeats. The first `warmup` repeats are not recorded.
+    Without `example_input` the example of the first network, a traced one, is used. `threads` is torch's number of threads
+    (None: unchanged). With `device`, copies of the networks are timed there. Networks run in eval and inference mode; their
+    modes and the number of threads are restored.
     """
     check_settings(networks, repeats, warmup, threads)
     first, example = runnable(networks[0], example_input)
@@ -98,7 +99,7 @@ def latency(
     inputs = [runnable(module, example)[1] for module in modules]
     kinds = sorted({str(tensors[0].device) for tensors in inputs})
     if "meta" in kinds:
-        raise InvalidInput("a network on the meta device computes nothing, so it has no latency: give it weights first.")
+        raise InvalidInput("a network on the meta device computes nothing, so it has no latency. Load its weights first.")
     calls = [caller(module, tensors) for module, tensors in zip(modules, inputs, strict=True)]
     with eval_mode(*modules), torch.inference_mode(), using_threads(threads), undisturbed():
         seconds = in_turns(calls, warmup, repeats)
@@ -113,7 +114,7 @@ def latency(
 
 
 def check_settings(networks: tuple[Network, ...], repeats: int, warmup: int, threads: int | None) -> None:
-    """Refuse what cannot be timed, before anything runs."""
+    """Check the arguments of `latency` before anything runs."""
     if not networks:
         raise InvalidInput("latency needs at least one network.")
     if repeats < 5:
@@ -125,7 +126,7 @@ def check_settings(networks: tuple[Network, ...], repeats: int, warmup: int, thr
 
 
 def in_turns(calls: list[Callable[[], None]], warmup: int, repeats: int) -> Tensor:
-    """Seconds (calls, repeats) of each call; every repeat starts one call later, `warmup` repeats are not recorded."""
+    """Return the seconds (calls, repeats); each repeat starts one call later, and `warmup` repeats are not recorded."""
     seconds = torch.zeros(len(calls), repeats, dtype=torch.float64)
     for repeat in range(-warmup, repeats):
         for turn in range(len(calls)):
@@ -139,14 +140,14 @@ def in_turns(calls: list[Callable[[], None]], warmup: int, repeats: int) -> Tens
 
 
 def timing(seconds: Tensor) -> Timing:
-    """Median and spread of the repeats (R,) of one network."""
+    """Return median and spread of the repeats (R,) of one network."""
     low, middle, high = seconds.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=seconds.dtype)).tolist()
     return Timing(middle, low, high, tuple(seconds.tolist()))
 
 
 def speedup(first: Tensor, other: Tensor) -> SpeedUp:
-    """Ratio of the medians of two rows of seconds (R,) of the same repeats, with its 95 % bootstrap interval."""
-    # The same repeats are drawn for both, or a slow minute that hit both would widen the interval.
+    """Return the ratio of the medians of two rows of seconds (R,) of the same repeats, with its 95 % bootstrap interval."""
+    # The same repeats are drawn for both, or a slow minute that affected both would widen the interval.
     drawn = torch.randint(len(first), (RESAMPLES, len(first)), generator=torch.Generator().manual_seed(0))
     ratios = median(first[drawn]) / median(other[drawn])
     low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=ratios.dtype)).tolist()
@@ -154,25 +155,23 @@ def speedup(first: Tensor, other: Tensor) -> SpeedUp:
 
 
 def median(seconds: Tensor) -> Tensor:
-    """Median over the last dimension, the mean of the middle two where their number is even."""
+    """Return the median over the last dimension: the mean of the middle two of an even number."""
     return seconds.quantile(0.5, dim=-1)
 
 
 def caller(module: nn.Module, tensors: tuple[Tensor, ...]) -> Callable[[], None]:
-    """One run of `module` to its end: a GPU is waited for."""
-    if tensors[0].device.type != "cuda":
-        return lambda: module(*tensors)
+    """Return a function that runs `module` once and waits until the device is done."""
 
-    def run_to_the_end() -> None:
+    def run() -> None:
         module(*tensors)
-        torch.cuda.synchronize(tensors[0].device)
+        _wait_for(tensors[0])
 
-    return run_to_the_end
+    return run
 
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """Set torch's number of threads, and set it back."""
+    """Set torch's number of threads inside the block."""
     before = torch.get_num_threads()
     try:
         if threads is not None:
@@ -184,7 +183,7 @@ def using_threads(threads: int | None) -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Keep the garbage collector out of the measured time."""
+    """Disable the garbage collector inside the block."""
     running = gc.isenabled()
     gc.disable()
     try:
@@ -198,52 +197,48 @@ RUNS = 5
 
 
 def aligning_share(graph: Graph, inputs: Example) -> float:
-    """The share, in [0, 1], of the network's time for `inputs` that goes into aligning channels; 0 where none is aligned.
+    """Return the share, in [0, 1], of the network's time for `inputs` that is spent on aligning channels.
 
-    Where a sum widens a term as it adds it, what it takes beyond a plain sum counts. Median of several runs, in eval mode, on
-    the network's device.
+    Of a sum that widens a term, the time beyond that of a plain sum counts. Median of several runs, in eval mode, on the
+    network's device.
     """
     if not any(isinstance(layer, Align | SumInto) for layer in graph.module.modules()):
         return 0.0
     given, shares = like_network(graph.module, as_example(inputs)), []
     with eval_mode(graph.module), torch.inference_mode():
         for run in range(RUNS + 1):
-            watch = _StopWatch(graph.module)
-            watch.run(*given)
-            if run:  # the first run warms up
-                shares.append(watch.aligning / watch.all)
+            timer = NodeTimer(graph.module)
+            timer.run(*given)
+            if run:  # the first run is the warm-up
+                shares.append(timer.aligning / sum(timer.seconds.values()))
     return statistics.median(shares)
 
 
-class _StopWatch(fx.Interpreter):
-    """Runs a network node by node, each to its end."""
+class NodeTimer(fx.Interpreter):
+    """Runs a network node by node and measures the seconds of each node, and those spent on aligning channels."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.aligning, self.all = 0.0, 0.0
+        self.seconds: dict[fx.Node, float] = {}
+        self.aligning = 0.0
 
     def run_node(self, n: fx.Node) -> Any:
-        """The node's value; its time is added up."""
+        """Run the node and record its time."""
         start = perf_counter()
         result = super().run_node(n)
         _wait_for(result)
-        seconds = perf_counter() - start
-        self.all += seconds
-        layer = self.module.get_submodule(str(n.target)) if n.op == "call_module" else None
+        self.seconds[n] = perf_counter() - start
+        layer = called_module(self.module, n)
         if isinstance(layer, Align):
-            self.aligning += seconds
+            self.aligning += self.seconds[n]
         elif isinstance(layer, SumInto):
-            self.aligning += max(seconds - _plain_sum(result), 0.0)
+            start = perf_counter()
+            _wait_for(result + result)
+            self.aligning += max(self.seconds[n] - (perf_counter() - start), 0.0)
         return result
 
 
-def _plain_sum(like: Tensor) -> float:
-    start = perf_counter()
-    _wait_for(like + like)
-    return perf_counter() - start
-
-
 def _wait_for(value: Any) -> None:
-    """A GPU works behind Python's back."""
+    """Wait until a GPU has computed `value`."""
     if isinstance(value, Tensor) and value.device.type == "cuda":
         torch.cuda.synchronize(value.device)

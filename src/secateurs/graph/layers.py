@@ -30,11 +30,10 @@ def mask_channels(x: Tensor, keep: Tensor, axis: int) -> Tensor:
 
 
 class Align(nn.Module):
-    """Channel j of the result is channel `take[j]` of the input, or zero where that is -1.
+    """Channel j of the output is channel `take[j]` of the input, or zero where that is -1.
 
-    Chooses the cheapest form once: a slice where the channels lie together, a pad where zeros only surround them, otherwise a
-    gather, from the input widened by one zero channel if zeros are needed. The index is not part of the state dict: it follows
-    from the plan.
+    The cheapest form is chosen once: a slice of adjacent channels, a pad if zeros only surround them, otherwise a gather, from
+    the input with one zero channel appended if zeros are needed. The index is not in the state dict: the plan determines it.
     """
 
     index: Tensor
@@ -54,20 +53,16 @@ class Align(nn.Module):
         self.register_buffer("index", take.clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input with its channels picked and widened."""
+        """Select channels and insert zeros."""
         if not self.slides:
             index = self.index
-            if self.fills:  # from the input with one zero channel behind it: cheaper than a pad, which fills all of it first
+            if self.fills:  # cheaper than a pad, which would fill all of it first
                 index = torch.where(index < 0, x.shape[self.axis], index)
                 x = torch.cat([x, torch.zeros_like(x.narrow(self.axis, 0, 1))], self.axis)
             return x.index_select(self.axis, index)
         if self.start or self.count != x.shape[self.axis]:
             x = x.narrow(self.axis, self.start, self.count)
-        return self._pad(x, self.before, self.after) if self.fills else x
-
-    def _pad(self, x: Tensor, before: int, after: int) -> Tensor:
-        amounts = [0, 0] * (x.dim() - 1 - self.axis)
-        return F.pad(x, [*amounts, before, after])
+        return F.pad(x, [*[0, 0] * (x.dim() - 1 - self.axis), self.before, self.after]) if self.fills else x
 
     def extra_repr(self) -> str:
         """Widths and form, for printing."""
@@ -76,30 +71,30 @@ class Align(nn.Module):
 
 
 class SumInto(nn.Module):
-    """Adds a narrow tensor onto the channels `index` of a wide one: a sum that does not widen its narrow term first.
+    """Adds a narrow tensor to the channels `index` of a wide one, without widening the narrow one first.
 
-    Adding channel by channel pays where a channel is large; small ones are gathered and added at once.
+    This is faster where a channel is large; for small channels the narrow tensor is widened and added.
     """
 
     index: Tensor
-    LARGE = 2048  # values of one channel over the batch: measured on a CPU, where either way takes equally long
 
-    def __init__(self, align: Align) -> None:
+    def __init__(self, align: Align, large: int = 2048) -> None:
         super().__init__()
+        self.large = large  # values of one channel over the batch; measured: at 2048 both ways take equally long on a CPU
         self.axis = align.axis
         self.widen = align
         self.register_buffer("index", torch.tensor([j for j, i in enumerate(align.take) if i >= 0]), persistent=False)
 
     def forward(self, wide: Tensor, narrow: Tensor) -> Tensor:
         """Of the shape of `wide`."""
-        if torch.compiler.is_compiling() or narrow.numel() < self.LARGE * narrow.shape[self.axis]:
+        if torch.compiler.is_compiling() or narrow.numel() < self.large * narrow.shape[self.axis]:
             widened: Tensor = self.widen(narrow)
             return wide + widened
         return wide.index_add(self.axis, self.index, narrow)
 
 
 class Constant(nn.Module):
-    """One value a channel, broadcast over all else: what a branch without inputs adds to the rest. Trainable."""
+    """One trainable value for each channel, broadcast over all other axes: replaces a branch without inputs."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -111,10 +106,10 @@ class Constant(nn.Module):
 
 
 class Offset(nn.Module):
-    """Adds one number to each covered channel, everywhere: what a sum gets back of the mean of filters that left. Trainable.
+    """Adds one trainable number to each covered channel, to make up for the mean of removed filters in a sum.
 
-    Starts at zero. A channel that is not covered passes as it is, so that one that is always zero can still be removed.
-    Which are covered is not part of the state dict: it follows from the plan.
+    Starts at zero. A channel that is not covered stays unchanged, so one that is always zero can still be removed. `covered`
+    is not in the state dict: the plan determines it.
     """
 
     covered: Tensor

@@ -1,7 +1,7 @@
-"""One form for each op: functional layers become modules, in-place ops become plain ones, dropout follows train and eval.
+"""One form for each op: functional layers become modules, in-place ops out-of-place ones, dropout follows train and eval mode.
 
-torch.fx writes down what forward did, including constants such as `training=self.training`, and knows nothing of in-place
-changes. Surgery needs a graph whose values never change after they were made and whose weights belong to ordinary modules.
+torch.fx records the calls of one forward pass, including constants such as `training=self.training`, and does not track
+in-place changes. Compaction needs a graph whose values never change and whose weights belong to ordinary modules.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from secateurs.errors import Untraceable
 from secateurs.graph.channels import call_word, free_name, module_path
+from secateurs.graph.node_info import Shape, dims_of, info, shape_of
 
 OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -36,7 +37,7 @@ DROPOUTS: dict[Any, type[nn.Module]] = {
 
 
 class FollowsMode(nn.Module):
-    """Calls a function whose `training` argument follows this module's own mode, as `training=self.training` did."""
+    """Calls a function with this module's mode as its `training` argument, as `training=self.training` did."""
 
     def __init__(self, function: Callable[..., Any], position: int | str) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class FollowsMode(nn.Module):
         self.position = position
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with the mode put at its place."""
+        """Call the function with the mode at `position`, an index or a keyword."""
         if isinstance(self.position, str):
             return self.function(*args, **{**kwargs, self.position: self.training})
         return self.function(*args[: self.position], self.training, *args[self.position + 1 :], **kwargs)
@@ -53,8 +54,8 @@ class FollowsMode(nn.Module):
 def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable[[], fx.Graph], *, demanded: bool) -> None:
     """Make the ops whose arguments differ between train and eval mode follow the mode.
 
-    `module` was traced in eval mode. Where train mode takes another path through the code, the eval path stays; if train mode
-    is `demanded` (the model came in it) that is an error instead.
+    `module` was traced in eval mode. If the forward takes another path in train mode, the eval path is kept; if train mode is
+    `demanded` (the model was in it), that is an error instead.
     """
     try:
         other = list(follow_in_train_mode().nodes)
@@ -65,43 +66,40 @@ def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable
         if demanded:
             raise Untraceable(
                 "the model is in train mode and its forward takes another path there than in eval mode. Pruning is "
-                "judged in eval mode: call model.eval() before trace."
+                "measured in eval mode: call model.eval() before trace."
             )
         return
-    for node, twin in zip(ours, other, strict=True):
-        position = _mode_argument(node, twin)
-        if position is not None and node.target in BUILDERS:
-            node.meta["follows_mode"] = True
-        elif position is not None:
-            _follow_mode_(module, node, position)
+    for node, in_train_mode in zip(ours, other, strict=True):
+        position = _mode_argument(node, in_train_mode)
+        if position is None:
+            continue
+        if node.target in BUILDERS:
+            info(node)["follows_mode"] = True
+        elif node.target in DROPOUTS:
+            rate = _argument(node, 1, "p", 0.5)
+            _call_module_(module, node, DROPOUTS[node.target](rate), (_argument(node, 0, "input"),))
+        else:
+            assert callable(node.target)
+            _call_module_(module, node, FollowsMode(node.target, position), node.args, node.kwargs)
 
 
-def _mode_argument(node: fx.Node, twin: fx.Node) -> int | str | None:
-    """Which argument of a call is False in eval mode and True in train mode; None if there is no such."""
+def _mode_argument(node: fx.Node, in_train_mode: fx.Node) -> int | str | None:
+    """Return the argument of a call that is False in eval mode and True in train mode; None if there is none."""
     if node.op != "call_function":
         return None
-    for index, (a, b) in enumerate(zip(node.args, twin.args, strict=False)):
-        if a is False and b is True:
-            return index
-    for key, a in node.kwargs.items():
-        if a is False and twin.kwargs.get(key) is True:
-            return key
-    return None
-
-
-def _follow_mode_(module: fx.GraphModule, node: fx.Node, position: int | str) -> None:
-    if node.target in DROPOUTS:
-        rate = _argument(node, 1, "p", 0.5)
-        _call_module_(module, node, DROPOUTS[node.target](rate), (_argument(node, 0, "input"),))
-    else:
-        assert callable(node.target)
-        _call_module_(module, node, FollowsMode(node.target, position), node.args, node.kwargs)
+    ours: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
+    other: dict[Any, Any] = {**dict(enumerate(in_train_mode.args)), **in_train_mode.kwargs}
+    return next((key for key, value in ours.items() if value is False and other.get(key) is True), None)
 
 
 def normalise_(module: fx.GraphModule) -> None:
-    """Bring all calls to one form; raises `Untraceable` for in-place assignment, which no rule can follow."""
+    """Bring all calls to one form; raises `Untraceable` for in-place assignment, which no rule describes."""
     for node in module.graph.nodes:
-        _refuse_assignment(node)
+        if node.target is operator.setitem or node.kwargs.get("out") is not None:
+            raise Untraceable(
+                f"node {node.name!r} writes into a tensor in place ({node.format_node()}). Build the result with torch.cat or "
+                f"torch.where instead, or mark the submodule as a leaf: trace(model, x, leaves=[...])."
+            )
     _undo_in_place_(module)
     for node in list(module.graph.nodes):
         _read_type_only_(module, node)
@@ -112,23 +110,17 @@ def normalise_(module: fx.GraphModule) -> None:
             if layer is not None:
                 _call_module_(module, node, layer, (_argument(node, 0, "input"),))
     for node in reversed(list(module.graph.nodes)):
-        if not node.users and _is_pure(node):
+        erasable = node.op in ("get_attr", "call_function", "call_method") and not node.users
+        if erasable and "assert" not in call_word(node) and not call_word(node).endswith("_"):  # an assertion must run
             module.graph.erase_node(node)
     module.graph.lint()
     module.delete_all_unused_submodules()
-    _forget_unread_tensors_(module)
+    _delete_unused_tensors_(module)
     module.recompile()
 
 
-def _is_pure(node: fx.Node) -> bool:
-    """Whether nothing is lost when a node that nobody reads is erased; an assertion is there to be run."""
-    if node.op not in ("get_attr", "call_function", "call_method"):
-        return False
-    return "assert" not in call_word(node) and not call_word(node).endswith("_")
-
-
-def _forget_unread_tensors_(module: fx.GraphModule) -> None:
-    """Delete parameters that no node reads: functional layers have taken theirs into modules of their own."""
+def _delete_unused_tensors_(module: fx.GraphModule) -> None:
+    """Delete parameters that no node reads: those of functional layers belong to the new modules."""
     called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
     read = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
@@ -138,16 +130,8 @@ def _forget_unread_tensors_(module: fx.GraphModule) -> None:
             delattr(module.get_submodule(".".join(parents[:-1])), parents[-1])
 
 
-def _refuse_assignment(node: fx.Node) -> None:
-    if node.target is operator.setitem or node.kwargs.get("out") is not None:
-        raise Untraceable(
-            f"node {node.name!r} writes into a tensor in place ({node.format_node()}). Build the result with torch.cat or "
-            f"torch.where instead, or mark the submodule as a leaf: trace(model, x, leaves=[...])."
-        )
-
-
 def _undo_in_place_(module: fx.GraphModule) -> None:
-    """Make in-place ops plain ones; who read a changed tensor later reads the result instead."""
+    """Replace in-place ops by out-of-place ones; later users of the changed tensor read the result instead."""
     nodes = list(module.graph.nodes)
     changing = [node for node in nodes if _plain_form(module, node) is not None]
     for node in changing:
@@ -167,7 +151,7 @@ def _undo_in_place_(module: fx.GraphModule) -> None:
 
 
 def _plain_form(module: fx.GraphModule, node: fx.Node) -> Any:
-    """What an in-place op calls when it leaves its input alone; None for an op that is plain already."""
+    """Return the out-of-place form of an in-place op; None for an op that is not in-place."""
     if node.op == "call_module":
         return node.target if getattr(module.get_submodule(str(node.target)), "inplace", False) is True else None
     if node.op == "call_function":
@@ -186,23 +170,23 @@ def _plain_form(module: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _read_type_only_(module: fx.GraphModule, node: fx.Node) -> None:
-    """x.type_as(y) and x.to(y) become x.to(y.dtype), so that nobody seems to read the values of y."""
+    """Replace x.type_as(y) and x.to(y) by x.to(y.device, y.dtype), which does not read the values of y."""
     other = node.args[1] if len(node.args) == 2 and not node.kwargs else None
     if node.op != "call_method" or node.target not in ("type_as", "to") or not isinstance(other, fx.Node):
         return
-    if other.meta["shape"].dims is None:
+    if not shape_of(other).is_tensor:
         return
     with module.graph.inserting_before(node):
         device = module.graph.call_function(getattr, (other, "device"))
         dtype = module.graph.call_function(getattr, (other, "dtype"))
     for query in (device, dtype):
-        query.meta = {key: value for key, value in node.meta.items() if key != "shape"}
-        query.meta["shape"] = type(node.meta["shape"])(None, None)
+        info(query).update(info(node))
+        info(query)["shape"] = Shape(None)
     node.target, node.args = "to", (node.args[0], device, dtype)
 
 
 def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:
-    """View, transpose, view that only deal the channels out in another order become the module that does so."""
+    """Replace view, transpose, view by nn.ChannelShuffle if they only reorder the channels."""
     turned = _only_source(last, ("view", "reshape", torch.reshape, "flatten", torch.flatten))
     while turned is not None and turned.target == "contiguous":
         turned = _only_source(turned, ("contiguous",))
@@ -210,32 +194,32 @@ def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:
     source = None if first is None else _only_source(first, ("view", "reshape", torch.reshape), sole=False)
     if turned is None or first is None or source is None:
         return
-    before, apart, after = source.meta["shape"].dims, first.meta["shape"].dims, last.meta["shape"].dims
+    before, apart, after = dims_of(source), dims_of(first), dims_of(last)
     swapped = sorted(a for a in turned.args[1:] if isinstance(a, int))
     around = (*apart[:1], *apart[3:]) == (*before[:1], *before[2:]) and len(apart) == len(before) + 1
     if swapped == [1, 2] and before == after and around:
         shuffled = last.args[0]
         _call_module_(module, last, nn.ChannelShuffle(apart[1]), (source,))
         assert isinstance(shuffled, fx.Node)
-        _erase_unread_(module, shuffled)
+        _erase_unused_(module, shuffled)
 
 
-def _erase_unread_(module: fx.GraphModule, node: fx.Node) -> None:
-    """Erase a node that nobody reads any more, and what it alone read."""
+def _erase_unused_(module: fx.GraphModule, node: fx.Node) -> None:
+    """Erase a node without users, and the nodes that only it read."""
     if node.users or node.op in ("placeholder", "output"):
         return
     sources = node.all_input_nodes
     module.graph.erase_node(node)
     for source in sources:
-        _erase_unread_(module, source)
+        _erase_unused_(module, source)
 
 
 def _only_source(node: fx.Node, targets: tuple[Any, ...], *, sole: bool = True) -> fx.Node | None:
-    """The tensor that `node` is called on, if it calls one of `targets` (and nobody else reads that tensor)."""
+    """Return the tensor that `node` is called on, if it calls one of `targets` (and is the only user of that tensor)."""
     if node.op not in ("call_function", "call_method") or node.target not in targets:
         return None
     source = node.args[0] if node.args else None
-    if not isinstance(source, fx.Node) or source.meta["shape"].dims is None:
+    if not isinstance(source, fx.Node) or not shape_of(source).is_tensor:
         return None
     return source if not sole or len(source.users) == 1 else None
 
@@ -243,7 +227,7 @@ def _only_source(node: fx.Node, targets: tuple[Any, ...], *, sole: bool = True) 
 def _call_module_(
     module: fx.GraphModule, node: fx.Node, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> None:
-    """Turn `node` into a call of `layer`, which is stored beside the code that made the call."""
+    """Turn `node` into a call of `layer`, which is stored in the submodule that made the call."""
     layer.train(module.training)
     name = free_name(module, ".".join(part for part in (module_path(node), call_word(node)) if part))
     module.add_submodule(name, layer)
@@ -255,7 +239,7 @@ def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> A
 
 
 def _held(module: fx.GraphModule, value: Any) -> Tensor | None:
-    """The parameter or buffer that an argument reads straight from the model; None where it was computed."""
+    """Return the parameter or buffer that an argument reads from the model; None if it is computed or read elsewhere too."""
     if not isinstance(value, fx.Node) or value.op != "get_attr" or len(value.users) != 1:
         return None
     *path, name = str(value.target).split(".")
@@ -264,11 +248,9 @@ def _held(module: fx.GraphModule, value: Any) -> Tensor | None:
 
 
 def _build_conv(kind: type[Any], transposed: bool) -> Callable[[fx.GraphModule, fx.Node], nn.Module | None]:
-    names = (
-        ["stride", "padding", "output_padding", "groups", "dilation"]
-        if transposed
-        else ["stride", "padding", "dilation", "groups"]
-    )
+    names = ["stride", "padding", "dilation", "groups"]
+    if transposed:
+        names = ["stride", "padding", "output_padding", "groups", "dilation"]
     defaults: dict[str, Any] = {"stride": 1, "padding": 0, "output_padding": 0, "groups": 1, "dilation": 1}
 
     def build(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
@@ -301,7 +283,7 @@ def _build_prelu(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 def _build_batch_norm(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    if not node.meta.get("follows_mode"):  # frozen, or always on batch statistics: no module behaves like that
+    if not info(node).get("follows_mode"):  # frozen, or always on batch statistics: no module does that
         return None
     names = ["running_mean", "running_var", "weight", "bias"]
     given = {name: _argument(node, 1 + i, name) for i, name in enumerate(names)}
@@ -309,7 +291,7 @@ def _build_batch_norm(module: fx.GraphModule, node: fx.Node) -> nn.Module | None
     if held["running_mean"] is None or any(given[n] is not None and held[n] is None for n in names):
         return None
     momentum, eps = _argument(node, 6, "momentum", 0.1), _argument(node, 7, "eps", 1e-5)
-    rank = len(_argument(node, 0, "input").meta["shape"].dims)
+    rank = len(shape_of(_argument(node, 0, "input")).dims or ())
     kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[rank]
     layer = kind(held["running_mean"].numel(), eps, momentum, affine=held["weight"] is not None, device="meta")
     assert layer.num_batches_tracked is not None

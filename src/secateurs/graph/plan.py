@@ -18,10 +18,10 @@ ADDITIONS = ("biases", "offsets")
 
 @dataclass(frozen=True)
 class PlannedCut:
-    """Filters removed at one site: ids count the site's original channels, of which there were `channels`.
+    """Filters removed at one site, as ids among its `channels` original channels.
 
-    What the site's readers were given beforehand, to make up for the loss: `biases` names the layers that got a bias, `offsets`
-    the sums behind which an `Offset` was put. Their values are weights like any other, and not part of the plan.
+    `biases` names the layers that got a bias before the cut, `offsets` the sums that got an `Offset`, so that a repair can make
+    up for the removed filters. Their values are weights and not part of the plan.
     """
 
     site: str
@@ -33,41 +33,42 @@ class PlannedCut:
 
 @dataclass(frozen=True)
 class Plan:
-    """Ordered steps of cuts made to a network of class `model`; the cuts of one step were made at once."""
+    """Ordered steps of cuts made to a network of class `model`; the cuts of one step were made together."""
 
     steps: tuple[tuple[PlannedCut, ...], ...] = ()
     model: str = ""
 
     def then(self, cuts: Iterable[PlannedCut]) -> Plan:
-        """This plan with one more step."""
+        """Return this plan with one more step."""
         return replace(self, steps=(*self.steps, tuple(cuts)))
 
     def removed(self) -> dict[str, tuple[int, ...]]:
-        """All ids removed at each site, ascending, over all steps."""
-        gone: dict[str, set[int]] = {}
+        """Return all ids removed at each site, ascending, over all steps."""
+        removed: dict[str, set[int]] = {}
         for step in self.steps:
             for cut in step:
-                gone.setdefault(cut.site, set()).update(cut.removed)
-        return {site: tuple(sorted(found)) for site, found in gone.items()}
+                removed.setdefault(cut.site, set()).update(cut.removed)
+        return {site: tuple(sorted(found)) for site, found in removed.items()}
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
-        steps = [[_fields(cut) for cut in step] for step in self.steps]
+        """Return the plan as JSON text."""
+        # additions are written only where there are any
+        steps = [[{k: v for k, v in asdict(c).items() if v or k not in ADDITIONS} for c in step] for step in self.steps]
         return json.dumps({"secateurs_plan": VERSION, "model": self.model, "steps": steps}, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all."""
+        """Write the plan as JSON. The file is complete or absent."""
         write_text(Path(path), self.to_json() + "\n")
 
     @staticmethod
     def from_json(text: str, *, where: str = "plan") -> Plan:
-        """Read a plan back; `where` is named in errors."""
+        """Read a plan from JSON text; `where` is named in errors."""
         try:
             found: Any = decode_json(text)
         except Malformed as error:
             raise PlanError(f"{where}: {error}. Was the file cut short?") from error
         if not isinstance(found, dict) or "secateurs_plan" not in found:
-            raise PlanError(f"{where}: no 'secateurs_plan' field, so this is not a plan.")
+            raise PlanError(f"{where}: no 'secateurs_plan' field, so this is not a plan. Use a file written by Plan.save.")
         if found["secateurs_plan"] != VERSION or isinstance(found["secateurs_plan"], bool):
             raise PlanError(
                 f"{where}: plan of version {brief(repr(found['secateurs_plan']), 40)}, this secateurs reads version {VERSION}. "
@@ -91,11 +92,6 @@ class Plan:
         except (UnicodeDecodeError, Malformed) as error:
             raise PlanError(f"{path}: not a text file, so not a plan ({brief(error)}).") from error
         return Plan.from_json(text, where=str(path))
-
-
-def _fields(cut: PlannedCut) -> dict[str, Any]:
-    """A cut for JSON; what it adds is mentioned only where it adds anything."""
-    return {name: value for name, value in asdict(cut).items() if value or name not in ADDITIONS}
 
 
 def _cut(found: Any, where: str) -> PlannedCut:

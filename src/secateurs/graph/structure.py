@@ -1,4 +1,4 @@
-"""A traced network as a plain picture: its layers, where ways join, and who reads whom. It goes into a run's journal."""
+"""Structure of a traced network for a run's journal: layers, joins, and the edges between them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 from torch import fx, nn
 
 from secateurs.graph.cost import cost
-from secateurs.graph.trace import Graph, shape_of
+from secateurs.graph.node_info import info, shape_of
+from secateurs.graph.trace import Graph
 
 
 @dataclass(frozen=True)
 class Node:
-    """A layer, a join (where ways meet: a sum, a product, a concatenation) or the input, with the nodes that it reads."""
+    """A layer, a join (a sum, a product, a concatenation) or the input, with the nodes that it reads."""
 
     name: str
     kind: str  # "input", "join", or the class of the layer
-    sources: tuple[int, ...]  # places in the list of nodes
+    sources: tuple[int, ...]  # indices in the list of nodes
     filters: int = 0  # of a layer
-    axis: int = 0  # of the layer's weight, along which its filters lie
+    axis: int = 0  # of the filters in the layer's weight
     macs: int = 0  # for one example
 
     @property
@@ -29,7 +30,7 @@ class Node:
 
 
 def describe(graph: Graph) -> dict[str, Any]:
-    """The picture of `graph` as plain values: {"nodes": [...]}, in the order of computation."""
+    """Return the structure of `graph` as plain values: {"nodes": [...]}, in the order of computation."""
     macs = {layer.name: layer.macs for layer in cost(graph).layers}
     nodes: list[dict[str, Any]] = []
     sources: dict[fx.Node, tuple[int, ...]] = {}
@@ -45,7 +46,7 @@ def describe(graph: Graph) -> dict[str, Any]:
 
 
 def nodes_from(fields: Any) -> tuple[Node, ...]:
-    """The picture back from plain values; empty where they are none of ours."""
+    """Return the nodes from the plain values of `describe`; empty if they are something else."""
     try:
         return tuple(Node(**{**entry, "sources": tuple(entry["sources"])}) for entry in fields["nodes"])
     except (KeyError, TypeError):
@@ -65,5 +66,5 @@ def _described(graph: Graph, node: fx.Node, read: tuple[int, ...], macs: dict[st
             known = {"filters": int(filters), "axis": int(turned), "macs": macs.get(path, 0)}
             return {"name": path, "kind": type(module).__name__, "sources": list(read), **known}
     if len(read) > 1 and node.op != "output" and shape_of(node).is_tensor:
-        return {"name": str(node.meta.get("name", node.name)), "kind": "join", "sources": list(read)}
+        return {"name": info(node).get("name", node.name), "kind": "join", "sources": list(read)}
     return None

@@ -1,7 +1,7 @@
-"""Step 1 of 9: takes an nn.Module and an example input, gives a Graph; the user's model is untouched.
+"""Step 1 of 9: trace an nn.Module on an example input into a `Graph`; the user's model is not changed.
 
-A `Graph` is a torch.fx graph of ordinary modules whose every node knows the shape of what it gives. Normalisation
-(`normalise.py`) has already turned functional layers into modules and in-place ops into plain ones.
+A `Graph` is a torch.fx graph of ordinary modules that records the output shape of every node. Normalisation (`normalise.py`)
+has turned functional layers into modules and in-place ops into out-of-place ones.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import signal
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -24,8 +25,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
+from secateurs._util.modules import eval_mode
 from secateurs.errors import InvalidInput, NonFinite, Untraceable
 from secateurs.graph.channels import Kept, call_word, module_path
+from secateurs.graph.node_info import Shape as Shape
+from secateurs.graph.node_info import called_module, info
+from secateurs.graph.node_info import shape_of as shape_of
 from secateurs.graph.normalise import align_train_and_eval_, normalise_
 from secateurs.graph.plan import Plan
 
@@ -33,13 +38,13 @@ Leaf = str | type[nn.Module]
 Example = Tensor | tuple[Tensor, ...]
 
 RULED: set[type[nn.Module]] = set()
-"""Module classes with a rule of their own: tracing does not look inside them."""
+"""Module classes that have a rule: tracing keeps them as leaves."""
 
 HARMLESS = {"__init__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__", "extra_repr"}
 
 
 def ruled_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """The class whose rule holds for `kind`: itself, or a parent of which it overrides nothing that matters."""
+    """Return the class whose rule applies to `kind`: itself, or a parent whose forward pass it does not override."""
     for parent in kind.__mro__:
         if parent in RULED:
             return parent
@@ -50,13 +55,11 @@ def ruled_class(kind: type[nn.Module]) -> type[nn.Module] | None:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A network as ordinary modules joined by a torch.fx graph, with what is needed to go on cutting it.
+    """A network as ordinary modules joined by a torch.fx graph, with everything that the next cut needs.
 
-    `module` is the runnable network. `example` is an input that it takes. `plan` holds the cuts made so far,
-    `leaves` the submodules that were left whole. `ids` gives,
-    for each node that lost channels, which of its original channels are left. `kept` gives, for each parameter and
-    buffer that the last cut narrowed, the entries that survived it. `findings` keeps what was found out about the structure,
-    which nobody changes once the graph is there.
+    `module` is the runnable network, `example` a valid input. `plan` holds the cuts made so far, `leaves` the paths of the
+    submodules that tracing did not enter. `ids` gives, for each node that lost channels, the ids of the original channels that
+    remain. `kept` gives, for each parameter and buffer that the last cut narrowed, the indices of the entries that remain.
     """
 
     module: fx.GraphModule
@@ -65,7 +68,6 @@ class Graph:
     leaves: tuple[str, ...] = ()
     ids: Mapping[str, Tensor] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
-    findings: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(e.shape)) for e in self.example)
@@ -76,122 +78,99 @@ class Graph:
         return self.module(*inputs)
 
     def with_module(self, module: fx.GraphModule) -> Graph:
-        """The same graph with other weights: `module` must have the same structure."""
-        return replace(self, module=module)  # which also forgets the findings, in case it has not
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a node gives: the shape of a tensor, or, for anything else, the value itself."""
-
-    dims: tuple[int, ...] | None
-    value: Any = None
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether the node gives one tensor."""
-        return self.dims is not None
-
-
-def shape_of(node: fx.Node, size: int = 0) -> Shape:
-    """The recorded shape of what `node` gave for the example input; for `size` > 0, for an input of another size."""
-    shape = node.meta["shape"] if size == 0 else node.meta["other_shapes"][size - 1]
-    assert isinstance(shape, Shape)
-    return shape
+        """Return the graph with another network of the same structure, for example with other weights."""
+        return replace(self, module=module)
 
 
 def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] | None = None) -> Graph:
-    """Follow `model`'s forward with torch.fx on `example_input` (a tensor, or a tuple of them for several arguments).
+    """Trace `model` with torch.fx on `example_input` (a tensor, or a tuple of tensors for several arguments).
 
-    The model is copied, never changed; every submodule of the copy keeps its train or eval mode. `leaves` names submodules
-    (by path or class) to be left whole: tracing does not look inside them, and what they touch is not pruned. An example
-    of one is doubled if the model takes a batch of two.
+    The model is copied, not changed; every submodule of the copy keeps its train or eval mode. `leaves` names submodules (by
+    path or class) that tracing does not enter; layers connected to them are not pruned. A batch of one example is doubled if
+    the model accepts a batch of two.
     """
     example = as_example(example_input)
     with torch.no_grad():
         check_model(model, example)
-    copied = _copied(model)
-    modes = {name: module.training for name, module in copied.named_modules()}
+    name = type(model).__name__
+    try:
+        copied = copy.deepcopy(model)
+    except Exception as error:
+        raise InvalidInput(
+            f"{name} cannot be copied ({error}). If weights are computed by torch.nn.utils.weight_norm, call "
+            f"torch.nn.utils.remove_weight_norm first, or use torch.nn.utils.parametrizations."
+        ) from error
     tracer = _Tracer(copied, leaves or ())
     expected = _run(copied.eval(), example)
     others = [(example, expected)] if example[0].shape[:1] == (1,) else []
     for doubled, found in other_batches(copied, example, 2) if others else []:
-        example, expected = doubled, found  # a batch of one looks like an axis that is not there
+        example, expected = doubled, found  # an axis of length 1 looks like an axis that is not there
     others = [*(others if others and others[0][0] is not example else []), *other_sizes(copied, example, expected)]
     arguments = _default_arguments(copied, example)
-    graph = _follow(tracer, copied, arguments)
-    module = fx.GraphModule(copied, graph, class_name=type(model).__name__)
+    module = fx.GraphModule(copied, _follow(tracer, copied, arguments), class_name=name)
     record_shapes_(module, example)
     align_train_and_eval_(module, lambda: _follow(tracer, copied.train(), arguments), demanded=model.training)
     normalise_(module)
-    _note_origin_(module)
+    _record_origins_(module)
     module.eval()
-    _check_same(_run(module, example), expected, type(model).__name__)
-    _record_other_sizes_(module, others, type(model).__name__)
-    for name, part in module.named_modules():
-        part.training = modes.get(name, model.training)
-    origin = f"{type(model).__module__}.{type(model).__qualname__}"
-    return Graph(module, example, Plan(model=origin), tracer.left_whole(copied))
+    _check_same(_run(module, example), expected, name)
+    _record_other_sizes_(module, others, name)
+    copy_modes_(model, module)
+    return Graph(module, example, Plan(model=f"{type(model).__module__}.{type(model).__qualname__}"), tracer.left_whole(copied))
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise InvalidInput(
-            f"{type(model).__name__} cannot be copied ({error}). Weights that are computed (torch.nn.utils.weight_norm) must "
-            f"be made plain first: torch.nn.utils.remove_weight_norm, or use torch.nn.utils.parametrizations."
-        ) from error
+def copy_modes_(source: nn.Module, target: nn.Module) -> None:
+    """Give every submodule of `target` the mode of the same path in `source`, or of `source` itself where there is none."""
+    modes = {path: part.training for path, part in source.named_modules()}
+    for path, part in target.named_modules():
+        part.training = modes.get(path, source.training)
 
 
 def as_example(example_input: Example) -> tuple[Tensor, ...]:
-    """The example input as the tuple of the model's positional arguments."""
+    """Return a copy of the example input as the tuple of the model's positional arguments."""
     example = (example_input,) if isinstance(example_input, Tensor) else example_input
     if not isinstance(example, tuple) or not example or not all(isinstance(e, Tensor) for e in example):
         raise InvalidInput(
             f"example_input: got {type(example_input).__name__}, wanted a tensor, or a tuple of tensors for a model "
-            f"with several arguments. Pass one batch as the model takes it, e.g. torch.randn(2, 3, 32, 32)."
+            f"with several arguments. Pass one batch that the model accepts, e.g. torch.randn(2, 3, 32, 32)."
         )
     return tuple(e.detach().clone() for e in example)
 
 
 def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
-    """Refuse what cannot be traced rightly: no module, NaN or infinite weights, another device or dtype than the example's."""
+    """Reject models that cannot be traced: not a module, non-finite weights, another device or dtype than the example's."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
     if isinstance(model, torch.jit.ScriptModule):
-        raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that it was made from.")
+        raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that was scripted.")
     scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
     if scripted:
         raise Untraceable(
-            f"the submodule {scripted[0]!r} is a ScriptModule, which cannot be traced. Put the nn.Module in its place."
+            f"the submodule {scripted[0]!r} is a ScriptModule, which cannot be traced. "
+            f"Replace it by the nn.Module that was scripted."
         )
     if any(is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
-        raise InvalidInput("the model has lazy layers without weights yet. Run it once: model(example_input).")
+        raise InvalidInput("the model has lazy layers whose weights are not initialised. Run it once: model(example_input).")
     for name in [*dict(model.named_modules()), *dict(model.named_parameters()), *dict(model.named_buffers())]:
         if any(c in name for c in '"\\') or not name.isprintable() or any(map(iskeyword, name.split("."))):
             raise InvalidInput(
-                f"the model has a part named {name!r}: torch.fx cannot write Python's keywords, quotes, backslashes or line "
-                f"breaks into code. Give that submodule or parameter another name."
+                f"the model has a submodule or tensor named {name!r}: torch.fx generates code, which cannot hold "
+                f"Python keywords, quotes, backslashes or line breaks. Give that submodule or parameter another name."
             )
-    floating = []
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if not tensor.is_floating_point():
-            continue
-        floating.append((name, tensor))
+    floating = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_floating_point()}
+    for name, tensor in floating.items():
         if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
             raise NonFinite(
-                f"{name!r} holds NaN or infinite values: no cut can be judged on such a network. "
+                f"{name!r} holds NaN or infinite values, so the effect of a cut cannot be measured. "
                 f"Load finite weights, or find out where training diverged."
             )
-    devices = {str(t.device) for _, t in floating}
+    devices, dtypes = {str(t.device) for t in floating.values()}, {t.dtype for t in floating.values()}
     for e in example:
         if devices and str(e.device) not in devices:
             raise InvalidInput(
                 f"the example input is on {str(e.device)!r} but the model is on {', '.join(sorted(devices))!r}. "
                 f"Move one of them: example_input.to(...) or model.to(...)."
             )
-        dtypes = {t.dtype for _, t in floating}
         if e.is_floating_point() and dtypes and e.dtype not in dtypes:
             raise InvalidInput(
                 f"the example input is {e.dtype} but the model is {', '.join(sorted(map(str, dtypes)))}. "
@@ -200,28 +179,28 @@ def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
 
 
 def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
-    """Run `module` once in eval mode and record at every node the shape of what it gives."""
-    training = {m: m.training for m in module.modules()}
+    """Run `module` once in eval mode and record the output shape of every node."""
     try:
-        module.eval()
-        with torch.no_grad():
+        with eval_mode(module):
             recorder = _Recorder(module)
             recorder.run(*like_network(module, copy.deepcopy(example)))
-        for node, shape in recorder.shapes.items():
-            node.meta["shape"] = shape
-            node.meta.pop("other_shapes", None)  # of a network as it was
     except Exception as error:
         raise Untraceable(
             f"the traced {type(module).__name__} does not run on the example input: {str(error).splitlines()[0]} "
-            f"torch.fx followed another path than the model takes: mark the submodule as a leaf, or give all arguments."
+            f"torch.fx recorded another path than the model takes: mark the submodule as a leaf, or pass all arguments."
         ) from error
-    finally:
-        for part, mode in training.items():
-            part.training = mode
+    for node, shape in recorder.shapes.items():
+        info(node)["shape"] = shape
+        info(node).pop("other_shapes", None)  # recorded before the last change of the network
+
+
+def dtype_of(module: nn.Module) -> torch.dtype:
+    """Return the dtype of the network's first floating-point parameter; float32 if it has none."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
 def like_network(module: nn.Module, example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The example on the device and in the precision of the network, which may have been moved since it was traced."""
+    """Return the example on the device and in the precision of the network, which may have moved since it was traced."""
     first = next((p for p in module.parameters() if p.is_floating_point()), None)
     if first is None:
         return example
@@ -229,30 +208,29 @@ def like_network(module: nn.Module, example: tuple[Tensor, ...]) -> tuple[Tensor
 
 
 def other_sizes(model: nn.Module, example: tuple[Tensor, ...], expected: Any) -> list[tuple[tuple[Tensor, ...], Any]]:
-    """Inputs like the example that `model` takes in another batch size, and in another image size, with its outputs.
+    """Return inputs of another batch size, and of another image size, that `model` accepts, each with the model's outputs.
 
-    What a network does to its channels must not depend on sizes, and an example alone cannot tell a batch of 2 from 2 groups.
-    `expected` is what the model gives for the example. Empty for a network that takes one size only: one that fails, or
-    whose outputs no longer are as many as its inputs (view(-1, 512) makes more rows of a larger image).
+    How a network treats its channels must not depend on sizes, and one example cannot tell a batch of 2 from 2 groups.
+    `expected` is the output for the example. The list is empty for a network of a fixed size: one that fails, or whose outputs
+    no longer have one entry for each input (view(-1, 512) makes more rows of a larger image).
     """
+
+    def has_batch_axis(outputs: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
+        return [t.shape[:1] == inputs[0].shape[:1] for t in tensors_in(outputs)]
+
     found = other_batches(model, example, 1 + math.prod(example[0].shape[:1]))
     images = [e for e in example if e.dim() > 2 and e.is_floating_point()]
     large = all(n % 2 == 0 and n >= 64 for e in images for n in e.shape[2:])
     for factor in ((0.5, 2) if large else (2, 0.5)) if images else ():  # half an image is a quarter of the work
         resized = tuple(_resized(e, factor) for e in (found[0][0] if found else example))
         outputs = attempt(model, resized)
-        if outputs is not None and _goes_by_batch(outputs, resized) == _goes_by_batch(expected, example):
+        if outputs is not None and has_batch_axis(outputs, resized) == has_batch_axis(expected, example):
             return [*found, (resized, outputs)]
     return found
 
 
-def _goes_by_batch(outputs: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
-    """Which of the outputs have an entry for each input of the batch."""
-    return [t.shape[:1] == inputs[0].shape[:1] for t in tensors_in(outputs)]
-
-
 def other_batches(model: nn.Module, example: tuple[Tensor, ...], count: int) -> list[tuple[tuple[Tensor, ...], Any]]:
-    """The example repeated to a batch of `count`, with the model's outputs; empty if it does not take that."""
+    """Return the example repeated to a batch of `count`, with the model's outputs; empty if the model does not accept it."""
     batch = example[0].shape[0] if example[0].dim() else 0
     if batch == 0:
         return []
@@ -263,7 +241,7 @@ def other_batches(model: nn.Module, example: tuple[Tensor, ...], count: int) -> 
 
 
 def _resized(tensor: Tensor, factor: float) -> Tensor:
-    """The tensor with all axes behind the channels `factor` times as long."""
+    """Return the tensor with all axes behind the channels `factor` times as long."""
     if tensor.dim() < 3 or not tensor.is_floating_point():
         return tensor
     for axis in range(2, tensor.dim()):
@@ -273,17 +251,17 @@ def _resized(tensor: Tensor, factor: float) -> Tensor:
 
 
 def attempt(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
-    """What the model gives for `inputs`; None where it does not take them."""
+    """Return the model's outputs for `inputs`; None if it raises."""
     try:
         with torch.no_grad():  # a GraphModule that fails prints to the user's terminal; an interpreter does not
             run = fx.Interpreter(model).run if isinstance(model, fx.GraphModule) else model
             return run(*copy.deepcopy(inputs))
-    except Exception:  # a network for one size only: then nothing is to be known about others
+    except Exception:  # a network of a fixed size may raise anything
         return None
 
 
 def _record_other_sizes_(module: fx.GraphModule, others: list[tuple[tuple[Tensor, ...], Any]], name: str) -> None:
-    """Record at every node what it gives for inputs of other sizes; the model's own outputs for them must come out."""
+    """Record the output shapes of all nodes for inputs of other sizes, and compare the outputs with the model's own."""
     for inputs, expected in others:
         recorder = _Recorder(module)
         try:
@@ -291,17 +269,17 @@ def _record_other_sizes_(module: fx.GraphModule, others: list[tuple[tuple[Tensor
                 result = recorder.run(*copy.deepcopy(inputs))
         except Exception as error:
             raise Untraceable(
-                f"the traced {name} does not run on another size of input, {tuple(inputs[0].shape)}, though the model does: "
-                f"{str(error).splitlines()[0]} Its forward takes another path there: mark the submodule as a leaf."
+                f"the traced {name} does not run on an input of shape {tuple(inputs[0].shape)}, though the model does: "
+                f"{str(error).splitlines()[0]} Its forward takes another path for that size: mark the submodule as a leaf."
             ) from error
         if all(bool(torch.isfinite(t).all()) for t in tensors_in(expected) if t.is_floating_point() and not t.is_meta):
             _check_same(result, expected, name)
         for node, shape in recorder.shapes.items():
-            node.meta["other_shapes"] = (*node.meta.get("other_shapes", ()), shape)
+            info(node)["other_shapes"] = (*info(node).get("other_shapes", ()), shape)
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and collects the shape of what each node gives."""
+    """Runs a graph and collects the output shape of each node."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -314,7 +292,7 @@ class _Recorder(fx.Interpreter):
 
 
 def _plain(value: Any) -> Any:
-    """Sizes and numbers as they are, tensors inside a tuple as their shapes: enough for rules, and holds no memory."""
+    """Return sizes and numbers as they are, and tensors inside a tuple as shapes: enough for rules, and holds no tensors."""
     if isinstance(value, Tensor):
         return Shape(tuple(value.shape))
     if isinstance(value, tuple | list):
@@ -323,7 +301,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Tracer(fx.Tracer):
-    """torch.fx's tracer, with the user's leaves and the classes that have a rule left whole."""
+    """torch.fx's tracer, which does not enter the user's leaves and classes that have a rule."""
 
     def __init__(self, root: nn.Module, leaves: Iterable[Leaf]) -> None:
         super().__init__()
@@ -332,10 +310,10 @@ class _Tracer(fx.Tracer):
         self.classes = tuple(leaf for leaf in chosen if not isinstance(leaf, str))
         known = {name for name, _ in root.named_modules()}
         for name in self.names - known:
-            raise InvalidInput(f"leaves: the model has no submodule {name!r}. Give a path of model.named_modules().")
+            raise InvalidInput(f"leaves: the model has no submodule {name!r}. Use a path from model.named_modules().")
 
     def left_whole(self, root: nn.Module) -> tuple[str, ...]:
-        """Paths of the submodules that the user wanted as leaves."""
+        """Return the paths of the submodules that the user named as leaves."""
         return tuple(name for name, part in root.named_modules() if name in self.names or isinstance(part, self.classes))
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -348,12 +326,12 @@ class _Tracer(fx.Tracer):
 
 
 def _default_arguments(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Any]:
-    """The arguments of forward that the example leaves to their defaults: tracing must see those, not stand-ins."""
+    """Return the arguments of forward that the example leaves to their defaults: tracing must see the values, not proxies."""
     given: dict[str, Any] = {}
     for place, parameter in enumerate(inspect.signature(model.forward).parameters.values()):
         if parameter.kind is parameter.VAR_POSITIONAL:
             raise Untraceable(
-                f"{type(model).__name__}.forward takes *{parameter.name}, which torch.fx cannot follow. Wrap the model in a "
+                f"{type(model).__name__}.forward takes *{parameter.name}, which torch.fx cannot trace. Wrap the model in a "
                 f"module whose forward names its inputs."
             )
         if place >= len(example) and parameter.default is not parameter.empty:
@@ -366,15 +344,23 @@ def _follow(tracer: _Tracer, model: nn.Module, arguments: dict[str, Any]) -> fx.
         with _interrupts_deferred():
             graph = tracer.trace(model, concrete_args=arguments or None)
         graph._tracer_cls = None  # our tracer takes arguments, but unpickling a GraphModule makes a tracer without any
-        _forget_arguments_(graph, arguments)
+        _erase_arguments_(graph, arguments)
         return graph
     except Exception as error:
-        raise Untraceable(_untraceable(model, error)) from error
+        libraries = (Path(torch.__file__).parent, Path(__file__).parent)
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if not any(folder in Path(f.filename).parents for folder in libraries)]
+        where = f'line {own[-1].lineno} of {own[-1].filename}, in {own[-1].name}: "{own[-1].line}"' if own else "its forward"
+        raise Untraceable(
+            f"torch.fx cannot follow {type(model).__name__}: {where} ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            f"The result depends on the values of a tensor, or the code cannot be traced. Rewrite that line, or mark the "
+            f"submodule that contains it as a leaf: trace(model, x, leaves=['path.of.submodule'])."
+        ) from error
 
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block: torch.fx, interrupted while it traces, may trace nothing more afterwards."""
+    """Delay Ctrl-C to the end of the block: torch.fx, interrupted while it traces, may not be able to trace again."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -388,39 +374,17 @@ def _interrupts_deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _forget_arguments_(graph: fx.Graph, arguments: dict[str, Any]) -> None:
+def _erase_arguments_(graph: fx.Graph, arguments: dict[str, Any]) -> None:
     """Erase the placeholders of arguments left to their defaults, and the checks that torch.fx added for them."""
-    for node in [n for n in graph.nodes if n.op == "placeholder" and _is_default(n, arguments)]:
-        for user in sorted(_readers(node), key=list(graph.nodes).index, reverse=True):
-            graph.erase_node(user)
-        graph.erase_node(node)
 
+    def behind(node: fx.Node) -> set[fx.Node]:
+        return {node}.union(*map(behind, node.users))
 
-def _is_default(node: fx.Node, arguments: dict[str, Any]) -> bool:
-    return any(re.fullmatch(rf"{re.escape(name)}(_\d+)?", str(node.target)) for name in arguments)
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
-    for user in node.users:
-        found |= {user} | _readers(user)
-    return found
-
-
-def _untraceable(model: nn.Module, error: Exception) -> str:
-    """Names the deepest line of the user's own code in the error's traceback, and the submodule it belongs to."""
-    own = [f for f in traceback.extract_tb(error.__traceback__) if not _is_library(f.filename)]
-    where = f'line {own[-1].lineno} of {own[-1].filename}, in {own[-1].name}: "{own[-1].line}"' if own else "its forward"
-    return (
-        f"torch.fx cannot follow {type(model).__name__}: {where} ({type(error).__name__}: {str(error).splitlines()[0]}). "
-        f"Its outcome depends on the values of a tensor, or it calls what cannot be traced. Rewrite that line, or mark the "
-        f"submodule that holds it as a leaf: trace(model, x, leaves=['path.of.submodule'])."
-    )
-
-
-def _is_library(filename: str) -> bool:
-    path = Path(filename)
-    return Path(torch.__file__).parent in path.parents or Path(__file__).parent in path.parents
+    patterns = [rf"{re.escape(name)}(_\d+)?" for name in arguments]
+    for placeholder in [n for n in graph.nodes if n.op == "placeholder"]:
+        if any(re.fullmatch(pattern, str(placeholder.target)) for pattern in patterns):
+            for node in sorted(behind(placeholder), key=list(graph.nodes).index, reverse=True):
+                graph.erase_node(node)
 
 
 def _run(module: nn.Module, example: tuple[Tensor, ...]) -> Any:
@@ -436,13 +400,13 @@ def _run(module: nn.Module, example: tuple[Tensor, ...]) -> Any:
 
 
 def _check_same(traced: Any, expected: Any, name: str) -> None:
-    """The traced network must give what the model gives: otherwise torch.fx missed a side effect or a random choice."""
+    """Compare the traced network's outputs with the model's: they differ where torch.fx missed a side effect or randomness."""
     pairs = zip(tensors_in(traced), tensors_in(expected), strict=True)
     for ours, theirs in pairs:
         if ours.is_meta or not theirs.is_floating_point():
             continue
         if not bool(torch.isfinite(theirs).all()):
-            raise NonFinite(f"{name} gives NaN or infinite outputs for the example input: nothing can be compared on it.")
+            raise NonFinite(f"{name} gives NaN or infinite outputs for the example input, so nothing can be compared on it.")
         scale = float(theirs.abs().max()) if theirs.numel() else 0.0
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5 * max(scale, 1e-30)):
             raise Untraceable(
@@ -453,7 +417,7 @@ def _check_same(traced: Any, expected: Any, name: str) -> None:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors inside nested tuples, lists, dicts and dataclasses, in order."""
+    """Return all tensors inside nested tuples, lists, dicts and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -465,25 +429,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     return []
 
 
-def _filters_a_channel(module: fx.GraphModule, node: fx.Node) -> int:
-    """How many filters a depthwise layer has for each channel; 0 for any other node. A cut can make it look otherwise."""
-    layer = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-    groups, inputs, filters = (getattr(layer, name, None) for name in ("groups", "in_channels", "out_channels"))
-    if isinstance(groups, int) and isinstance(filters, int) and 1 < groups == inputs:
-        return filters // groups
-    return 0
-
-
-def _note_origin_(module: fx.GraphModule) -> None:
-    """Note at every node what must survive all cuts: for a call of a function, a name such as 'layer1.0.add'."""
-    seen: dict[str, int] = {}
-    for node in reversed(module.graph.nodes):  # no way leads from it to an output
-        node.meta["unread"] = node.op != "output" and all(user.meta["unread"] for user in node.users)
+def _record_origins_(module: fx.GraphModule) -> None:
+    """Record at every node facts about the uncut network that cuts would hide, and a name for each call of a function."""
+    for node in reversed(module.graph.nodes):
+        info(node)["unused"] = node.op != "output" and all(info(user)["unused"] for user in node.users)
+    calls: Counter[str] = Counter()
     for node in module.graph.nodes:
-        node.meta["filters_a_channel"] = _filters_a_channel(module, node)
-        if node.op not in ("call_function", "call_method"):
-            continue
-        name = ".".join(part for part in (module_path(node), call_word(node)) if part)
-        count = seen.get(name, 0)
-        seen[name] = count + 1
-        node.meta["name"] = f"{name}_{count}" if count else name
+        layer = called_module(module, node)
+        groups, inputs, filters = (getattr(layer, name, None) for name in ("groups", "in_channels", "out_channels"))
+        info(node)["filters_a_channel"] = 0
+        if isinstance(groups, int) and isinstance(filters, int) and 1 < groups == inputs:  # depthwise
+            info(node)["filters_a_channel"] = filters // groups
+        if node.op in ("call_function", "call_method"):
+            name = ".".join(part for part in (module_path(node), call_word(node)) if part)
+            info(node)["name"] = f"{name}_{calls[name]}" if calls[name] else name
+            calls[name] += 1

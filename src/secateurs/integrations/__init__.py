@@ -1,1 +1,1 @@
-"""What lets other people's tools use ours; none of them has to be installed."""
+"""Adapters to other pruning libraries, none of which has to be installed."""

@@ -1,7 +1,7 @@
-"""Our importances as an importance of Torch-Pruning: `tp.pruner.BasePruner(model, x, importance=FilterImportance(...))`.
+"""Importances for Torch-Pruning: `tp.pruner.BasePruner(model, x, importance=FilterImportance(...))`.
 
-Torch-Pruning removes groups of coupled filters and asks for one number a channel of each group. Any number of ours will do:
-the coefficients of an ensemble, or of a criterion; more is better in both.
+Torch-Pruning removes groups of coupled filters and asks for one score for each channel of a group. The coefficients of an
+ensemble and the scores of any criterion will do: in both, higher means more important.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from secateurs.scoring.importance import Importance
 
 
 class FilterImportance:
-    """The importance of a group of Torch-Pruning: the mean, over the sites whose layers the group prunes, of their scores.
+    """The importance of a group of Torch-Pruning: the mean score over the sites whose layers the group prunes.
 
-    `model` is the network that Torch-Pruning prunes, `graph` its trace, unpruned, and `scores` gives for each site by name a
-    score for each of its channels: an `Importance` or a tensor (C,). A group that touches no such site gives None, which
-    Torch-Pruning leaves alone. Scores are compared between groups as they are where `global_pruning=True`.
+    `model` is the network that Torch-Pruning prunes, and `graph` its unpruned trace. `scores` maps the name of a site to an
+    `Importance` or a tensor (C,), one score for each channel. A group without such a site gets None, and Torch-Pruning does
+    not prune it. With `global_pruning=True`, scores of different groups are compared without normalisation.
     """
 
     def __init__(self, model: nn.Module, graph: Graph, scores: Mapping[str, Importance | Tensor]) -> None:
         if graph.plan.steps:
-            raise InvalidInput("graph: has been cut already; Torch-Pruning counts the channels of the untouched network.")
+            raise InvalidInput(
+                "graph: is already pruned, but Torch-Pruning counts the channels of the unpruned network. Trace that one."
+            )
         sites = resolve(graph, scores)
         self.scores: dict[nn.Module, Tensor] = {}
         for name, found in scores.items():
@@ -37,7 +39,7 @@ class FilterImportance:
                 self.scores[_layer(model, layer)] = score
 
     def __call__(self, group: Any, **_: Any) -> Tensor | None:
-        """Scores (channels of the group,), or None where nothing is known of it."""
+        """Return the scores (channels of the group,), or None if none of its sites has scores."""
         sums: Tensor | None = None
         counts = torch.zeros(0)
         for entry in group:
@@ -56,8 +58,8 @@ class FilterImportance:
         score, width = self.scores[layer], _filters(layer)
         if width != len(score):
             raise InvalidInput(
-                f"a layer has {width} filters, but was scored when it had {len(score)}: it was pruned since. Trace and score "
-                f"the network again, and make a new importance for the next step."
+                f"a layer has {width} filters, but had {len(score)} when it was scored: it has been pruned since. Trace and "
+                f"score the network again, and create a new FilterImportance for the next step."
             )
         return score
 
@@ -68,7 +70,7 @@ def _checked(site: Site, score: Tensor) -> Tensor:
             f"scores of site {site.name!r}: got shape {tuple(score.shape)}, wanted ({site.channels},), one for each channel."
         )
     if bool(score.isnan().any()):
-        raise InvalidInput(f"scores of site {site.name!r}: hold NaN, which has no place in an order.")
+        raise InvalidInput(f"scores of site {site.name!r}: contain NaN, which cannot be ranked.")
     return score.detach().float().cpu()
 
 
@@ -77,8 +79,8 @@ def _layer(model: nn.Module, name: str) -> nn.Module:
         return model.get_submodule(name)
     except AttributeError as error:
         raise InvalidInput(
-            f"model: has no layer {name!r}, which the graph has: functional layers have no place in Torch-Pruning's groups, or "
-            f"the graph is that of another network."
+            f"model: has no layer {name!r}, but the graph has. Torch-Pruning knows no functional layers: leave out the scores "
+            f"of such sites. If it is not one, the graph was traced from another network."
         ) from error
 
 

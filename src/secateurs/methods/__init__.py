@@ -10,24 +10,26 @@ from secateurs.config import CRITERIA, Repair
 from secateurs.errors import InvalidInput, suggest
 from secateurs.methods.algorithm1 import paper
 from secateurs.methods.base import ENDINGS, NO_TRAINING, Budget, Pruned, Task, Trained, Watch
-from secateurs.methods.global_ import divided
-from secateurs.methods.li2017 import li
+from secateurs.methods.one_shot import divided, li, uniform
 from secateurs.methods.sfp import soft
-from secateurs.methods.uniform import uniform
 
 __all__ = ["METHODS", "NO_TRAINING", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
 
 
 class Method(Protocol):
-    """Makes the task's network smaller until its target is reached, and spends its budget, no more and no less."""
+    """Makes the task's network smaller until the target is reached, and spends the budget, no more and no less."""
 
     def __call__(self, task: Task, *, watch: Watch | None = ...) -> Pruned:
-        """The smaller network; the task's own is left as it is. A killed method, called again, goes on in the task's folder."""
+        """Return the smaller network; the task's own is unchanged. A killed method resumes in the task's folder."""
         ...
 
 
 _UNIFORM = ":uniform"
-_WORDS: Mapping[Repair, str] = {"none": "", "least-squares": ", readers repaired", "every-layer": ", then every layer refitted"}
+_WORDS: Mapping[Repair, str] = {
+    "none": "",
+    "least-squares": ", consumers repaired",
+    "every-layer": ", then every layer refitted",
+}
 _WHOLE: Mapping[str, tuple[Method, str]] = {
     "li": (li, "L1 norms; each site as far as its own drop of accuracy stays within one threshold (Li et al., 2017)"),
     "sfp": (
@@ -41,22 +43,22 @@ _WHOLE: Mapping[str, tuple[Method, str]] = {
     "paper": (paper, "Algorithm 1: linear filter ensembles, site by site, trained after every cut"),
     "paper+repair": (
         partial(paper, repair=True),
-        "Algorithm 1 with the best of several orders, readers repaired after every cut",
+        "Algorithm 1 with the best of several orders, consumers repaired after every cut",
     ),
 }
 
 
 def _by_criterion() -> dict[str, tuple[Method, str]]:
-    """Every criterion with its cuts divided by loss per MAC or uniform, with and without repair."""
+    """Every criterion with its cuts allocated by loss per MAC or uniform, with and without repair."""
     found: dict[str, tuple[Method, str]] = {}
     for criterion in CRITERIA:
         for repair, ending in ENDINGS.items():
-            if criterion == "obs" and repair == "none":  # it goes by what repairs can make up for
+            if criterion == "obs" and repair == "none":  # it ranks by what repairs can make up for
                 continue
             words = _WORDS[repair]
             name = f"{criterion}{ending}"
             method = partial(divided, criterion=criterion, repair=repair)
-            found[name] = method, f"ranked once by {criterion}, cuts divided by loss per MAC{words}"
+            found[name] = method, f"ranked once by {criterion}, cuts allocated by loss per MAC{words}"
             name = f"{criterion}{_UNIFORM}{ending}"
             method = partial(uniform, criterion=criterion, repair=repair)
             found[name] = method, f"ranked once by {criterion}, the same share of filters at every site{words}"

@@ -1,153 +1,120 @@
-"""Algorithm 1 of the paper as a method of comparisons: site after site, forward, each cut within the allowed drop.
+"""Algorithm 1 of the paper as a method of comparisons: the loop of `pruning.run` with a target to meet and a budget to keep.
 
-Unlike `secateurs.pruning.run` it has a target to meet and a budget to keep. Rounds follow each other until the target is
-reached, and the last cut takes no more filters than that needs. A piece of the training between cuts follows every cut, as long
-as there is any left.
+Rounds follow each other until the target is reached, and the last cut removes no more filters than that needs. A stage of the
+training between cuts follows every cut, as long as there is any left.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
 
 from secateurs.compaction import compact
+from secateurs.criteria.ranking import Ranking
 from secateurs.errors import InvalidInput
-from secateurs.graph.sites import Site
-from secateurs.graph.trace import Graph
-from secateurs.methods.base import MethodRun, MethodState, Pruned, Task, Watch, opened, recipe_for
-from secateurs.methods.profiles import observing, ranked
+from secateurs.methods.base import MethodRun, MethodState, Pruned, Spent, StepCost, Task, Watch, opened, recipe_for
+from secateurs.methods.profiles import ranked, repair_passes
 from secateurs.methods.training import finished, train_next, train_rest
 from secateurs.pruning.context import PreparedSite
-from secateurs.selection.search import find_cut
-from secateurs.training import carry_momentum
+from secateurs.pruning.run import Run
+from secateurs.selection.search import Cut
 
-# What a cut may cost of the accuracy before it: the paper tunes its α and does not say to what. After a round that cuts nothing
-# it is doubled, so that every target is met.
+# The drop that a cut may cost: the paper tunes its α and does not say to what. It is doubled after a round that cuts nothing,
+# so that every target is met.
 MAX_DROP = 0.01
 
 
-def paper(task: Task, *, repair: bool = False, watch: Watch | None = None) -> Pruned:
-    """Prune by Algorithm 1 with ensembles; with `repair`, by portfolios, readers repaired in closed form after every cut."""
-    name = "paper+repair" if repair else "paper"
-    # with training between, repairs aim at the network as it is, not at the untouched one
+def paper(task: Task, *, repair: bool = False, max_drop: float = MAX_DROP, watch: Watch | None = None) -> Pruned:
+    """Prune by Algorithm 1 with ensembles; with `repair`, by portfolios, consumers repaired in closed form after every cut."""
     recipe = replace(
         recipe_for(task, "portfolio" if repair else "ensemble", repair="least-squares" if repair else "none"),
+        # with training between, repairs aim at the current network, not at the original one
         finetune=task.budget.between,
-        max_drop=MAX_DROP,
+        budget="site",
+        max_drop=max_drop,
     )
-    with opened(task, name, recipe, watch) as work:
-        standing = work.standing() or MethodState(work.copied(), state=_Way(MAX_DROP).fields())
-        while not work.reached(standing.graph):
-            standing = work.keep(_visit(work, standing))
-        return finished(work, train_rest(work, standing))
+    with opened(task, "paper+repair" if repair else "paper", recipe, watch) as run:
+        return finished(run, train_rest(run, run.load() or run.save(TargetRun(run).reach_target())))
 
 
-@dataclass(frozen=True)
-class _Way:
-    """How far the method has come."""
+class TargetRun(Run):
+    """Algorithm 1 until the target is reached, however much accuracy that costs."""
 
-    max_drop: float  # that a cut may cost now
-    visits: int = 0  # to sites, all rounds together
-    cuts: int = 0
-    cuts_before: int = 0  # those made before this round
+    def __init__(self, method: MethodRun) -> None:
+        super().__init__(method.context)
+        self.method = method
+        self.restore()
+        self._passes = 0  # of the current step
+        self._trained = [cost.trained for cost in self.journal.of(StepCost) if cost.trained is not None]
 
-    def fields(self) -> dict[str, Any]:
-        """As plain values."""
-        return {"visits": self.visits, "cuts": self.cuts, "cuts_before": self.cuts_before, "max_drop": self.max_drop}
-
-    def on(self, sites: int, made: bool) -> _Way:
-        """One visit later; at the end of a round that made no cut, more may be lost."""
-        way = replace(self, visits=self.visits + 1, cuts=self.cuts + made)
-        if way.visits % sites:
-            return way
-        allowed = way.max_drop if way.cuts > way.cuts_before else 2 * way.max_drop
-        return replace(way, cuts_before=way.cuts, max_drop=allowed)
-
-    def note(self, sites: int) -> str:
-        """In words."""
-        return f"{self.cuts} cuts in {self.visits / sites:.1f} rounds, each within a drop of {self.max_drop:g}"
-
-
-def _visit(work: MethodRun, standing: MethodState) -> MethodState:
-    """The next site in turn: its filters ranked, as many removed as the drop allows, a piece of the training."""
-    began, way, count = time.monotonic(), _Way(**standing.state), len(work.sites)
-    if way.max_drop > 1:
-        raise InvalidInput(
-            f"target_macs = {work.task.target_macs:g}: wanted at most {work.removed(standing.graph):.3f}, after which no site "
-            f"has a filter to spare."
+    def reach_target(self) -> MethodState:
+        """Do the work, and return the network with what was spent on it."""
+        for _ in self.algorithm1():
+            pass
+        costs, steps = self.journal.of(StepCost), self.steps
+        training = sum(cost.training_seconds for cost in costs)
+        rounds, cuts = len(steps) / max(len(self.method.sites), 1), sum(bool(step.removed) for step in steps)
+        spent = Spent(
+            tuple(self._trained),
+            sum(cost.passes for cost in costs),
+            sum(step.seconds for step in steps) - training,
+            training,
+            f"{cuts} cuts in {rounds:.1f} rounds, each within a drop of {self.budget.max_drop:g}",
         )
-    name = work.sites[way.visits % count].name
-    site = work.workshop.site(standing.graph, name)  # looked up again: an earlier cut may have narrowed it
-    if site is None:
-        return replace(standing, state=way.on(count, made=False).fields())
-    place = work.workshop.place(standing.graph, site)
-    found = _find_cut(work, place, way)
-    after = way.on(count, made=found.filters > 0)
-    searched = replace(
-        standing,
-        passes=standing.passes + found.passes,
-        search_seconds=standing.search_seconds + time.monotonic() - began,
-        note=after.note(count),
-        state=after.fields(),
-    )
-    return train_next(work, _cut(work, place, found.keep, searched)) if found.filters else searched
+        graph = self.method.copied() if self.graph is self.original else self.graph
+        return MethodState(graph, spent, self.state.momentum)
 
+    def site_order(self) -> Iterator[PreparedSite]:
+        """Forward, round after round, until the target is reached."""
+        progress, sites = self.context.progress, self.method.sites
+        for number in count():
+            for place, site in enumerate(sites, 1):
+                if self._done(number, site.name):
+                    continue
+                if self.method.reached(self.graph):
+                    return
+                progress.round, progress.number, progress.sites = number, place, len(sites)
+                yield from self._entered_site(site.name)
+            if self.method.reached(self.graph):
+                return
+            if not any(step.removed for step in self.steps if step.round == number):
+                self.budget.max_drop *= 2
+            if self.budget.max_drop > 1:
+                raise InvalidInput(
+                    f"target_macs = {self.method.task.target_macs:g}: wanted at most {self.method.removed(self.graph):.3f}, "
+                    f"after which no site has a filter to spare."
+                )
 
-@dataclass(frozen=True, eq=False)
-class _Found:
-    keep: Tensor  # (C,)
-    filters: int  # that go
-    passes: int
+    def rank(self, prepared: PreparedSite) -> Ranking:
+        """Rank the site's filters, and count the passes."""
+        ranking, self._passes = ranked(self.method, prepared, self.step_number)
+        return ranking
 
+    def find_cut(self, prepared: PreparedSite, ranking: Ranking) -> Cut:
+        """The largest cut within the drop, or the smallest that reaches the target."""
+        cut = super().find_cut(prepared, ranking)
+        self._passes += (1 + len(cut.evaluated)) * len(self.context.validation) + repair_passes(self.method)
 
-def _find_cut(work: MethodRun, place: PreparedSite, way: _Way) -> _Found:
-    """The largest cut of a site within the drop, or the smallest that reaches the target."""
-    workshop, site = work.workshop, place.site
-    number = way.visits % len(work.sites) + 1
-    ranking, passes = ranked(work, place, way.visits + 1)
-    measured = workshop.bench(place, work.task.metric).on(workshop.search)
-    looks = 0
+        def reaches(m: int) -> bool:
+            keep = replace(cut, removed=cut.removed[:m]).keep
+            return self.method.reached(compact(prepared.graph, {prepared.site.name: keep}, verify=False))
 
-    def accuracy(keep: Tensor) -> float:
-        nonlocal looks
-        looks += 1
-        work.tell("search", looks, site.channels.bit_length() + 1, site, number)
-        return float(measured.means(keep[None])[0])
+        if not cut.m or not reaches(cut.m):
+            return cut
+        return replace(cut, removed=cut.removed[: bisect_left(range(1, cut.m), True, key=reaches) + 1])
 
-    baseline = workshop.evaluate(place.graph, workshop.search).accuracy
-    share = workshop.recipe.largest_share
-    found = find_cut(ranking.order, accuracy, baseline=baseline, max_drop=way.max_drop, largest_share=share)
-    removed = _enough(work, place.graph, site, found.removed)
-    keep = torch.ones(site.channels, dtype=torch.bool)
-    keep[list(removed)] = False
-    return _Found(keep, len(removed), passes + (1 + looks) * len(workshop.search) + observing(work))
-
-
-def _enough(work: MethodRun, graph: Graph, site: Site, removed: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the filters that may go, least important first, as many as the target needs."""
-
-    def reaches(count: int) -> bool:
-        keep = torch.ones(site.channels, dtype=torch.bool)
-        keep[list(removed[:count])] = False
-        masks: Mapping[str | Site, Tensor] = {site.name: keep}
-        return work.reached(compact(graph, masks, verify=False))
-
-    if not removed or not reaches(len(removed)):
-        return removed
-    low, high = 1, len(removed)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reaches(middle) else (middle + 1, high)
-    return removed[:low]
-
-
-def _cut(work: MethodRun, place: PreparedSite, keep: Tensor, standing: MethodState) -> MethodState:
-    """The cut made, repaired if repairs are made; the momentum of the weights that are left comes along."""
-    made = work.workshop.made(place, keep).graph
-    parameters = dict(made.module.named_parameters())
-    return replace(standing, graph=made, momentum=carry_momentum(standing.momentum, made.kept, parameters))
+    def finetune(self, prepared: PreparedSite, cut: Cut) -> None:
+        """Train by the next stage of the budget, if there is one left."""
+        self._loss_cut, began, trained = self.state.loss, time.monotonic(), None
+        if cut.m:
+            before = MethodState(self.graph, Spent(tuple(self._trained)), self.state.momentum)
+            after = train_next(self.method, before)
+            if after is not before:
+                trained = after.spent.trained[-1]
+                self._trained.append(trained)
+                self.state = self.context.measured(replace(self.state, momentum=dict(after.momentum)))
+        number, seconds = self.step_number, time.monotonic() - began
+        self.journal.once(StepCost, lambda: StepCost(number, self._passes, seconds, trained), step=number)

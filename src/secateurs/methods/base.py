@@ -1,4 +1,4 @@
-"""What every method of a comparison gets and gives: the same network, data, goal and training for all of them."""
+"""What every method of a comparison gets and gives: the same network, data, target and training budget for all of them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 from torch import Tensor
 
+from secateurs._util.journal import Journal, disk_errors, plain, record_from
 from secateurs._util.modules import Device
 from secateurs._util.tensors import digest
 from secateurs.compaction import replay
@@ -24,9 +25,9 @@ from secateurs.graph.plan import Plan
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, changed, correct, cross_entropy, display_name, fingerprints
-from secateurs.pruning.context import PruningContext, Runtime
-from secateurs.pruning.folder import Record, RunFolder, disk_errors
-from secateurs.pruning.results import Progress
+from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
+from secateurs.pruning.folder import MEASURED
+from secateurs.pruning.results import KINDS, Progress, SiteCurve
 from secateurs.scoring.cache import MeasurementCache
 
 
@@ -34,12 +35,12 @@ from secateurs.scoring.cache import MeasurementCache
 class Budget:
     """All the training that a method does, no more and no less.
 
-    A method that cuts step by step divides the steps of `between` over its cuts, and does what is left of them after the last
-    one; a method that cuts at once does them all straight after the cut. Then `after` follows for everybody.
+    A method that cuts step by step divides the steps of `between` over its cuts, and does the rest of them after the last
+    one; a method that cuts at once does them all after the cut. Then `after` follows for every method.
     """
 
     name: str
-    between: TrainSettings | None = None  # at a constant rate, so that its pieces add up to the whole
+    between: TrainSettings | None = None  # at a constant rate, so that its stages add up to the whole
     after: TrainSettings | None = None
 
     def __post_init__(self) -> None:
@@ -57,9 +58,9 @@ NO_TRAINING = Budget("none")
 class Task:
     """One network to be made smaller. Methods never read the test set."""
 
-    graph: Graph  # trained, and left as it is
+    graph: Graph  # trained; methods work on copies
     data: Data
-    target_macs: float  # share of the MACs that has to go, counted on the compacted network
+    target_macs: float  # share of the MACs to remove, counted on the compacted network
     budget: Budget = NO_TRAINING
     shortcut: Shortcut = "before"
     seed: int = 0
@@ -67,16 +68,16 @@ class Task:
     metric: Measure = correct
     batch: int = 256  # examples at once outside training
     device: Device = None
-    folder: Path | None = None  # where a killed method finds what it had done
+    folder: Path | None = None  # where a killed method is resumed from
     store: Path | None = None  # of measurements that several methods share
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a stretch of training was: the settings in words are the budget's, these are the sums that must be equal."""
+    """The training that was done: the sums that must be equal for all methods."""
 
     images: int  # training examples seen, each as often as it was
-    rate_sum: float  # learning rate times images, added up
+    rate_sum: float  # learning rate times images, summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +86,7 @@ class Pruned:
 
     graph: Graph  # compacted
     trained: Trained
-    passes: int  # images brought through the network to decide what goes (search cost); training is not in it
+    passes: int  # images run through the network to decide what is removed (search cost), without training
     search_seconds: float
     training_seconds: float
     note: str = ""  # what the method says of its choice, such as thresholds
@@ -96,119 +97,155 @@ Watch = Callable[[Progress], None]
 ENDINGS: Mapping[Repair, str] = {"none": "", "least-squares": "+repair", "every-layer": "+refit"}
 """What a method's name ends in, by the repair that it makes."""
 
-_STANDING = "checkpoints/standing"
-_MEASURED = "measured.sqlite"
+_STATE = "checkpoints/state"
 _WEIGHTS, _MOMENTUM = "weights/", "momentum/"
 _ROUNDING = 1e-12  # a share that is reached exactly must not be missed by the rounding of a division
 
 
-@dataclass(frozen=True, eq=False)
-class MethodState:
-    """Where a method stands: the network as it is, and what it took to get there."""
+@dataclass(frozen=True)
+class Spent:
+    """What a method has spent so far, and what only the method itself understands."""
 
-    graph: Graph
-    momentum: Mapping[str, Tensor] = field(default_factory=dict)  # of the optimiser, by parameter name
-    trained: tuple[Trained, ...] = ()  # one for each stretch of the budget that is spent
+    trained: tuple[Trained, ...] = ()  # one for each stage of the budget that is done
     passes: int = 0
     search_seconds: float = 0.0
     training_seconds: float = 0.0
     note: str = ""
-    state: Mapping[str, Any] = field(default_factory=dict)  # plain values that only the method itself understands
+    private: dict[str, Any] = field(default_factory=dict)
+
+
+class _StateMeta(TypedDict):
+    """The plain values beside the tensors of a saved state."""
+
+    spent: Spent
+    plan: str
+
+
+@dataclass(frozen=True, eq=False)
+class MethodState:
+    """The current network of a method, and what was spent on it."""
+
+    graph: Graph
+    spent: Spent = Spent()
+    momentum: Mapping[str, Tensor] = field(default_factory=dict)  # of the optimiser, by parameter name
+
+
+@dataclass(frozen=True, eq=False)
+class TaskRecord:
+    """What a folder was started with: all that the outcome of a method depends on."""
+
+    asked: dict[str, Any]
+    fingerprints: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class SiteProfile:
+    """A site's curve, and the cost of measuring it."""
+
+    curve: SiteCurve
+    passes: int
+    seconds: float = 0.0
+
+    @property
+    def site(self) -> str:
+        """The site's name."""
+        return self.curve.site
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step of Algorithm 1 spent, besides what the step itself records."""
+
+    step: int
+    passes: int
+    training_seconds: float
+    trained: Trained | None  # None: no cut, or no stage of the budget left
+
+
+METHOD_KINDS = {**KINDS, "task": TaskRecord, "profile": SiteProfile, "cost": StepCost}
+"""The records of a method's journal: those of a run, and its own."""
 
 
 @dataclass(frozen=True, eq=False)
 class MethodRun:
-    """A task on the table of one method."""
+    """A task in the hands of one method."""
 
     task: Task
-    workshop: PruningContext
-    record: Record
-    watch: Watch | None
+    context: PruningContext
     asked: Mapping[str, Any]  # all that the outcome depends on, as JSON has it
+
+    @property
+    def journal(self) -> Journal:
+        """The journal of the method's folder."""
+        return self.context.journal
 
     @cached_property
     def sites(self) -> tuple[Site, ...]:
-        """The sites of the untouched network that have a filter to spare, in network order."""
+        """The sites of the original network with more than one filter, in network order."""
         return tuple(site for site in find_sites(self.task.graph, self.task.shortcut) if site.channels > 1)
 
     @cached_property
     def macs(self) -> int:
-        """Of the untouched network."""
+        """Of the original network."""
         return cost(self.task.graph).macs
 
     def removed(self, graph: Graph) -> float:
-        """The share of the MACs that is gone."""
+        """The share of the MACs that is removed."""
         return 1 - cost(graph).macs / self.macs
 
     def reached(self, graph: Graph) -> bool:
-        """Whether so much is gone as the task wants."""
+        """Whether the task's target is reached."""
         return self.removed(graph) >= self.task.target_macs - _ROUNDING
 
     def copied(self) -> Graph:
-        """The untouched network, to be changed."""
+        """A copy of the original network, to be changed."""
         return copied(self.task.graph)
 
-    def tell(self, phase: str, done: int, total: int, site: Site | None = None, number: int = 0) -> None:
-        """Say where the method is: `done` of `total` units of the phase, at the site of that number (from 1)."""
-        if self.watch is not None:
-            self.watch(Progress(phase, done, total, "" if site is None else site.name, number, len(self.sites)))
+    def report(self, phase: str, done: int, total: int, site: Site | None = None, number: int = 0) -> None:
+        """Report `done` of `total` units of a phase, at the site of that number (from 1)."""
+        self.context.progress.number, self.context.progress.sites = number, len(self.sites)
+        self.context.progress.report(phase, done, total, site)
 
-    # ---- the folder --------------------------------------------------------------------------------------------------
+    def save(self, state: MethodState) -> MethodState:
+        """Write the state to the folder as a whole, and return it."""
+        tensors = {f"{_WEIGHTS}{name}": tensor for name, tensor in state.graph.module.state_dict().items()}
+        tensors |= {f"{_MOMENTUM}{name}": tensor for name, tensor in state.momentum.items()}
+        self.journal.save_tensors(_STATE, tensors, {"spent": plain(state.spent), "plan": state.graph.plan.to_json()})
+        return state
 
-    def keep(self, standing: MethodState) -> MethodState:
-        """Write the standing down as a whole, and give it back."""
-        tensors = {f"{_WEIGHTS}{name}": tensor for name, tensor in standing.graph.module.state_dict().items()}
-        tensors |= {f"{_MOMENTUM}{name}": tensor for name, tensor in standing.momentum.items()}
-        meta = {name: getattr(standing, name) for name in _FIGURES}
-        trained = [asdict(stretch) for stretch in standing.trained]
-        plan = standing.graph.plan.to_json()
-        self.record.save_tensors(_STANDING, tensors, {**meta, "trained": trained, "plan": plan})
-        return standing
-
-    def standing(self) -> MethodState | None:
-        """The standing that was written down last; None at the beginning."""
-        found = self.record.load_tensors(_STANDING, _StandingMeta)
+    def load(self) -> MethodState | None:
+        """The state that was saved last; None at the beginning."""
+        found = self.journal.load_tensors(_STATE, _StateMeta)
         if found is None:
             return None
         tensors, meta = found
-        graph = replay(self.task.graph, Plan.from_json(meta["plan"], where=f"{self.record.path}"), verify=False)
+        graph = replay(self.task.graph, Plan.from_json(meta["plan"], where=f"{self.journal.path}"), verify=False)
         graph = self.copied() if graph is self.task.graph else graph
-        graph.module.load_state_dict(_under(_WEIGHTS, tensors))
-        trained = tuple(Trained(**stretch) for stretch in meta["trained"])
-        return MethodState(graph, _under(_MOMENTUM, tensors), trained, **{name: meta[name] for name in _FIGURES})
-
-
-class _StandingMeta(TypedDict):
-    """The plain values of a standing."""
-
-    passes: int
-    search_seconds: float
-    training_seconds: float
-    note: str
-    state: dict[str, Any]
-    trained: list[Trained]
-    plan: str
-
-
-_FIGURES = ("passes", "search_seconds", "training_seconds", "note", "state")
+        weights, momentum = (
+            {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            for prefix in (_WEIGHTS, _MOMENTUM)
+        )
+        graph.module.load_state_dict(weights)
+        return MethodState(graph, record_from(meta["spent"], Spent), momentum)
 
 
 @contextmanager
 def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterator[MethodRun]:
-    """The work of the method called `name`, whose searching `recipe` describes; goes on with what the task's folder holds."""
+    """Open the task for the method called `name`, whose search `recipe` describes; resumes what the task's folder holds."""
     if not 0 < task.target_macs < 1:
         raise InvalidInput(f"target_macs = {task.target_macs:g}: wanted a share of the MACs between 0 and 1, such as 0.3")
     asked = _asked(task, name)
-    record = Record() if task.folder is None else _folder(task.folder, task, asked)
+    journal = Journal(None, METHOD_KINDS) if task.folder is None else _folder(task.folder, task, asked)
     try:
-        store = MeasurementCache(task.store or (None if record.path is None else record.path / _MEASURED))
+        cache = MeasurementCache(task.store or (None if journal.path is None else journal.path / MEASURED))
         try:
-            tools = Runtime(task.loss_fn, task.metric, task.device, store, cache_bytes=None)
-            yield MethodRun(task, PruningContext(task.graph, task.data, recipe, tools), record, watch, asked)
+            runtime = Runtime(task.loss_fn, task.metric, task.device, cache, cache_bytes=None)
+            context = PruningContext(task.graph, task.data, recipe, runtime, journal, ProgressReporter(watch))
+            yield MethodRun(task, context, asked)
         finally:
-            store.close()
+            cache.close()
     finally:
-        record.close()
+        journal.close()
 
 
 def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe:
@@ -217,7 +254,7 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
         confidence=0.0,
         criterion=criterion,
         repair=repair,
-        allocation="global" if repair == "every-layer" else "sequential",  # for what is solved when all cuts are made
+        allocation="global" if repair == "every-layer" else "sequential",  # refitting comes after all cuts
         scoring_examples=_PAIRS_SEE if criterion == "pairs" else None,
         target_macs=task.target_macs,
         shortcut=task.shortcut,
@@ -229,33 +266,29 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
 _PAIRS_SEE = 1024  # examples: pairwise terms are fitted to losses, which need a fixed number to be counted
 
 
-def _folder(path: Path, task: Task, asked: Mapping[str, Any]) -> RunFolder:
-    """The folder at `path`, new or of this very task and method."""
+def _folder(path: Path, task: Task, asked: dict[str, Any]) -> Journal:
+    """The journal at `path`, new or of this very task and method."""
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
-    folder = RunFolder(path)
+    journal = Journal(path, METHOD_KINDS)
     try:
         measures = {"loss": task.loss_fn, "metric": task.metric}
-        known = folder.units("task")
-        if not known:
-            folder.append("task", **asked, fingerprints=fingerprints(measures))
-            return folder
-        # what an older folder does not tell is taken to be the same
-        others = [key for key in asked if key not in measures and known[0].get(key, asked[key]) != asked[key]]
-        others += changed(measures, known[0], known[0].get("fingerprints", {}))
+        known = journal.once(TaskRecord, lambda: TaskRecord(asked, fingerprints(measures)))
+        others = [key for key in asked if key not in measures and known.asked.get(key) != asked[key]]
+        others += changed(measures, known.asked, known.fingerprints)
         if others:
             raise RunError(
                 f"{path}: was started with another {' and '.join(others)}. Give what it was started with, or another folder."
             )
-        return folder
     except BaseException:
-        folder.close()
+        journal.close()
         raise
+    return journal
 
 
 def _asked(task: Task, name: str) -> dict[str, Any]:
-    """All that the outcome of a method depends on, as JSON gives it back; the test set is not looked at."""
-    told = {
+    """All that the outcome of a method depends on, as JSON gives it back; the test set is not read."""
+    found = {
         "method": name,
         "weights": digest(dict(task.graph.module.state_dict())),
         "train": task.data.train.digest(),
@@ -268,9 +301,5 @@ def _asked(task: Task, name: str) -> dict[str, Any]:
         "loss": display_name(task.loss_fn),
         "metric": display_name(task.metric),
     }
-    plain: dict[str, Any] = json.loads(json.dumps(told))
-    return plain
-
-
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    asked: dict[str, Any] = json.loads(json.dumps(found))
+    return asked

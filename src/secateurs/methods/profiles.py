@@ -1,6 +1,6 @@
-"""What a method finds out about every site of the untouched network before it cuts.
+"""What a method measures at every site of the original network before it cuts.
 
-Each is looked at once, and kept: in the method's folder, and in the store for the same method with other targets and budgets.
+Each site is measured once: kept in the method's folder, and in the store for the same method with other targets and budgets.
 """
 
 from __future__ import annotations
@@ -8,125 +8,123 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
+from secateurs._util.decode import Malformed
+from secateurs._util.journal import plain, record_from
 from secateurs.criteria.ranking import Ranking
+from secateurs.errors import RunError
 from secateurs.graph.sites import Site
-from secateurs.methods.base import MethodRun
+from secateurs.methods.base import MethodRun, SiteProfile
 from secateurs.metrics import fingerprint
 from secateurs.pruning.context import PreparedSite
 from secateurs.pruning.folder import environment
-from secateurs.pruning.global_allocation import SiteCurve, curve_fields, curve_from, measure_curve
+from secateurs.pruning.global_allocation import measure_curve
+from secateurs.pruning.results import SiteCurve
 from secateurs.scoring.cache import context_of
 from secateurs.selection.allocation import Curve
 
-THERE_AND_BACK = 3  # an image that is brought through a network and its gradient back counts so many passes
+THERE_AND_BACK = 3  # passes that an image counts which is run through a network and its gradient back
 
-_BY_REPAIRS = ("obs", "portfolio")  # criteria that look at what a repair would make up for
-_NOT_OF_A_COURSE = ("target_macs", "budget", "loss", "metric")  # the last two are told by more than a name
+_BY_REPAIRS = ("obs", "portfolio")  # criteria that consider what a repair would make up for
+_NOT_OF_A_PROFILE = ("target_macs", "budget", "loss", "metric")  # the last two are identified by more than a name
 _COMPARED_AT = 3  # numbers of filters at which a portfolio compares orders
 
-
-@dataclass(frozen=True, eq=False)
-class SiteProfile:
-    """A site's course, and what it took to find it."""
-
-    course: SiteCurve
-    passes: int
-    seconds: float = 0.0
+Profile = Callable[[MethodRun, Site, int], SiteProfile]
+"""Measures a site of the original network; the number counts the sites from 1."""
 
 
-Look = Callable[[MethodRun, Site, int], SiteProfile]
-"""Looks at a site of the untouched network; the number counts the sites from 1."""
+def profile_sites(run: MethodRun, profile: Profile) -> dict[str, SiteProfile]:
+    """What `profile` measures at every site, in network order; not measured again where it was before.
 
-
-def profile_sites(work: MethodRun, look: Look) -> dict[str, SiteProfile]:
-    """What `look` finds at every site, in network order; not looked for again where it was found before.
-
-    The passes are those that it took to find it, the seconds those that it took now.
+    Passes are those of the measurement, seconds those spent now.
     """
     found: dict[str, SiteProfile] = {}
-    for number, site in enumerate(work.sites, 1):
-        work.tell("score", number - 1, len(work.sites), site, number)
-        if not work.record.units("course", site=site.name):
-            began = time.monotonic()
-            fields = _kept_or_looked_at(work, look, site, number)
-            work.record.append("course", site=site.name, **fields, seconds=time.monotonic() - began)
-        entry = work.record.units("course", site=site.name)[0]
-        found[site.name] = SiteProfile(curve_from(site, entry), entry["passes"], entry["seconds"])
+    for number, site in enumerate(run.sites, 1):
+        run.report("score", number - 1, len(run.sites), site, number)
+        found[site.name] = run.journal.once(SiteProfile, partial(_profiled, run, profile, site, number), site=site.name)
+        if found[site.name].curve.original != site.original:
+            raise RunError(f"{run.journal.path}: the profile of site {site.name!r} does not fit its {site.channels} channels.")
     return found
 
 
-def _kept_or_looked_at(work: MethodRun, look: Look, site: Site, number: int) -> dict[str, Any]:
-    """A site's course and passes as plain values, from the store if it has them."""
-    store, context = work.workshop.tools.store, _context(work)
-    key = site.name.encode()
-    kept = store.get_fields(context, key)
+def _profiled(run: MethodRun, profile: Profile, site: Site, number: int) -> SiteProfile:
+    """The profile from the store, if it has one; else measured and stored."""
+    cache, context, key, began = run.context.runtime.cache, _context(run), site.name.encode(), time.monotonic()
+    kept = cache.get_fields(context, key)
     if kept is None:
-        looked = look(work, site, number)
-        kept = {**curve_fields(looked.course), "passes": looked.passes}
-        store.put_fields(context, key, kept)
-    return kept
+        found = profile(run, site, number)
+        cache.put_fields(context, key, plain(found))
+    else:
+        try:
+            found = record_from(kept, SiteProfile)
+        except Malformed as error:
+            raise RunError(f"{cache.path}: the profile of site {site.name!r} is damaged ({error}). Delete the file.") from error
+    return replace(found, seconds=time.monotonic() - began)
 
 
-def _context(work: MethodRun) -> str:
-    """All that a course depends on besides the site: not what is to be removed, and not the training that comes after it."""
-    task, module = work.task, work.task.graph.module
-    asked = {name: value for name, value in work.asked.items() if name not in _NOT_OF_A_COURSE}
+def _context(run: MethodRun) -> str:
+    """All that a profile depends on besides the site: neither the target nor the training that follows."""
+    task, module = run.task, run.task.graph.module
+    asked = {name: value for name, value in run.asked.items() if name not in _NOT_OF_A_PROFILE}
     measures = fingerprint(task.loss_fn), fingerprint(task.metric)
     structure, versions = f"{module.code}{module}", environment()["versions"]
-    return context_of("courses", json.dumps([asked, versions], sort_keys=True), structure, *measures)
+    return context_of("profiles", json.dumps([asked, versions], sort_keys=True), structure, *measures)
 
 
-def look_at_curve(work: MethodRun, site: Site, number: int) -> SiteProfile:
-    """The order of the site's filters by the recipe's criterion, and the loss along it."""
-    place = work.workshop.place(work.task.graph, site)
-    ranking, passes = ranked(work, place, number)
-    course = measure_curve(work.workshop, place, ranking)
-    looks = len(course.curve.removed) * len(work.workshop.held_out.examples)
-    return SiteProfile(course, passes + looks + observing(work))
+def loss_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
+    """The ranking of the site's filters by the recipe's criterion, and the loss along it."""
+    prepared = run.context.prepare(run.task.graph, site)
+    ranking, passes = ranked(run, prepared, number)
+    curve = measure_curve(run.context, prepared, ranking)
+    measured = len(curve.curve.removed) * len(run.context.held_out.examples)
+    return SiteProfile(curve, passes + measured + repair_passes(run))
 
 
-def look_at_order(work: MethodRun, site: Site, number: int) -> SiteProfile:
-    """The order of the site's filters by the recipe's criterion; no loss is measured along it."""
-    observed = work.workshop.recipe.criterion in _BY_REPAIRS
-    place = work.workshop.place(work.task.graph, site) if observed else PreparedSite(work.task.graph, site, None)
-    ranking, passes = ranked(work, place, number)
-    course = SiteCurve(ranking, site.original, Curve(site.name, (0,), (0.0,), (0.0,)))
-    return SiteProfile(course, passes + (observing(work) if observed else 0))
+def order_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
+    """The ranking of the site's filters by the recipe's criterion; no loss is measured along it."""
+    observed = run.context.recipe.criterion in _BY_REPAIRS
+    prepared = run.context.prepare(run.task.graph, site) if observed else PreparedSite(run.task.graph, site, None)
+    ranking, passes = ranked(run, prepared, number)
+    return SiteProfile(unmeasured(site, ranking), passes + (repair_passes(run) if observed else 0))
 
 
-def ranked(work: MethodRun, place: PreparedSite, number: int) -> tuple[Ranking, int]:
+def unmeasured(site: Site, ranking: Ranking) -> SiteCurve:
+    """A ranking without any loss measured along it."""
+    return SiteCurve(ranking, site.original, Curve(site.name, (0,), (0.0,), (0.0,)))
+
+
+def ranked(run: MethodRun, prepared: PreparedSite, number: int) -> tuple[Ranking, int]:
     """The ranking of a site by the recipe's criterion, and the passes that it took."""
     scored = 0
 
-    def noted(done: int, bound: int) -> None:
+    def on_scored(done: int, bound: int) -> None:
         nonlocal scored
         scored = done
-        work.tell("score", done, bound, place.site, (number - 1) % len(work.sites) + 1)
+        run.report("score", done, bound, prepared.site, (number - 1) % len(run.sites) + 1)
 
-    ranking = work.workshop.rank(place, step=number, on_scored=noted)
-    return ranking, _passes(work, place.site, ranking, scored)
-
-
-def observing(work: MethodRun) -> int:
-    """The passes that a repair of one site takes; none where nothing is repaired."""
-    recipe = work.workshop.recipe
-    if recipe.repair == "none":
-        return 0
-    networks = 2 if recipe.finetune is None else 1  # what the readers see now, and what they gave in the untouched network
-    return networks * len(work.workshop.repair_examples)
+    ranking = run.context.rank(prepared, step=number, on_scored=on_scored)
+    return ranking, ranking_passes(run, prepared.site, ranking, scored)
 
 
-def _passes(work: MethodRun, site: Site, ranking: Ranking, scored: int) -> int:
-    """Images brought through the network, or what of it follows the site, once for every mask."""
-    name, recipe = work.workshop.recipe.criterion, work.workshop.recipe
+def ranking_passes(run: MethodRun, site: Site, ranking: Ranking, scored: int) -> int:
+    """Images run through the network, or its part behind the site, once for each of the `scored` masks."""
+    name, recipe = run.context.recipe.criterion, run.context.recipe
     if name == "taylor":
         return THERE_AND_BACK * ranking.examples
     if name == "leave-one-out":
         return (site.channels + 1) * ranking.examples
     if name == "pairs" or recipe.estimator == "losses":
         return scored * ranking.examples
-    comparing = len(ranking.compared) * _COMPARED_AT * len(work.workshop.held_out.examples) if ranking.compared else 0
+    comparing = len(ranking.compared) * _COMPARED_AT * len(run.context.held_out.examples) if ranking.compared else 0
     return THERE_AND_BACK * scored + comparing  # by slopes, every mask has an image of its own
+
+
+def repair_passes(run: MethodRun) -> int:
+    """The passes that a repair of one site takes; none where nothing is repaired."""
+    recipe = run.context.recipe
+    if recipe.repair == "none":
+        return 0
+    networks = 2 if recipe.finetune is None else 1  # the consumers' inputs now, and their outputs in the original network
+    return networks * len(run.context.repair_examples)

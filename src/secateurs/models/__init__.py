@@ -1,7 +1,7 @@
 """Networks to prune: those of the paper, and a small one of every topology that makes surgery hard."""
 
 from secateurs.models.registry import build, example_input, names, resolve
-from secateurs.models.resnet import ResNet, resnet
+from secateurs.models.resnet import ResNet, resnet, resnet20, resnet32, resnet56
 from secateurs.models.weights import (
     PUBLIC_MEAN,
     PUBLIC_STD,
@@ -31,5 +31,8 @@ __all__ = [
     "public_weights",
     "read_pedigree",
     "resnet",
+    "resnet20",
+    "resnet32",
+    "resnet56",
     "resolve",
 ]

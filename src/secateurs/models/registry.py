@@ -1,19 +1,16 @@
-"""Networks by name: the built-in ones, and anybody's as `package.module:callable`."""
+"""Networks by name: the built-in ones, and the user's own as `package.module:function`."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from secateurs._util.entrypoints import current_folder_importable
+from secateurs._util.entrypoints import call
 from secateurs.errors import InvalidInput, suggest
 from secateurs.models.mlp import MLP
 from secateurs.models.resnet import resnet
@@ -55,8 +52,8 @@ def names() -> list[str]:
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """A freshly initialised built-in network; `options` go to its constructor (`classes=100`, `width=8`, …)."""
-    return _call(_entry(name).factory, f"model {name!r}", options)
+    """Build a freshly initialised built-in network; `options` go to its constructor (`classes=100`, `width=8`, …)."""
+    return _module(_entry(name).factory, name, options)
 
 
 def example_input(name: str, batch: int = 2) -> Tensor:
@@ -66,69 +63,23 @@ def example_input(name: str, batch: int = 2) -> Tensor:
 
 
 def resolve(spec: str, **options: Any) -> nn.Module:
-    """Build the network that `spec` names: a built-in name, or `package.module:callable` that returns an `nn.Module`.
+    """Build the network that `spec` names: a built-in name, or `package.module:function` that returns an `nn.Module`.
 
-    The module is looked for in the current folder, then where Python looks for modules. `options` go to the callable.
+    The module is looked up in the current folder first, then on Python's path. `options` go to the function.
     """
-    if ":" not in spec:
-        return build(spec, **options)
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute:
-        raise InvalidInput(f"model {spec!r}: wanted package.module:callable, such as mypackage.networks:build.")
-    with current_folder_importable():
-        return _call(_load_callable(spec, module_name, attribute), f"model {spec!r}", options)
+    return _module(spec, spec, options) if ":" in spec else build(spec, **options)
 
 
 def _entry(name: str) -> _Entry:
-    entry = _REGISTRY.get(name)
-    if entry is None:
+    if name not in _REGISTRY:
         raise InvalidInput(
-            f"unknown model {name!r}.{suggest(name, _REGISTRY)} A network of your own is named package.module:callable."
+            f"unknown model {name!r}.{suggest(name, _REGISTRY)} Your own network is named package.module:function."
         )
-    return entry
+    return _REGISTRY[name]
 
 
-def _call(factory: Factory, what: str, options: Mapping[str, Any]) -> nn.Module:
-    """Call `factory`; options it does not take, and a result that is no network, become errors that name `what`."""
-    _check_options(factory, what, options)
-    try:
-        model = factory(**options)
-    except InvalidInput:
-        raise
-    except (Exception, SystemExit) as error:  # a user's function, or torch refusing a size: whatever it raised is the answer
-        raise InvalidInput(f"{what} could not be built with {dict(options)}: {type(error).__name__}: {error}") from error
+def _module(target: str | Factory, name: str, options: Mapping[str, Any]) -> nn.Module:
+    model = call(target, f"model {name!r}", options)
     if not isinstance(model, nn.Module):
-        raise InvalidInput(f"{what} gave a {type(model).__name__}: wanted a torch.nn.Module.")
+        raise InvalidInput(f"model {name!r} gave a {type(model).__name__}: wanted a torch.nn.Module.")
     return model
-
-
-def _check_options(factory: Factory, what: str, options: Mapping[str, Any]) -> None:
-    try:
-        parameters = inspect.signature(factory).parameters
-    except ValueError:  # some builtins have no signature: calling will tell
-        return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for option in options:
-        if option not in parameters:
-            raise InvalidInput(f"{what} has no option {option!r}.{suggest(option, parameters)}")
-
-
-def _load_callable(spec: str, module_name: str, attribute: str) -> Factory:
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise InvalidInput(
-                f"model {spec!r}: no module {error.name!r} in {Path.cwd()} or in the installed packages. "
-                f"Run from the folder that holds it, or install it."
-            ) from error
-        raise InvalidInput(f"model {spec!r}: importing {module_name} failed: {error}.") from error
-    except (Exception, SystemExit) as error:  # the user's module runs its own code
-        raise InvalidInput(f"model {spec!r}: importing {module_name} failed: {type(error).__name__}: {error}.") from error
-    found = getattr(module, attribute, None)
-    if callable(found):
-        return found  # type: ignore[no-any-return]
-    callables = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    what = "has no" if found is None else f"has a {type(found).__name__}, not a callable, named"
-    raise InvalidInput(f"model {spec!r}: {module_name} {what} {attribute!r}.{suggest(attribute, callables)}")

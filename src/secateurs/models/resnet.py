@@ -25,14 +25,14 @@ class PaddedShortcut(nn.Module):
         if out_channels < in_channels:
             raise InvalidInput(
                 f'shortcut "A" can add zero channels but not drop any: got {in_channels} channels in, '
-                f'{out_channels} out. Give widths that do not shrink, or take shortcut="B".'
+                f'{out_channels} out. Give widths that do not shrink, or use shortcut="B".'
             )
         self.stride = stride
         self.before = (out_channels - in_channels) // 2
         self.after = out_channels - in_channels - self.before
 
     def forward(self, x: Tensor) -> Tensor:
-        """The subsampled, widened input."""
+        """Subsample and widen the input."""
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.after))
 
 
@@ -55,13 +55,10 @@ class Block(nn.Module):
 
 def _shortcut(in_channels: int, channels: int, stride: int, option: Shortcut) -> nn.Module:
     if stride == 1 and in_channels == channels:
-        return nn.Sequential()  # empty: hands its input on, and leaves no node in a traced graph
+        return nn.Sequential()  # empty: returns its input, and leaves no node in a traced graph
     if option == "A":
         return PaddedShortcut(in_channels, channels, stride)
-    return nn.Sequential(
-        nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False),
-        nn.BatchNorm2d(channels),
-    )
+    return nn.Sequential(nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels))
 
 
 class ResNet(nn.Module):
@@ -111,7 +108,7 @@ def resnet(
     in_channels: int = 3,
     classes: int = 10,
 ) -> ResNet:
-    """CIFAR ResNet of `depth` = 6n + 2 weighted layers (8, 14, 20, …, 110), freshly initialised.
+    """Build a CIFAR ResNet of `depth` = 6n + 2 weighted layers (8, 14, 20, …, 110), freshly initialised.
 
     `shortcut`: "A" subsamples and pads with zero channels, as in the paper; "B" projects with a 1×1 convolution where
     the width or the resolution changes. `widths` are the filters of the three stages. Images need 4×4 pixels or more.
@@ -123,3 +120,18 @@ def resnet(
     if len(widths) != 3 or min(widths) < 1:
         raise InvalidInput(f"widths={tuple(widths)}: wanted three positive numbers of filters, one for each stage.")
     return ResNet((depth - 2) // 6, shortcut=shortcut, widths=widths, in_channels=in_channels, classes=classes)
+
+
+def resnet20(*, shortcut: Shortcut = "A", in_channels: int = 3, classes: int = 10) -> ResNet:
+    """CIFAR ResNet-20, freshly initialised; `load_public(20)` gives it with public weights."""
+    return resnet(20, shortcut=shortcut, in_channels=in_channels, classes=classes)
+
+
+def resnet32(*, shortcut: Shortcut = "A", in_channels: int = 3, classes: int = 10) -> ResNet:
+    """CIFAR ResNet-32, freshly initialised; `load_public(32)` gives it with public weights."""
+    return resnet(32, shortcut=shortcut, in_channels=in_channels, classes=classes)
+
+
+def resnet56(*, shortcut: Shortcut = "A", in_channels: int = 3, classes: int = 10) -> ResNet:
+    """CIFAR ResNet-56, freshly initialised; `load_public(56)` gives it with public weights."""
+    return resnet(56, shortcut=shortcut, in_channels=in_channels, classes=classes)

@@ -1,4 +1,7 @@
-"""1-d CNN: convolutions over time, and a flatten that spreads each channel over several inputs of the linear layer."""
+"""Small networks, one for each topology that makes surgery hard: flattened channels, concatenation, gates, groups, splits.
+
+Saved plans hold the paths of these classes, and those of `mlp` and `vgg`: they must not move.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class DenseLayer(nn.Module):
         self.conv2 = nn.Conv2d(2 * growth, growth, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input and the new channels."""
+        """Concatenate the input and the new channels."""
         new = self.conv1(F.relu(self.bn1(x)))
         new = self.conv2(F.relu(self.bn2(new)))
         return torch.cat([x, new], dim=1)
@@ -54,7 +57,7 @@ class Transition(nn.Module):
         self.pool = nn.AvgPool2d(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Half the channels at half the resolution."""
+        """Halve channels and resolution."""
         halved: Tensor = self.pool(self.conv(F.relu(self.bn(x))))
         return halved
 
@@ -163,7 +166,7 @@ class SmallMobileNet(nn.Module):
 
 
 class GroupedBlock(nn.Module):
-    """1×1 down, grouped 3×3, 1×1 up, beside a shortcut that is projected where the shape changes."""
+    """1×1 down, grouped 3×3, 1×1 up, beside a shortcut with a projection where the shape changes."""
 
     def __init__(self, in_channels: int, channels: int, *, stride: int, groups: int) -> None:
         super().__init__()
@@ -214,7 +217,7 @@ class SmallResNeXt(nn.Module):
 
 
 class ChunkBlock(nn.Module):
-    """One half of the channels passes by, the other through a convolution; then they are concatenated."""
+    """Sends half of the channels through a convolution and concatenates them with the other half."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -222,7 +225,7 @@ class ChunkBlock(nn.Module):
         self.bn = nn.BatchNorm2d(channels // 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As many channels as came in."""
+        """Keep the number of channels."""
         left, right = x.chunk(2, dim=1)
         return torch.cat([left, F.relu(self.bn(self.conv(right)))], dim=1)
 
@@ -238,7 +241,7 @@ class SplitBlock(nn.Module):
         self.bn = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of both parts after its BatchNorm and ReLU."""
+        """Sum of both parts after its BatchNorm and ReLU."""
         few, many = torch.split(x, self.sizes, dim=1)
         return F.relu(self.bn(self.narrow(few) + self.wide(many)))
 

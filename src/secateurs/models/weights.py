@@ -1,4 +1,4 @@
-"""Where weights come from: how they were trained, and on which examples, kept as plain text in the header of their file."""
+"""Weights and their provenance: public, built-in and own files, with how and on which examples they were trained."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from secateurs._util.download import Progress, fetch, home
 from secateurs._util.tensors import Damaged, first_non_finite, parse
 from secateurs._util.tensors import read_header as read_tensor_header
 from secateurs.data import Data, load
-from secateurs.data.dataset import Examples
+from secateurs.data.dataset import IMAGENET, Examples
 from secateurs.data.splits import shared_inputs
 from secateurs.errors import ArtefactError, InvalidInput, SecateursError, suggest
 from secateurs.models.registry import build
 from secateurs.models.resnet import ResNet, resnet
 
 MARK, VERSION = "secateurs_weights", "1"
-_WORDS = ("model", "data_sha256")  # fields that are text, and no JSON in a header
+_TEXT_FIELDS = ("model", "data_sha256")  # stored in a header as text; all others as JSON
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class TrainingSet:
     """Examples that weights were trained on: the train set of a data set that can be loaded again."""
 
     data: str  # as `secateurs.data.load` takes it
-    options: Mapping[str, Any]  # that make the split again
+    options: Mapping[str, Any]  # that reproduce the split
     count: int
-    sha256: str | None = None  # of the examples (`Examples.digest`); None: not known
+    sha256: str | None = None  # of the examples (`Examples.digest`); None: unknown
 
     def __str__(self) -> str:
         how = ", ".join(f"{name}={value}" for name, value in self.options.items())
@@ -42,62 +42,61 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class Pedigree:
-    """How a file of weights was made. Accuracies are fractions, None where they were not measured."""
+    """Provenance of a file of weights. Accuracies are fractions, None where they were not measured."""
 
     model: str
     model_options: Mapping[str, Any]
-    recipe: Mapping[str, Any]  # the settings of the training
+    recipe: Mapping[str, Any]  # training settings
     seed: int
     epochs: int
-    trained_on: tuple[TrainingSet, ...]  # the last one by this training, those before it by the weights that it began with
-    sets: Mapping[str, int]  # how many examples the train, search and test set have
+    trained_on: tuple[TrainingSet, ...]  # the last one in this training, earlier ones in the training of its initial weights
+    sets: Mapping[str, int]  # number of examples in the train, search and test set
     data_sha256: str  # of all three
-    scaling: Mapping[str, Any] | None  # full, mean, std of `Scaling`; None: inputs go in as they are stored
+    scaling: Mapping[str, Any] | None  # full, mean, std of `Scaling`; None: inputs are stored unscaled
     versions: Mapping[str, str]
     search_accuracy: float | None = None
     test_accuracy: float | None = None
 
     def header(self) -> dict[str, str]:
-        """The header of a safetensors file: words as they are, everything else as JSON."""
-        plain = {name: value for name, value in asdict(self).items() if value is not None}
-        words = {name: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for name, value in plain.items()}
-        return {MARK: VERSION, **words}
+        """Header of a safetensors file: text as it is, everything else as JSON."""
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {MARK: VERSION} | {k: v if isinstance(v, str) else json.dumps(v, sort_keys=True) for k, v in known.items()}
 
 
 def read_pedigree(path: Path) -> Pedigree | None:
-    """The pedigree in the header of a file; None where there is no such file, or it has no pedigree."""
+    """Read the pedigree in the header of a file; None where there is no such file, or it has no pedigree."""
     header = read_header(path)
     if MARK not in header:
         return None
     try:
         known = {field.name: header[field.name] for field in fields(Pedigree) if field.name in header}
-        values: dict[str, Any] = {name: text if name in _WORDS else decode_json(text) for name, text in known.items()}
+        values: dict[str, Any] = {name: text if name in _TEXT_FIELDS else decode_json(text) for name, text in known.items()}
         return checked({"scaling": None, **values}, Pedigree)
     except Malformed as error:
         raise ArtefactError(
-            f"{path}: its header does not say how the weights were trained as this release writes it ({brief(error)}). "
-            f"Train or download them again."
+            f"{path}: the provenance in its header cannot be read by this release ({brief(error)}). "
+            f"Train or download the weights again."
         ) from error
 
 
 def read_header(path: Path) -> dict[str, str]:
-    """The metadata of a safetensors file; empty for a file that is absent, damaged or of another kind."""
+    """Read the metadata of a safetensors file; empty for a file that is absent, damaged or of another kind."""
     if path.suffix != ".safetensors" or not path.is_file():
         return {}
     try:
         return read_tensor_header(path)[0]
     except (Damaged, OSError):
-        return {}  # reading its tensors says what is wrong with it
+        return {}  # loading its tensors reports the damage
 
 
 def scaling_fields(examples: Examples) -> dict[str, Any] | None:
-    """The scaling of the examples as JSON takes it."""
+    """Scaling of the examples as JSON values."""
     return None if examples.scaling is None else json.loads(json.dumps(asdict(examples.scaling)))
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many examples of a search set were trained on; None: that cannot be found out, and `why` not."""
+    """Number of validation examples that were trained on; None: it cannot be determined, and `why` says the reason."""
 
     trained: TrainingSet
     shared: int | None
@@ -105,13 +104,12 @@ class Overlap:
 
 
 def overlaps(name: str, data: Data, trained_on: Iterable[TrainingSet]) -> list[Overlap]:
-    """What the search set of `data`, loaded by `name`, shares with each of the training sets, where it does.
+    """Find what the validation set of `data`, loaded by `name`, shares with the training sets, where it shares examples.
 
-    Training sets of another source are left out, and so is the train set of `data` itself: it is disjoint from the search set.
-    Any other is loaded again and compared input by input, byte for byte.
+    Training sets of another source are skipped, and so is the train set of `data` itself: it is disjoint from the validation
+    set. Any other is loaded again and compared input by input, byte for byte.
     """
-    others = [trained for trained in trained_on if trained.data == name and not _is_train_set(trained, data)]
-    found = [_overlap(trained, data) for trained in others]
+    found = [_overlap(trained, data) for trained in trained_on if trained.data == name and not _is_train_set(trained, data)]
     return [overlap for overlap in found if overlap.shared != 0]
 
 
@@ -131,18 +129,16 @@ def _overlap(trained: TrainingSet, data: Data) -> Overlap:
     return Overlap(replace(trained, count=len(again)), shared_inputs(data.search, again))
 
 
-PUBLIC_MEAN = (0.485, 0.456, 0.406)
-"""Means of red, green, blue (of pixels in [0, 1]) that the public weights were trained with."""
-PUBLIC_STD = (0.229, 0.224, 0.225)
-"""Standard deviations of red, green, blue that the public weights were trained with."""
+PUBLIC_MEAN, PUBLIC_STD = IMAGENET.mean, IMAGENET.std
+"""Means and standard deviations of red, green and blue (of pixels in [0, 1]) that the public weights were trained with."""
 PUBLIC_TRAINED_ON = TrainingSet("cifar10", {"split": "public"}, 50_000)
-"""What the public weights were trained on: all training images."""
+"""Training set of the public weights: all training images."""
 BUILTIN = Path(__file__).parent / "builtin"
-"""Where the weights lie that come with the package, a file for each network."""
+"""Folder of the weights shipped with the package, a file for each network."""
 
 _ADDRESS = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models/{file}"
 
-# SHA-256 of each file; where only 8 digits are known they are those in the file's name.
+# SHA-256 of each file; where only 8 digits are known they are those in the file's name
 _PUBLIC: Mapping[str, tuple[str, str]] = {
     "resnet20": ("resnet20-12fca82f.th", "12fca82f0bebc4135bf1f32f6e3710e61d5108578464b84fd6d7f5c1b04036c8"),
     "resnet32": ("resnet32-d509ac18.th", "d509ac1820d7f25398913559d7e81a13229b1e7adc5648e3bfa5e22dc137f850"),
@@ -153,10 +149,10 @@ _PUBLIC: Mapping[str, tuple[str, str]] = {
 
 
 def public_weights(name: str, *, progress: Progress | None = None) -> Path:
-    """Path of the public CIFAR-10 weights of `name` ("resnet20", …, "resnet110"), downloaded when absent or damaged.
+    """Return the path of the public CIFAR-10 weights of `name` ("resnet20", …, "resnet110"), downloading them if necessary.
 
-    They lie in `home()/weights`. The whole SHA-256 is checked for depths 20, 32 and 56; for 44 and 110 its first 8
-    digits, which the file's name carries, as torch.hub does.
+    They are kept in `home()/weights`. The full SHA-256 is checked for depths 20, 32 and 56; for 44 and 110 its first 8
+    digits, which are in the file's name, as torch.hub does.
     """
     if name not in _PUBLIC:
         raise InvalidInput(f"no public weights for {name!r}.{suggest(name, _PUBLIC)}")
@@ -165,9 +161,9 @@ def public_weights(name: str, *, progress: Progress | None = None) -> Path:
 
 
 def load_public(depth: int, *, progress: Progress | None = None) -> ResNet:
-    """The CIFAR-10 ResNet of `depth` 20, 32, 44, 56 or 110 with its public weights, in eval mode.
+    """Load the CIFAR-10 ResNet of `depth` 20, 32, 44, 56 or 110 with its public weights, in eval mode.
 
-    It wants pixels in [0, 1] normalised by `PUBLIC_MEAN` and `PUBLIC_STD`.
+    It takes pixels in [0, 1] normalised by `PUBLIC_MEAN` and `PUBLIC_STD`.
     """
     path = public_weights(f"resnet{depth}", progress=progress)
     model = resnet(depth)
@@ -176,24 +172,23 @@ def load_public(depth: int, *, progress: Progress | None = None) -> ResNet:
 
 
 def builtin_weights(name: str) -> Path:
-    """Path of the weights of `name` ("resnet20") that come with the package; `read_pedigree` says how they were made."""
+    """Path of the weights of `name` ("resnet20") shipped with the package; `read_pedigree` gives their provenance."""
     known = sorted(path.stem for path in BUILTIN.glob("*.safetensors"))
     if name not in known:
-        there = f"Those of {', '.join(known)} come with it" if known else "None come with this copy of it"
-        raise InvalidInput(f"no weights for {name!r} in the package.{suggest(name, known)} {there}; or give a file.")
+        raise InvalidInput(f"no weights for {name!r} in the package.{suggest(name, known)} Give a file of weights instead.")
     return BUILTIN / f"{name}.safetensors"
 
 
 def load_builtin(name: str) -> nn.Module:
-    """The network `name` with the weights that come with the package, in eval mode.
+    """Load the network `name` with the weights shipped with the package, in eval mode.
 
-    Data as it was trained on: `secateurs.data.load(trained.data, **trained.options)` with the last `trained_on` of its
-    pedigree, so that nothing is searched or tested on that it was trained on.
+    To keep its training examples out of the validation and test sets, load its data by the last `trained_on` of its
+    pedigree: `secateurs.data.load(trained.data, **trained.options)`.
     """
     path = builtin_weights(name)
     pedigree = read_pedigree(path)
     if pedigree is None:
-        raise ArtefactError(f"{path}: its header does not say how the weights were trained. Install the package again.")
+        raise ArtefactError(f"{path}: its header has no provenance. Install the package again.")
     model = build(name, **pedigree.model_options)
     load_weights_(model, path)
     return model.eval()
@@ -202,16 +197,18 @@ def load_builtin(name: str) -> nn.Module:
 def load_weights_(model: nn.Module, path: Path) -> None:
     """Load a state dict from a .safetensors, .th, .pt or .pth file into `model`, all of it or, on error, none of it.
 
-    A file that holds {"state_dict": …} is unwrapped, and the "module." that DataParallel puts before names goes. One that
-    `secateurs train` has left is checked against the digest in its header.
-    Every weight must be there and fit; only BatchNorm's `num_batches_tracked`, which old files lack, may be absent.
+    A file that holds {"state_dict": …} is unwrapped, and DataParallel's prefix "module." is removed. A file written by
+    `secateurs train` is checked against the digest in its header. Every weight must be there and fit; only BatchNorm's
+    `num_batches_tracked`, which old files lack, may be absent.
     """
-    found = _without_prefix(_read(path))
+    found = _read(path)
+    if all(name.startswith("module.") for name in found):  # only if all have it: a network may own a submodule "module"
+        found = {name.removeprefix("module."): value for name, value in found.items()}
     _check_fit(model.state_dict(), found, path)
     wrong = first_non_finite(found)
     if wrong is not None:
-        raise ArtefactError(f"{path}: {wrong!r} holds NaN or infinite values. Give finite weights.")
-    # A fresh dict leaves the file's version marks behind: with them torch would insist on num_batches_tracked.
+        raise ArtefactError(f"{path}: {wrong!r} holds NaN or infinite values. Give a file with finite weights.")
+    # a fresh dict drops the file's version metadata, with which torch would require num_batches_tracked
     model.load_state_dict(dict(found), strict=True)
 
 
@@ -227,11 +224,11 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
 def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
     try:
-        # only our own files are signed: what others call a digest is theirs
+        # only our own files are signed: a "digest" in other files means something else
         ours = MARK in read_header(path)
         tensors, header = parse(path.read_bytes(), signed=ours)
         if ours and "digest" not in header:
-            raise Damaged("its digest is gone: the file was changed or damaged")
+            raise Damaged("its digest is missing: the file was changed or damaged")
         return tensors
     except OSError as error:
         raise ArtefactError(f"{path}: cannot be read ({error.strerror}).") from error
@@ -245,48 +242,31 @@ def _read_torch(path: Path) -> Mapping[str, Tensor]:
     except Exception as error:  # torch raises a dozen classes, by format and kind of damage
         raise ArtefactError(
             f"cannot read {path}: it is damaged, or holds more than tensors, which is never unpickled "
-            f"({_first_line(error)}). Save it again with torch.save(model.state_dict(), path)."
+            f"({brief(f'{type(error).__name__}: {error}'.splitlines()[0])}). "
+            f"Save it again with torch.save(model.state_dict(), path)."
         ) from error
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ArtefactError(f"{path} holds no state dict: wanted names with tensors, or those under 'state_dict'.")
+        raise ArtefactError(f"{path} holds no state dict: wanted tensors by name, or those under 'state_dict'.")
     return content
 
 
-def _first_line(error: Exception) -> str:
-    return brief(f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-def _without_prefix(state: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Names as the bare network has them; "module." goes only when all have it: a network may own a part so named."""
-    if all(name.startswith("module.") for name in state):
-        return {name.removeprefix("module."): value for name, value in state.items()}
-    return state
-
-
 def _check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path) -> None:
+    shapes = [
+        {name: "×".join(map(str, tensor.shape)) or "a scalar" for name, tensor in each.items()} for each in (found, wanted)
+    ]
     missing = [name for name in wanted if name not in found and not name.endswith(".num_batches_tracked")]
     unexpected = [name for name in found if name not in wanted]
     misshapen = [
-        f"{name} is {_shape(found[name])} in the file, {_shape(wanted[name])} in the network"
+        f"{name} is {shapes[0][name]} in the file, {shapes[1][name]} in the network"
         for name in wanted
         if name in found and found[name].shape != wanted[name].shape
     ]
-    problems = [
-        f"{what}: {_some(items)}"
-        for what, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
-        if items
-    ]
+    problems = []
+    for what, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen)):
+        more = f", and {len(items) - 5} more" if len(items) > 5 else ""
+        if items:
+            problems.append(f"{what}: {brief(', '.join(items[:5]), 300)}{more}")
     if problems:
-        raise ArtefactError(f"{path} does not fit the network; {'; '.join(problems)}. Are they of the same architecture?")
-
-
-def _shape(tensor: Tensor) -> str:
-    return "×".join(map(str, tensor.shape)) or "a scalar"
-
-
-def _some(items: Iterable[str], at_most: int = 5) -> str:
-    listed = list(items)
-    more = f", and {len(listed) - at_most} more" if len(listed) > at_most else ""
-    return brief(", ".join(listed[:at_most]), 300) + more
+        raise ArtefactError(f"{path} does not fit the network; {'; '.join(problems)}. Check that the architecture is the same.")

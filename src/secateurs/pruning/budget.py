@@ -1,221 +1,139 @@
-"""One site's cut under a contract: the search set looks for it, the certification set has the last word.
-
-Without a confidence the point estimate decides: all images search, none certify, and nothing is promised about others.
-"""
+"""The accuracy budget of a run: what drops count from, whether a network keeps within it, and the largest cut that does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from secateurs._util.modules import Device
-from secateurs.config import Method, Recipe
-from secateurs.data.dataset import Examples, class_labels
-from secateurs.errors import InvalidInput
-from secateurs.metrics import Measure, values
-from secateurs.scoring.evaluator import SiteEvaluator
-from secateurs.selection.contract import Contract, Promise, Verdict, divide_images, paired_bound
-from secateurs.selection.search import Cut, Judgement, find_cut
+from secateurs.criteria.ranking import Ranking
+from secateurs.errors import RunError
+from secateurs.pruning.acceptance import BaselineValues, largest_cut
+from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
+from secateurs.pruning.results import ChosenAllocation, SiteCut, Start, Step
+from secateurs.selection.search import Cut
 
 _CAUTION = 3.0  # of 1 to 4, what removed most in simulated runs (tests/torture/contracts.py)
-CERTIFYING = 0.8  # share of the validation images that certify: the search needs few, a bound narrows with every image
-
-
-def contract_of(recipe: Recipe) -> Contract:
-    """The accuracy contract that a recipe asks for."""
-    # without training, all that is asked after a refusal is more of what was refused: the first "no" may be final
-    trains = recipe.finetune is not None or recipe.retrain is not None or recipe.recalibrate is not None
-    final = recipe.budget == "run" and not trains
-    return Contract(recipe.max_drop, recipe.confidence or None, recipe.worst_class, reserve=0.0 if final else 0.2)
 
 
 @dataclass(frozen=True, eq=False)
-class AcceptanceSets:
-    """The images that judge cuts: `steering` ones may be looked at freely, `certifying` ones only judge what those chose."""
+class Baseline:
+    """The network that drops count from."""
 
-    contract: Contract
-    metric: Measure
-    steering: Examples
-    certifying: Examples | None  # None: the point estimate decides
+    accuracy: float  # on the validation set
+    values: BaselineValues | None  # on every acceptance image; None where only means count
+
+
+@dataclass(eq=False)
+class AccuracyBudget:
+    """Decides which networks of a run are within the allowed drop; remembers the certification's answers in this step."""
+
+    context: PruningContext
+    max_drop: float = field(init=False)  # that a cut may cost by the point estimate
+    answers: list[bool] = field(init=False, default_factory=list)
+    _at_this_site: Baseline | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.max_drop = self.context.recipe.max_drop
+
+    @cached_property
+    def original(self) -> Baseline:
+        """The original network as a baseline."""
+        (start,) = self.context.journal.of(Start)
+        return Baseline(start.accuracy, self.context.baseline_values(self.context.original))
+
+    def baseline(self, state: NetworkState) -> Baseline:
+        """Baseline for the next site's drop: the original network (`budget="run"`) or the current one (`budget="site"`)."""
+        if self.context.recipe.budget == "run":
+            return self.original
+        self._at_this_site = Baseline(state.accuracy, self.context.baseline_values(state.graph))
+        return self._at_this_site
+
+    def earlier_answers(self) -> list[bool]:
+        """What the certification images answered before this step."""
+        journal = self.context.journal
+        before = [allocation.answers for allocation in journal.of(ChosenAllocation)]
+        return [answer for answers in (*before, *(step.answers for step in journal.of(Step))) for answer in answers]
 
     @property
-    def by_means(self) -> bool:
-        """Whether the mean of the metric is all that counts, so that it need not give a value for each image."""
-        return self.certifying is None and self.contract.worst_class is None
+    def spent(self) -> bool:
+        """Whether nothing can be certified any more: the first refusal was final."""
+        sets = self.context.acceptance_sets
+        return sets.certification is not None and sets.contract.chance(self.earlier_answers()) == 0
+
+    def allows(self, accuracy: float, *, baseline: float) -> bool:
+        """Whether an accuracy is within the drop from `baseline`."""
+        return round(baseline - accuracy, 12) <= self.max_drop
+
+    def still_within(self, state: NetworkState) -> bool:
+        """Whether the network keeps the budget of this site; the certification images are asked where there are any."""
+        counted = self.original if self.context.recipe.budget == "run" else self._at_this_site
+        assert counted is not None
+        if counted.values is None or self.context.acceptance_sets.certification is None:
+            return self.allows(state.accuracy, baseline=counted.accuracy)
+        if not self.context.predicted(state.graph, counted.values).by_estimate:
+            return False  # the search images say so, which costs nothing: certification need not be asked
+        verdict = self.context.certified(state.graph, counted.values, [*self.earlier_answers(), *self.answers])
+        self.answers.append(verdict.accepted)
+        return verdict.accepted
+
+    def largest_cut(
+        self,
+        state: NetworkState,
+        prepared: PreparedSite,
+        ranking: Ranking,
+        *,
+        step: int,
+        widths: tuple[int, ...] | None,
+        share_visited: float,
+    ) -> Cut:
+        """The most of the least important filters that may be removed, journaled once.
+
+        `share_visited` of the run's visits are done with this one.
+        """
+        counted, site = self.baseline(state), prepared.site
+
+        def measure(keep: Tensor) -> float:
+            return self.context.whole_metric(self.context.compacted(prepared, keep, verify=False)[0])
+
+        def find() -> SiteCut:
+            context, trials = self.context, count(1)
+            recipe, earlier = context.recipe, self.earlier_answers()
+            trains = recipe.finetune is not None or context.runtime.finetune is not None
+            total = site.channels.bit_length() + 1
+            cut, answers = largest_cut(
+                context.evaluator(prepared, context.runtime.metric),
+                ranking.order,
+                context.acceptance_sets,
+                counted.values,
+                baseline=counted.accuracy,
+                max_drop=self.max_drop,
+                accuracy_now=state.accuracy,
+                method=recipe.search,
+                largest_share=recipe.largest_share,
+                round_to=recipe.round_to,
+                widths=widths,
+                answers=earlier,
+                # with one budget for all sites and no training between, ever more of the drop may be used
+                share=1.0 if recipe.budget == "site" or trains else share_visited,
+                caution=caution_at(share_visited),
+                measure=None if context.runtime.evaluate is None else measure,
+                on_trial=lambda: context.progress.report("search", next(trials), total, site),
+            )
+            return SiteCut(step, site.name, cut, answers[len(earlier) :])
+
+        found = self.context.journal.once(SiteCut, find, step=step)
+        if found.site != site.name or found.cut.channels != site.channels:
+            raise RunError(
+                f"journal.jsonl: the cut of step {step} does not fit site {site.name!r} of {site.channels} channels. Restore "
+                f"the run from a copy, or start a new one."
+            )
+        self.answers = list(found.answers)
+        return found.cut
 
 
-@dataclass(frozen=True, eq=False)
-class BaselineValues:
-    """What the network that the drop counts from got on the images of a jury: a value each, float64."""
-
-    steering: Tensor  # (N,)
-    certifying: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class SearchOptions:
-    """How a cut is looked for."""
-
-    method: Method = "bisect"
-    largest_share: float = 1.0
-    round_to: int = 1
-    widths: Sequence[int] | None = None
-
-
-def split_acceptance_sets(
-    search: Examples, contract: Contract, metric: Measure, *, seed: int, certifying: float = CERTIFYING
-) -> AcceptanceSets:
-    """Divide the validation images once, blindly, a share `certifying` to certify. Too few to certify anything: an error."""
-    if contract.worst_class is not None and class_labels(search.targets) is None:
-        raise InvalidInput(
-            f"worst_class = {contract.worst_class}: the targets are no class numbers, so no class can be judged."
-        )
-    if contract.confidence is None:
-        return AcceptanceSets(contract, metric, search, None)
-    sides = divide_images(len(search), certifying=certifying, seed=seed)
-    least = _least_slack(contract, len(sides.certifying))
-    if least > contract.max_drop:
-        raise InvalidInput(
-            f"max_drop={contract.max_drop:g} cannot be certified at {100 * contract.confidence:g} % with {len(search):,} "
-            f"validation images: with the {len(sides.certifying):,} that certify, the smallest provable drop is {least:.2g}. "
-            f"Use more images, a larger max_drop, or confidence=0."
-        )
-    _check_classes(contract, search.take(sides.certifying))
-    return AcceptanceSets(contract, metric, search.take(sides.steering), search.take(sides.certifying))
-
-
-def _check_classes(contract: Contract, certifying: Examples) -> None:
-    labels = class_labels(certifying.targets)
-    if contract.worst_class is None or labels is None:
-        return
-    fewest = int(labels.unique(return_counts=True)[1].min())  # type: ignore[no-untyped-call]  # torch's own is untyped
-    least = _least_slack(contract, fewest)
-    if least > contract.worst_class:
-        raise InvalidInput(
-            f"worst_class={contract.worst_class:g} cannot be certified with {fewest:,} certification images of one class: the "
-            f"smallest provable drop is {least:.2g}. Use more images, a larger worst_class, or confidence=0."
-        )
-
-
-def _least_slack(contract: Contract, images: int) -> float:
-    """The smallest bound on a drop that so many images can give."""
-    chance = contract.chance()
-    assert chance is not None
-    same = torch.ones(max(images, 1))
-    return paired_bound(same, same, 1 - chance).upper
-
-
-def baseline_values(module: nn.Module, jury: AcceptanceSets, *, batch: int, device: Device) -> BaselineValues:
-    """What a network gets on the jury's images, to count drops from."""
-
-    def measured(examples: Examples) -> Tensor:
-        return values(module, examples, jury.metric, batch=batch, device=device)
-
-    return BaselineValues(measured(jury.steering), None if jury.certifying is None else measured(jury.certifying))
-
-
-def certify(
-    module: nn.Module, jury: AcceptanceSets, start: BaselineValues, answers: Sequence[bool], *, batch: int, device: Device
-) -> Verdict:
-    """Ask the certification images about a whole network."""
-    assert jury.certifying is not None
-    return certify_values(jury, start, values(module, jury.certifying, jury.metric, batch=batch, device=device), answers)
-
-
-def certify_values(jury: AcceptanceSets, start: BaselineValues, after: Tensor, answers: Sequence[bool]) -> Verdict:
-    """Ask the certification images, with values `after` (N,); `answers` are those that they gave before."""
-    return _promise(jury, start, answers).certify(after)
-
-
-def caution_at(done: float) -> float:
-    """Standard deviations of caution when `done` of a run's sites are visited: an early "no" costs the most."""
-    return _CAUTION * (1 - done)
-
-
-def largest_cut(
-    bench: SiteEvaluator,
-    order: Tensor,
-    jury: AcceptanceSets,
-    start: BaselineValues | None,
-    looking: SearchOptions,
-    *,
-    baseline: float,
-    accuracy_now: float,
-    answers: Sequence[bool] = (),
-    share: float = 1.0,
-    caution: float = 0.0,
-    on_look: Callable[[], None] = lambda: None,
-) -> tuple[Cut, tuple[bool, ...]]:
-    """The cut of the bench's site along `order`, and all answers of the certification images, `answers` among them.
-
-    The bench measures the jury's metric. `baseline` is the mean of the network that the drop counts from, `start` its single
-    values (None if only means count). `share` of the allowed drop may be used up to here, and `caution` keeps certification
-    from saying no (`Contract.predict`). Accuracies in the cut are on the search images.
-    """
-    promise = None if start is None or jury.certifying is None else _promise(jury, start, answers)
-    measured = bench.on(jury.steering)
-
-    def steer(keep: Tensor) -> float | Judgement:
-        on_look()
-        if start is None:
-            return float(measured.means(keep[None])[0])
-        known = () if promise is None else promise.answers
-        after = measured.values(keep[None])[0].double()
-        return predicted(jury, start, after, answers=known, share=share, caution=caution)
-
-    def last_word(keep: Tensor) -> Judgement:
-        on_look()
-        assert promise is not None
-        assert jury.certifying is not None
-        return promise.certify(bench.on(jury.certifying).values(keep[None])[0].double())
-
-    cut = find_cut(
-        order,
-        steer,
-        baseline=baseline,
-        max_drop=share * jury.contract.max_drop,
-        method=looking.method,
-        largest_share=looking.largest_share,
-        accuracy_now=accuracy_now,
-        round_to=looking.round_to,
-        widths=looking.widths,
-        certify=None if promise is None else last_word,
-        retries=1 if jury.contract.reserve else 0,
-    )
-    return cut, tuple(answers) if promise is None else promise.answers
-
-
-def predicted(
-    jury: AcceptanceSets,
-    start: BaselineValues,
-    after: Tensor,
-    *,
-    answers: Sequence[bool] = (),
-    share: float = 1.0,
-    caution: float = 0.0,
-) -> Verdict:
-    """What the search images, with values `after` (N,), predict that certification will say: see `Contract.predict`."""
-    images = len(jury.steering if jury.certifying is None else jury.certifying)
-    return jury.contract.predict(
-        start.steering,
-        after,
-        classes_of(jury.steering, jury),
-        images=images,
-        answers=answers,
-        share=share,
-        caution=caution,
-    )
-
-
-def classes_of(examples: Examples, jury: AcceptanceSets) -> Tensor | None:
-    """The classes of the images, if the contract says anything of classes."""
-    return None if jury.contract.worst_class is None else class_labels(examples.targets)
-
-
-def _promise(jury: AcceptanceSets, start: BaselineValues, answers: Sequence[bool]) -> Promise:
-    assert jury.certifying is not None
-    assert start.certifying is not None
-    return Promise(jury.contract, start.certifying, classes=classes_of(jury.certifying, jury), answers=answers)
+def caution_at(visited: float) -> float:
+    """Standard deviations of caution when `visited` of a run's visits are done: an early refusal costs the most."""
+    return _CAUTION * (1 - visited)

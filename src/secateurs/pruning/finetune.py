@@ -1,133 +1,138 @@
-"""What a network learns after a cut: new statistics for BatchNorm, fine-tuning, retraining. Training goes on after a crash.
+"""Training within a run: BatchNorm statistics recalibrated, fine-tuning after a cut, retraining at the end; all resumable.
 
-Where the budget is one for the whole run, weights that would break it are not taken.
+Where one budget covers the whole run, weights that would exceed it are rolled back.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
+import torch
+
+from secateurs._util.modules import device_of, keeping_modes
+from secateurs._util.tensors import first_non_finite
 from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
+from secateurs.errors import RunError, TrainingError
 from secateurs.metrics import cross_entropy
-from secateurs.pruning.checkpoints import TRAINING, keep_retrained, load_retrained_
-from secateurs.pruning.context import AccuracyBudget, NetworkState, RunContext, measured
-from secateurs.pruning.folder import Record
-from secateurs.training import EpochRecord, TrainState, recalibrate_, train_
-from secateurs.training.state import StateMeta
+from secateurs.pruning.budget import AccuracyBudget
+from secateurs.pruning.context import NetworkState, PruningContext
+from secateurs.pruning.results import Retrained
+from secateurs.training import recalibrate_
+from secateurs.training.resumable import CHECKPOINT, train_resumably_
+
+RETRAINED = "checkpoints/retrained"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-@dataclass(frozen=True)
-class TrainingPhase:
-    """A training within a run."""
+def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkState) -> NetworkState:
+    """Recompute BatchNorm's statistics on training examples, if the recipe asks for that."""
+    recipe, train = context.recipe, context.data.train
+    if recipe.recalibrate is None:
+        return state
+    chosen = subset(train, min(recipe.recalibrate, len(train)), seed=derive(recipe.seed, "recalibrate"))
 
-    settings: TrainSettings
-    phase: str  # "finetune", "retrain"
-    step: int  # that it belongs to; retraining follows the last one
+    def trained() -> NetworkState:
+        recalibrate_(state.graph.module, chosen, batch=recipe.batch, device=context.runtime.device)
+        return context.measured(state)
 
-
-def recalibrate_statistics_(outfit: RunContext, standing: NetworkState) -> NetworkState:
-    """Measure BatchNorm's statistics anew, if that is asked for."""
-    workshop, count = outfit.workshop, outfit.workshop.recipe.recalibrate
-    if count is None:
-        return standing
-
-    def recalibrate() -> NetworkState:
-        train, recipe = workshop.data.train, workshop.recipe
-        chosen = subset(train, min(count, len(train)), seed=derive(recipe.seed, "recalibrate"))
-        recalibrate_(standing.graph.module, chosen, batch=recipe.batch, device=workshop.tools.device)
-        return measured(workshop, standing)
-
-    return _rollback_if_over_budget(outfit.judge, standing, recalibrate, if_within=True)
+    return _rollback_if_over_budget(budget, state, trained)
 
 
-def finetune_(outfit: RunContext, standing: NetworkState) -> NetworkState:
-    """Train the network after a cut, if that is asked for."""
-    settings = outfit.workshop.recipe.finetune
-    return standing if settings is None else _train_(outfit, standing, TrainingPhase(settings, "finetune", outfit.step))
+def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
+    """Train the network after a cut, if the recipe asks for that."""
+    if context.runtime.finetune is not None:
+        train = context.runtime.finetune
+        if context.recipe.budget == "site":
+            return _train_by_user(context, state, train, step)
+        return _rollback_if_over_budget(budget, state, lambda: _train_by_user(context, state, train, step))
+    settings = context.recipe.finetune
+    return state if settings is None else _train(context, budget, state, settings, "finetune", step)
 
 
-def retrain_(outfit: RunContext, standing: NetworkState) -> NetworkState:
-    """Train the network at the end, if that is asked for."""
-    settings, record = outfit.workshop.recipe.retrain, outfit.record
+def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
+    """Train the network at the end, if the recipe asks for that."""
+    settings, journal = context.recipe.retrain, context.journal
     if settings is None:
-        return standing
-    if record.units("retrained"):
-        load_retrained_(record, standing.graph)
-        return standing
-    standing = _train_(outfit, standing, TrainingPhase(settings, "retrain", outfit.step))
-    keep_retrained(record, standing)
-    return standing
+        return state
+    if known := journal.of(Retrained):
+        journal.check_files(known[0])
+        found = journal.load_tensors(RETRAINED)
+        if found is None:
+            raise RunError(f"{journal.path}: the retrained weights are missing. Restore checkpoints/ from a copy.")
+        state.graph.module.load_state_dict(found[0])
+        return state
+    state = _train(context, budget, state, settings, "retrain", step)
+    journal.save_tensors(RETRAINED, state.graph.module.state_dict(), listed=True)
+    journal.append(Retrained(state.accuracy, state.loss, journal.file_digests(f"{RETRAINED}.safetensors")))
+    journal.delete(CHECKPOINT)
+    return state
 
 
-def _train_(outfit: RunContext, standing: NetworkState, lesson: TrainingPhase) -> NetworkState:
-    workshop, record = outfit.workshop, outfit.record
-    tools, recipe = workshop.tools, workshop.recipe
-    settings = replace(lesson.settings, seed=derive(recipe.seed, lesson.phase, lesson.step))
-    resumed = _training_state(record, lesson)
-    if resumed is not None:  # killed between the checkpoint and its line in the journal
-        _note_epochs(record, lesson, resumed)
-
-    def keep(state: TrainState) -> None:
-        record.save_tensors(TRAINING, state.tensors, {**state.meta, "phase": lesson.phase, "step": lesson.step})
-        _note_epochs(record, lesson, state)
-
-    def tell(epoch: EpochRecord) -> None:
-        outfit.whereabouts.tell(lesson.phase, epoch.epoch + 1, settings.epochs)
-
-    def train() -> NetworkState:
-        history = train_(
-            standing.graph.module,
-            workshop.data.train,
-            settings,
-            search=workshop.search,
-            teacher=workshop.original.module if settings.distill else None,
-            loss_fn=None if tools.loss_fn is cross_entropy else tools.loss_fn,
-            metric=tools.metric,
-            device=tools.device,
-            momentum=standing.momentum,
-            resume=resumed,
-            save=keep,
-            on_epoch=tell,
+def _train_by_user(context: PruningContext, state: NetworkState, train: Callable[..., Any], step: int) -> NetworkState:
+    """Call the user's training, and check what it leaves: the same parameters, finite, where they were."""
+    module = state.graph.module
+    before, place = {name: tuple(p.shape) for name, p in module.named_parameters()}, device_of(module)
+    wanted = [p for p in inspect.signature(train).parameters.values() if p.kind in _POSITIONAL and p.default is p.empty]
+    context.progress.report("finetune", 0, 1)
+    with keeping_modes(module), torch.enable_grad():
+        train(module, step) if len(wanted) > 1 else train(module)
+    module.to(place)
+    after = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    if after != before:
+        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        raise TrainingError(
+            f"finetune changed the parameters {', '.join(changed[:3])} of the network: wanted the same names and shapes. Train "
+            f"the network that is given in place."
         )
-        learnt = replace(standing, momentum=dict(history.momentum))
+    wrong = first_non_finite(dict(module.named_parameters()))
+    if wrong is not None:
+        raise TrainingError(f"finetune left NaN or infinite values in {wrong!r}: lower its learning rate.")
+    context.progress.report("finetune", 1, 1)
+    return context.measured(replace(state, momentum={}))
+
+
+def _train(
+    context: PruningContext, budget: AccuracyBudget, state: NetworkState, settings: TrainSettings, phase: str, step: int
+) -> NetworkState:
+    runtime, recipe = context.runtime, context.recipe
+    settings = replace(settings, seed=derive(recipe.seed, phase, step))
+
+    def trained() -> NetworkState:
+        history = train_resumably_(
+            context.journal,
+            state.graph.module,
+            context.data.train if runtime.train is None else runtime.train,
+            settings,
+            phase=phase,
+            step=step,
+            search=context.validation,
+            teacher=context.original.module if settings.distill else None,
+            loss_fn=None if runtime.loss_fn is cross_entropy else runtime.loss_fn,
+            metric=runtime.metric,
+            device=runtime.device,
+            momentum=state.momentum,
+            on_epoch=lambda epoch: context.progress.report(phase, epoch.epoch + 1, settings.epochs),
+        )
+        found = replace(state, momentum=dict(history.momentum))
         last = history.epochs[-1] if history.epochs else None
         if last is None or last.search_accuracy is None or last.search_loss is None:
-            return measured(workshop, learnt)
-        return replace(learnt, accuracy=last.search_accuracy, loss=last.search_loss)  # it was measured after its last epoch
+            return context.measured(found)
+        return replace(found, accuracy=last.search_accuracy, loss=last.search_loss)  # measured after its last epoch
 
-    return _rollback_if_over_budget(outfit.judge, standing, train, if_within=recipe.budget == "run")
-
-
-def _rollback_if_over_budget(
-    judge: AccuracyBudget, standing: NetworkState, learn_: Callable[[], NetworkState], *, if_within: bool
-) -> NetworkState:
-    """The network with the weights that `learn_` gives it.
-
-    If that is wanted, and the new weights break the budget, the network gets its old ones again.
-    """
-    weights = copy.deepcopy(standing.graph.module.state_dict())
-    learnt = learn_()
-    if not if_within or judge.still_within(learnt):
-        return learnt
-    standing.graph.module.load_state_dict(weights)
-    return standing
+    return _rollback_if_over_budget(budget, state, trained) if recipe.budget == "run" else trained()
 
 
-def _note_epochs(record: Record, lesson: TrainingPhase, state: TrainState) -> None:
-    """Journal the epochs that a checkpoint holds and the journal does not."""
-    known = record.units("epoch", step=lesson.step, phase=lesson.phase)
-    for epoch in state.meta["epochs"][len(known) :]:
-        record.append("epoch", step=lesson.step, phase=lesson.phase, **epoch)
-
-
-def _training_state(record: Record, lesson: TrainingPhase) -> TrainState | None:
-    """Where the lesson was stopped, if it was."""
-    found = record.load_tensors(TRAINING, StateMeta)
-    if found is None or (found[1].get("phase"), found[1].get("step")) != (lesson.phase, lesson.step):
-        return None
-    tensors, meta = found
-    return TrainState(tensors, {key: value for key, value in meta.items() if key not in ("phase", "step")})
+def _rollback_if_over_budget(budget: AccuracyBudget, state: NetworkState, train: Callable[[], NetworkState]) -> NetworkState:
+    """Train the network of `state` in place; if that exceeds the budget, give it its weights back."""
+    weights = copy.deepcopy(state.graph.module.state_dict())
+    trained = train()
+    if budget.still_within(trained):
+        return trained
+    state.graph.module.load_state_dict(weights)
+    return state

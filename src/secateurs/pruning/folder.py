@@ -1,235 +1,148 @@
-"""The folder of a run: recipe, provenance, a journal of every unit of work, checkpoints. Nothing in it is ever half written.
-
-The journal is a chain of JSON lines (see `journal`), each synced before the next unit of work begins. A line that was cut short
-by a crash is dropped when the folder is opened again: its unit of work is done once more, with the same outcome. Files of
-tensors name the line that they were written after, and lines hold the digests of the files that they rely on: a file that is
-missing, old or from another run is an error.
-"""
+"""The folder of a run: recipe, provenance, journal and checkpoints; started, opened again, and checked against its origin."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NotRequired, TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from secateurs._util.decode import Malformed, brief
-from secateurs._util.files import LOCK, write_bytes, write_text
-from secateurs._util.tensors import dump
+from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
+from secateurs._util.files import LOCK, write_text
+from secateurs._util.journal import JOURNAL, PROVENANCE, Journal, changed_files, disk_errors, read_records, records_of
+from secateurs._util.tensors import digest
+from secateurs.compaction import replay
+from secateurs.compaction.serialization import load, read, save
 from secateurs.config import Recipe, read_recipe, recipe_fields, write_recipe
-from secateurs.errors import RunError, SecateursError
-from secateurs.pruning.journal import (
-    JOURNAL,
-    PROVENANCE,
-    Provenance,
-    chained,
-    changed_files,
-    origin_digest,
-    parse_provenance,
-    read_entries,
-    read_kept,
-)
+from secateurs.criteria.ranking import Ranking
+from secateurs.data.splits import Data
+from secateurs.errors import RunError
+from secateurs.graph.plan import Plan
+from secateurs.graph.sites import Site
+from secateurs.graph.structure import describe, nodes_from
+from secateurs.graph.trace import Graph
+from secateurs.metrics import changed, display_name, fingerprints
+from secateurs.pruning.context import NetworkState
+from secateurs.pruning.results import KINDS, Count, ResultFigures, RunResult, Step, Structure
+from secateurs.scoring.cache import MeasurementCache
+from secateurs.scoring.importance import Importance
+from secateurs.training.resumable import CHECKPOINT
 
-RECIPE = "recipe.toml"
-FORMAT = 2  # of the folder: 2 has a chained journal
-
-
-class Record:
-    """Keeps nothing: what a run in memory writes to. `RunFolder` keeps everything."""
-
-    path: Path | None = None
-    entries: list[dict[str, Any]]
-
-    def __init__(self) -> None:
-        self.entries = []
-
-    def append(self, unit: str, **fields: Any) -> None:
-        """Note a finished unit of work; on return it is safe."""
-        self.entries.append({"unit": unit, **fields})
-
-    def save_tensors(
-        self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None, *, listed: bool = False
-    ) -> None:
-        """Keep tensors and plain values under `name`; `listed`: the next line of the journal holds the file's digest."""
-
-    def load_tensors(self, name: str, kind: Any = dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """What was kept under `name`, or None; its plain values must be of the type `kind`."""
-        return None
-
-    def file_digests(self, *files: str) -> dict[str, str]:
-        """SHA-256 of files of the folder, for the line of the journal that relies on them."""
-        return {}
-
-    def check_files(self, entry: Mapping[str, Any]) -> None:
-        """Refuse to go on from files that are not those that the entry relies on."""
-
-    def delete(self, name: str) -> None:
-        """Forget `name`."""
-
-    def close(self) -> None:
-        """Nothing more will be noted."""
-
-    def units(self, unit: str, **fields: Any) -> list[dict[str, Any]]:
-        """The entries of one kind whose fields have the given values, in order."""
-        return [e for e in self.entries if e["unit"] == unit and all(e.get(k) == v for k, v in fields.items())]
+RECIPE, MEASURED, START = "recipe.toml", "measured.sqlite", "checkpoints/start"
+_OURS = {LOCK, JOURNAL, RECIPE, MEASURED, "checkpoints", "data", "ensembles"}  # what a run that was killed early may have left
+_KEPT_MASKS = 20_000  # a larger ensemble, as slopes have, is not worth its place in the folder
+FORMAT = 3  # of the folder: 3 has a journal whose lines are the records of `pruning.results`
 
 
-class RunFolder(Record):
-    """The folder `path`, held by this process alone until it is closed."""
-
-    path: Path
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        self._lock = _lock(path)
-        self._digests: list[str] = []  # of the journal: its origin's, then one for each line
-        try:
-            self._journal = self._open_journal()
-        except BaseException:
-            self._lock.close()
-            raise
-
-    def close(self) -> None:
-        """Let others use the folder."""
-        self._journal.close()
-        self._lock.close()
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def append(self, unit: str, **fields: Any) -> None:
-        """Append a line to the journal and sync it."""
-        entry = {"unit": unit, **fields}
-        with disk_errors(self.path):
-            if len(self._digests) < 2:  # provenance may have been written since the folder was opened
-                self._digests = [origin_digest(self.path)]
-            line, digest = chained(entry, self._digests[-1])
-            size = self._journal.seek(0, os.SEEK_END)
-            try:
-                while line:
-                    line = line[self._journal.write(line) :]
-                os.fsync(self._journal.fileno())
-            except OSError:
-                with suppress(OSError):
-                    self._journal.truncate(size)  # a line that is not safe must not be continued from
-                raise
-        self._digests.append(digest)
-        self.entries.append(entry)
-
-    def save_tensors(
-        self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None, *, listed: bool = False
-    ) -> None:
-        """Write `name`.safetensors with `meta` in its header, and the line that it follows unless the next one lists it."""
-        header = {"meta": json.dumps(meta or {}), "name": name}
-        if not listed:
-            header["journal"] = self._digests[-1]
-        with disk_errors(self.path):
-            write_bytes(self.path / f"{name}.safetensors", dump(tensors, header))
-
-    def load_tensors(self, name: str, kind: Any = dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Read `name`.safetensors; None if there is none; a file that is damaged or of another run is an error."""
-        path = self.path / f"{name}.safetensors"
-        if not path.exists():
-            return None
-        try:
-            return read_kept(path, name, self._digests, kind)
-        except Malformed as error:
-            raise RunError(f"{path}: {error}. {_advice(name)}") from error
-
-    def file_digests(self, *files: str) -> dict[str, str]:
-        """SHA-256 of files of the folder, by name."""
-        with disk_errors(self.path):
-            return {name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in files}
-
-    def check_files(self, entry: Mapping[str, Any]) -> None:
-        """Refuse to go on from files that are missing, or not those that the entry relies on."""
-        for name, what in changed_files(self.path, entry):
-            raise RunError(f"{self.path / brief(name)}: {what}. {_advice(name)}")
-
-    def delete(self, name: str) -> None:
-        """Remove `name`.safetensors, if it is there."""
-        (self.path / f"{name}.safetensors").unlink(missing_ok=True)
-
-    def _open_journal(self) -> IO[bytes]:
-        with disk_errors(self.path):
-            file = (self.path / JOURNAL).open("a+b", buffering=0)
-        try:
-            found = read_entries(self.path)
-            if found.notes:
-                raise RunError(found.notes[0])
-            file.truncate(found.size)  # a last line that was being written when the process died
-        except BaseException:
-            file.close()
-            raise
-        self.entries, self._digests = list(found.entries), list(found.digests)
-        return file
+# ---- provenance ----------------------------------------------------------------------------------------------------------
 
 
-def _advice(name: str) -> str:
-    if "training" in name:
-        return "Delete it and resume: this training starts again from its first epoch, with the same result."
-    return (
-        f"Restore it from a copy. Or delete {JOURNAL} and all of checkpoints/ but start.safetensors, and resume: the run "
-        f"begins again, and uses what was measured."
-    )
+class ModelOrigin(TypedDict, total=False):
+    """The network that a run was started with."""
+
+    weights_sha256: str
+    leaves: list[str]
 
 
-def create_folder(path: Path, recipe: Recipe, provenance: Mapping[str, Any]) -> RunFolder:
-    """Start a new run in `path`, which must not hold one."""
-    if (path / PROVENANCE).exists():
-        raise RunError(f"{path}: holds a run already. Go on with it (secateurs resume {path}), or choose another name.")
-    with disk_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
-    folder = RunFolder(path)
+class SetOrigin(TypedDict):
+    """One set of examples."""
+
+    count: Count
+    sha256: NotRequired[str]
+
+
+class DataOrigin(TypedDict, total=False):
+    """The data that a run was started with."""
+
+    name: str
+    sha256: str
+    sets: dict[str, SetOrigin]
+    classes: list[Any]
+    origin: dict[str, Any]
+
+
+class Provenance(TypedDict, total=False):
+    """What provenance.json holds. The folder of a run has all of it; a report is also made of less."""
+
+    format: int
+    model: ModelOrigin
+    data: DataOrigin
+    seed: int
+    measures: dict[str, str]
+    fingerprints: dict[str, Any]
+    store: str | None
+    origin: dict[str, Any]
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    started: str
+    recipe_sha256: str
+
+
+def provenance(
+    graph: Graph,
+    data: Data,
+    recipe: Recipe,
+    *,
+    measures: Mapping[str, Callable[..., Any]],
+    store: str | Path | None,
+    origin: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Where network, data and figures of a run come from, as plain values."""
+    return {
+        "model": {"class": graph.plan.model, "weights_sha256": _weights_digest(graph), "leaves": list(graph.leaves)},
+        "data": data.record(),
+        "seed": recipe.seed,
+        "measures": {role: display_name(measure) for role, measure in measures.items()},
+        "fingerprints": fingerprints(measures),
+        "store": None if store is None else str(Path(store).absolute()),
+        "origin": dict(origin or {}),
+        **environment(),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, as provenance keeps them."""
+    names = ("secateurs", "torch", "numpy", "safetensors")
+    return {
+        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
+        "machine": {"processor": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()},
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version(name: str) -> str:
     try:
-        with disk_errors(path):
-            write_recipe(path / RECIPE, recipe)
-            known = {"format": FORMAT, **provenance, "recipe_sha256": recipe_digest(recipe)}
-            write_text(path / PROVENANCE, json.dumps(known, indent=1) + "\n")
-    except BaseException:
-        folder.close()
-        raise
-    return folder
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
 
-def open_folder(path: Path) -> tuple[RunFolder, Recipe, dict[str, Any]]:
-    """Take up a run that was started in `path`: its folder, recipe and provenance."""
-    provenance = read_provenance(path)
-    if provenance.get("format") != FORMAT:
+def parse_provenance(folder: Path) -> dict[str, Any]:
+    """What provenance.json says, every field of its type; `Malformed` or OSError if it cannot be read.
+
+    RunError for the folder of another release, whose other files are not to be read.
+    """
+    found: dict[str, Any] = decode_json(read_text_file(folder / PROVENANCE), dict[str, Any])
+    checked(found, Provenance)
+    check_format(folder / PROVENANCE, found)
+    return found
+
+
+def check_format(path: Path, known: Mapping[str, Any]) -> None:
+    """Refuse the folder of another release; `known` is what its first file, `path`, says."""
+    if known.get("format", FORMAT) != FORMAT:
         raise RunError(
-            f"{path / PROVENANCE}: got folder format {provenance.get('format')!r}, wanted {FORMAT}: another release wrote it. "
-            f"Start a new run."
+            f"{path}: got folder format {known['format']!r}, wanted {FORMAT}: another release wrote it, and it is whole. "
+            f"Use that release, or start a new run."
         )
-    missing = sorted(Provenance.__annotations__.keys() - provenance.keys())
-    if missing:
-        raise RunError(f"{path / PROVENANCE}: damaged (no {', '.join(missing)}). Restore it from a copy, or start a new run.")
-    folder = RunFolder(path)
-    try:
-        recipe = read_recipe(path / RECIPE)
-        if recipe_digest(recipe) != provenance.get("recipe_sha256"):
-            raise RunError(
-                f"{path / RECIPE}: was changed since the run started, so its earlier steps would not fit the later ones. Undo "
-                f"the change, or start a new run with the changed recipe."
-            )
-    except BaseException:
-        folder.close()
-        raise
-    return folder, recipe, provenance
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
@@ -247,48 +160,203 @@ def recipe_digest(recipe: Recipe) -> str:
     return hashlib.sha256(json.dumps(recipe_fields(recipe), sort_keys=True).encode()).hexdigest()
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, as provenance keeps them."""
-    names = ("secateurs", "torch", "numpy", "safetensors")
-    return {
-        "versions": {name: _version(name) for name in names} | {"python": platform.python_version()},
-        "machine": {"processor": platform.machine(), "system": platform.system(), "threads": torch.get_num_threads()},
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+# ---- opening -------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Errors of the disk, our own errors about them included, become a `RunError` that says what to do."""
-    try:
-        yield
-    except (OSError, SecateursError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(cause, OSError):
-            raise
-        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"the disk is full ({cause.strerror}). Free some space, then go on with: secateurs resume {path}"
-        elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            what = f"cannot be written ({cause.strerror}). Choose a folder that you may write to."
-        else:
-            path = Path(os.fsdecode(cause.filename2 or cause.filename or path))
-            what = f"{cause.strerror or cause}."
-        raise RunError(f"{path}: {what}") from cause
-
-
-def _lock(path: Path) -> IO[bytes]:
+def create_folder(path: Path, recipe: Recipe, origin: Mapping[str, Any]) -> Journal:
+    """Start a new run in `path`, which must not hold one; `origin` is its provenance."""
+    if (path / PROVENANCE).exists():
+        raise RunError(f"{path}: holds a run already. Resume it (secateurs resume {path}), or choose another folder.")
     with disk_errors(path):
-        file = (path / LOCK).open("a+b")
+        path.mkdir(parents=True, exist_ok=True)
+        others = sorted(found.name for found in path.iterdir() if found.name not in _OURS)
+    if others:
+        raise RunError(
+            f"{path}: holds other files ({', '.join(others[:3])}{', …' * (len(others) > 3)}). Choose an empty or a new folder."
+        )
+    journal = Journal(path, KINDS)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise RunError(f"{path}: another process is working on this run. Wait for it, or stop it first.") from error
-    return file
+        with disk_errors(path):
+            write_recipe(path / RECIPE, recipe)
+            known = {"format": FORMAT, **origin, "recipe_sha256": recipe_digest(recipe)}
+            write_text(path / PROVENANCE, json.dumps(known, indent=1) + "\n")
+    except BaseException:
+        journal.close()
+        raise
+    return journal
 
 
-def _version(name: str) -> str:
+def open_folder(path: Path) -> tuple[Journal, Recipe, dict[str, Any]]:
+    """Open a run that was started in `path`: its journal, recipe and provenance."""
+    known = read_provenance(path)
+    missing = sorted(Provenance.__annotations__.keys() - known.keys())
+    if missing:
+        raise RunError(f"{path / PROVENANCE}: damaged (no {', '.join(missing)}). Restore it from a copy, or start a new run.")
+    journal = Journal(path, KINDS)
     try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+        recipe = read_recipe(path / RECIPE)
+        if recipe_digest(recipe) != known.get("recipe_sha256"):
+            raise RunError(
+                f"{path / RECIPE}: was changed since the run started, so its earlier steps would not fit the later ones. Undo "
+                f"the change, or start a new run with the changed recipe."
+            )
+    except BaseException:
+        journal.close()
+        raise
+    return journal, recipe, known
+
+
+def open_cache(journal: Journal, path: str | Path | None) -> MeasurementCache:
+    """The cache of measurements at `path`, or in the run folder, or in memory for a run that has none."""
+    if path is not None:
+        return MeasurementCache(Path(path))
+    return MeasurementCache(None if journal.path is None else journal.path / MEASURED)
+
+
+def check_origin(path: Path, data: Data, measures: Mapping[str, Callable[..., Any]], known: Mapping[str, Any]) -> None:
+    """Refuse data, a loss or a metric that the run in `path` was not started with; `known` is its provenance."""
+    if data.digest() != known["data"].get("sha256"):
+        raise RunError(
+            f"{path}: was started on other data ({known['data'].get('name')}): contents or split have changed. Give the "
+            f"data it was started with, or start a new run."
+        )
+    names = known.get("measures", {})
+    others = changed(measures, names, known.get("fingerprints", {}))
+    if others:
+        was = " and ".join(f"{role} ({names[role]}, now {display_name(measures[role])})" for role in others)
+        raise RunError(f"{path}: was started with another {was}. Give what it was started with, or start a new run.")
+
+
+def example_for(model: nn.Module, data: Data) -> Tensor:
+    """Two training inputs on the model's device, in the type that it computes in."""
+    inputs = data.train.batch(slice(0, 2)).inputs
+    first = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if first is None:
+        return inputs
+    return inputs.to(first.device, first.dtype if inputs.is_floating_point() else inputs.dtype)
+
+
+def load_start(path: Path, model: nn.Module, data: Data, known: Mapping[str, Any]) -> Graph:
+    """The network that the run in `path` was started with, whatever the weights of `model`; `known` is its provenance."""
+    example, file = example_for(model, data), path / f"{START}.safetensors"
+    if not file.exists():
+        raise RunError(_without_start(path, file))
+    graph = load(model, file, example_input=example)
+    if _weights_digest(graph) != known["model"].get("weights_sha256"):
+        raise RunError(
+            f"{file}: holds other weights than the run was started with: it was swapped. Restore it from a copy, or start a "
+            f"new run."
+        )
+    return graph
+
+
+def _without_start(path: Path, file: Path) -> str:
+    """Why a run without the file of its original network cannot be resumed, and what is left of it."""
+    records = read_records(path, KINDS)
+    ended = records_of(records, ResultFigures)
+    if ended and not changed_files(path, ended[0]):
+        return (
+            f"{file}: is missing, so the run cannot be resumed; but it is finished, and its result is whole: "
+            f"{path / 'pruned.safetensors'} and {path / 'plan.json'}. Show it with: secateurs show {path}"
+        )
+    if any(not isinstance(record, Structure) for record in records):
+        return f"{file}: is missing, though the run got further. Restore checkpoints/ from a copy, or start a new run."
+    return f"{path}: was stopped before its first checkpoint. Delete the folder and start the run again."
+
+
+def _weights_digest(graph: Graph) -> str:
+    return digest({name: tensor.detach().cpu() for name, tensor in graph.module.state_dict().items()})
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def save_start(journal: Journal, graph: Graph) -> None:
+    """Save the original network, after its structure is journaled."""
+    describe_network(journal, graph)
+    _save(journal, START, graph)
+
+
+def describe_network(journal: Journal, graph: Graph) -> None:
+    """Journal the structure of the original network, once."""
+    journal.once(Structure, lambda: Structure(nodes_from(describe(graph))))
+
+
+def save_step(journal: Journal, state: NetworkState, step: Step) -> Step:
+    """Journal a step, with a checkpoint in place of the earlier one if the network changed."""
+    earlier = _latest_cut(journal)
+    if step.removed and journal.path is not None:
+        names = _checkpoint(step.number)
+        _save(journal, names[0], state.graph)
+        journal.save_tensors(names[1], state.momentum, listed=True)
+        step = replace(step, files=journal.file_digests(*(f"{name}.safetensors" for name in names)))
+    journal.append(step)
+    journal.delete(CHECKPOINT)
+    for name in _checkpoint(earlier.number) if step.removed and earlier is not None else ():
+        journal.delete(name)
+    return step
+
+
+def load_state(journal: Journal, original: Graph) -> NetworkState:
+    """The network as the latest step left it; before any, the original, not yet measured."""
+    state, steps, latest = NetworkState(original), journal.of(Step), _latest_cut(journal)
+    if not steps:
+        return state
+    if latest is not None and journal.path is not None:
+        journal.check_files(latest)
+        network, momentum = _checkpoint(latest.number)
+        path = journal.path / f"{network}.safetensors"
+        header, tensors = read(path)
+        graph = replay(original, Plan.from_json(header["plan"], where=str(path)), verify=False)
+        graph.module.load_state_dict(tensors)
+        found = journal.load_tensors(momentum)
+        state = NetworkState(graph, momentum={} if found is None else found[0])
+    return replace(state, accuracy=steps[-1].accuracy, loss=steps[-1].loss)
+
+
+def save_result(journal: Journal, result: RunResult) -> None:
+    """Save the smaller network and its plan, and journal the figures."""
+    if journal.path is None:
+        return
+    _save(journal, "pruned", result.graph)
+    with disk_errors(journal.path):
+        result.graph.plan.save(journal.path / "plan.json")
+    files = journal.file_digests("plan.json", "pruned.safetensors")
+    journal.once(ResultFigures, lambda: replace(result.figures(), files=files))
+
+
+def _latest_cut(journal: Journal) -> Step | None:
+    """The latest step that changed the network."""
+    return next((step for step in reversed(journal.of(Step)) if step.removed), None)
+
+
+def _checkpoint(number: int) -> tuple[str, str]:
+    """The names of a step's network and momentum."""
+    return f"checkpoints/{number:04d}", f"checkpoints/{number:04d}-momentum"
+
+
+def _save(journal: Journal, name: str, graph: Graph) -> None:
+    if journal.path is not None:
+        with disk_errors(journal.path):
+            save(graph, journal.path / f"{name}.safetensors")
+
+
+def save_ranking(journal: Journal, name: str, site: Site, ranking: Ranking) -> None:
+    """Save the order of a site's filters with what it rests on: importances, and the masks and losses where they are few."""
+    tensors = {"order": ranking.order}
+    ensemble, importance = ranking.ensemble, ranking.importance
+    if ensemble is not None and len(ensemble.masks) <= _KEPT_MASKS:
+        tensors |= {"masks": ensemble.masks, "losses": ensemble.losses}
+    if isinstance(importance, Importance):
+        tensors |= {"coef": importance.coef, "stderr": importance.stderr}
+    elif importance is not None:
+        tensors |= {"coef": importance.linear, "pairs": importance.pairs}
+    origin = {"site": site.name, "original": list(site.original)}
+    journal.save_tensors(f"ensembles/{name}", tensors, {**origin, "criterion": ranking.criterion, "note": ranking.note})
+
+
+def copy_ranking(journal: Journal, name: str, other: str) -> None:
+    """Save the ranking `name` under another name, too."""
+    found = journal.load_tensors(f"ensembles/{name}")
+    if found is not None:
+        journal.save_tensors(f"ensembles/{other}", *found)

@@ -1,29 +1,37 @@
-"""What a run says of itself: where it stands, what happened at a site, and how it ended; and each as plain values."""
+"""What a run records: one dataclass for each kind of line in its journal, read back as itself, and the `Result`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
+import msgspec
+import torch
 from torch import Tensor
 
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.cost import Cost
 from secateurs.graph.latency import SpeedUp
 from secateurs.graph.sites import Site
+from secateurs.graph.structure import Node
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Evaluation
-from secateurs.scoring.importance import Importance, PairImportance
+from secateurs.selection.allocation import Curve
+from secateurs.selection.search import Cut
+from secateurs.training.state import EpochRecord
 
-_KEPT_MASKS = 20_000  # a larger ensemble, as slopes have, is not worth its place in the folder
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+Files = Mapping[str, str]
+"""SHA-256 of the files of the run folder that a record relies on, by name."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, many times a step: `done` of `total` units of the phase at hand."""
+    """Where a run is, many times a step: `done` of `total` units of a phase."""
 
-    phase: str  # "score", "search", "divide", "finetune", "retrain"
+    phase: str  # "score", "curve", "search", "divide", "finetune", "retrain"
     done: int
     total: int
     site: str = ""
@@ -32,153 +40,294 @@ class Progress:
     round: int = 0
 
 
+@dataclass(frozen=True)
+class Structure:
+    """The layers of the original network and how they are connected (see `graph.structure`)."""
+
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Accuracy and loss of the original network on the validation set."""
+
+    accuracy: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class SiteOrder:
+    """The sites of a round, in the order in which they are visited."""
+
+    round: Count
+    sites: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SiteWidths:
+    """The numbers of filters that run fast at a site, and the seconds measured for each."""
+
+    site: str
+    channels: Count
+    widths: tuple[Count, ...]
+    seconds: tuple[tuple[Count, float], ...]
+
+
+@dataclass(frozen=True)
+class SiteCut:
+    """The cut that was found at a site, journaled before it is made."""
+
+    step: Count
+    site: str
+    cut: Cut
+    answers: tuple[bool, ...]  # of the certification images, asked for this cut
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What happened at one site. Accuracies are on the search set, fractions; shares are removed since the start of the run."""
+    """What happened at one site. Accuracies are on the validation set, fractions; shares are of the original network."""
 
-    number: int  # from 1
-    round: int
+    number: Count  # from 1
+    round: Count
     site: str
-    channels: int  # filters before the cut
-    removed: tuple[int, ...]  # in original channel ids, least important first
+    channels: Count  # filters before the cut
+    removed: tuple[Count, ...]  # in original channel ids, least important first
     accuracy_before: float
     accuracy_cut: float  # right after the cut
     accuracy: float  # after fine-tuning
     loss: float
     parameters_removed: float
     macs_removed: float
-    evaluated: tuple[tuple[int, float], ...]  # (filters removed, accuracy on the images that steer), in the order measured
-    masks: int
+    evaluated: tuple[tuple[Count, float], ...]  # (filters removed, accuracy on the images that search), in the order measured
+    masks: Count
     r2_held_out: float
     split_half: float
-    seconds: float
-    criterion: str = "ensemble"  # who ranked the filters
-    note: str = ""  # what the ranking says of itself, such as "stable after 212 of 640 masks"
-    examples: int = 0  # that the ranking rests on
-    compared: tuple[tuple[str, float], ...] = ()  # by a portfolio: criterion and mean loss, best first
-    bound: float | None = None  # upper bound on the drop right after the cut, at the recipe's confidence
-    images: int = 0  # that the bound comes from
-    by_estimate: int | None = None  # largest number of filters tried whose drop, as seen on the search images, is allowed
-    refused: tuple[int, ...] = ()  # numbers of filters that certifying images refused
-    answers: tuple[bool, ...] = ()  # all that they were asked in this step
-    loss_cut: float | None = None  # on the search set right after the cut, before any training; None: no cut
-    repaired: tuple[float, float] | None = None  # error of the readers' outputs before and after repair, as a share
-    importance: Importance | PairImportance | None = None  # None for a step read back from the journal
+    seconds: Seconds
+    criterion: str
+    note: str  # what the ranking says of itself, such as "stable after 212 of 640 masks"
+    examples: Count  # that the ranking rests on
+    compared: tuple[tuple[str, float], ...]  # by a portfolio: criterion and mean loss, best first
+    bound: float | None  # upper bound on the drop right after the cut, at the recipe's confidence
+    images: Count  # that the bound comes from
+    by_estimate: Count | None  # largest number of filters tried whose drop, as seen on the images that search, is allowed
+    refused: tuple[Count, ...]  # numbers of filters that the certification images refused
+    answers: tuple[bool, ...]  # all that they answered in this step
+    repaired: tuple[float, float] | None  # error of the consumers' outputs before and after repair, as a share
+    loss_cut: float | None  # right after the cut, before any training; None: no cut
+    baseline: float  # that `drop` counts from: as the allowed drop does; for a cut of an allocation the accuracy before it
+    loss_before: float
+    files: Files = field(default_factory=dict)
+    importance: Any = field(default=None, metadata={"journal": False})  # Importance, PairImportance, or None if read back
 
     @property
     def kept(self) -> int:
         """Filters after the cut."""
         return self.channels - len(self.removed)
 
+    @property
+    def drop(self) -> float:
+        """What the cut cost, counted as the allowed drop is, before any training."""
+        return self.baseline - self.accuracy_cut
+
+    @property
+    def decisive_drop(self) -> float:
+        """What is compared with the allowed drop: its upper bound where one was certified, else the measured drop."""
+        return self.drop if self.bound is None else self.bound
+
+
+@dataclass(frozen=True)
+class Retrained:
+    """The end of retraining."""
+
+    accuracy: float
+    loss: float
+    files: Files = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One allocation that was tried, measured once: on the images that search, or on those that certify."""
+
+    judge: Literal["steering", "certifying"]
+    place: Count  # on the frontier
+    accepted: bool  # by the search images: predicted to be certified
+    accuracy: float | None = None  # on the search images
+    by_estimate: bool | None = None  # the drop seen on the search images is within what is allowed
+    upper: float | None = None  # bound on the drop, by the certification images
+
+    def __post_init__(self) -> None:
+        if self.judge == "steering" and self.accuracy is None:
+            raise ValueError("Object missing required field `accuracy`")
+
+
+@dataclass(frozen=True)
+class ChosenAllocation:
+    """The allocation of cuts over all sites that was chosen, and what led to it. Savings are shares of the original."""
+
+    removed: Mapping[str, Count]  # filters by site
+    saved: float
+    loss: float  # predicted rise
+    tried: tuple[tuple[float, float, bool], ...]  # saved, accuracy on the search images, predicted to be certified
+    answers: tuple[bool, ...]  # of the certification images
+    bound: float | None  # upper bound on the drop of all cuts together; None: not certified
+    images: Count  # that certify
+    by_estimate: float  # largest saving tried whose drop, as seen on the search images alone, is allowed
+    frontier: tuple[tuple[float, float], ...]  # saved, predicted rise of the loss
+
 
 @dataclass(frozen=True, eq=False)
-class Result:
-    """What a finished run gives: the smaller network, and what it costs and can do beside the original."""
+class SiteCurve:
+    """A site's ranking, and what cuts along it cost and save at this site alone. Ids are positions in the original site."""
 
-    graph: Graph
-    steps: tuple[Step, ...]
-    stopped: str  # why no further site was cut
-    search_before: Evaluation
-    search_after: Evaluation
-    test_before: Evaluation
-    test_after: Evaluation
-    cost_before: Cost
-    cost_after: Cost
-    seconds: float
-    metric: str = "accuracy"  # what the user calls the metric
-    classes: tuple[tuple[str, float, float], ...] = ()  # name, test accuracy before and after; empty: no classes
-    speed: SpeedUp | None = None  # of the smaller network; None: not measured
-    batch: int = 0  # examples at once when the speed was measured
-    aligning: float = 0.0  # share of the smaller network's time that goes into aligning channels
+    ranking: Ranking
+    original: tuple[Count, ...]  # the site's original channel ids, by position
+    curve: Curve
+
+    def __post_init__(self) -> None:
+        if sorted(self.ranking.order.tolist()) != list(range(len(self.original))):
+            raise ValueError(f"the curve of site {self.site!r} does not rank each of its {len(self.original)} filters once")
+
+    @property
+    def site(self) -> str:
+        """The site's name."""
+        return self.curve.site
+
+    def keep(self, m: int, site: Site) -> Tensor:
+        """The mask (C,) without the first m filters, for the site as it is now; filters removed before stay removed."""
+        dropped = {self.original[i] for i in self.ranking.order[:m].tolist()}
+        return torch.tensor([channel not in dropped for channel in site.original])
+
+    def cut(self, m: int, site: Site, before: float) -> Cut:
+        """The cut of the first m filters, for the site as it is now; it was chosen by the allocation, not by a search."""
+        positions = {channel: place for place, channel in enumerate(site.original)}
+        ids = [self.original[i] for i in self.ranking.order[:m].tolist()]
+        return Cut(site.channels, tuple(positions[i] for i in ids if i in positions), before, before, 0.0, ())
+
+
+@dataclass(frozen=True)
+class Change:
+    """A figure before and after."""
+
+    before: float
+    after: float
+
+    @property
+    def removed(self) -> float:
+        """The share by which it fell."""
+        return 1 - self.after / self.before if self.before else 0.0
+
+    @property
+    def change(self) -> float:
+        """After minus before."""
+        return self.after - self.before
+
+
+@dataclass(frozen=True)
+class TestChange(Change):
+    """The metric on the test set before and after, and the number of its examples."""
+
+    __test__ = False  # no test class for pytest
+
+    count: Count
+
+
+NO_TEST = TestChange(math.nan, math.nan, 0)
+"""Where no test set was given."""
+
+
+@dataclass(frozen=True)
+class ClassAccuracies:
+    """Test accuracy by class; NaN, or None in a file, for a class without examples. Empty where there are no classes."""
+
+    names: tuple[str, ...] = ()
+    before: tuple[float | None, ...] = ()
+    after: tuple[float | None, ...] = ()
+
+    def changes(self) -> tuple[Change, ...]:
+        """Before and after of every class."""
+        pairs = zip(self.before, self.after, strict=False)
+        return tuple(Change(*(math.nan if value is None else value for value in pair)) for pair in pairs)
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """How many times faster the smaller network was measured to be, with its 95 % interval."""
+
+    speedup: float
+    low: float
+    high: float
+    batch: Count  # examples at once
+    aligning: float  # share of the smaller network's time that goes into aligning channels
 
     def summary(self) -> str:
-        """One sentence with the figures that matter."""
-        return summary_of(outcome_fields(self))
+        """One phrase, such as "1.93x faster (1.85 to 2.01)"."""
+        return SpeedUp(self.speedup, self.low, self.high).summary()
+
+    @property
+    def alignment_outweighs(self) -> bool:
+        """Whether aligning channels takes longer than all that pruning saves."""
+        return self.aligning > max(self.speedup - 1, 0.0)  # in units of the pruned network's time it saves speedup - 1
 
 
-STEP_FIELDS = (
-    *("number", "round", "site", "channels", "removed", "accuracy_before", "accuracy_cut", "accuracy", "loss"),
-    *("parameters_removed", "macs_removed", "evaluated", "masks", "r2_held_out", "split_half", "seconds", "criterion"),
-    *("note", "examples", "compared", "bound", "images", "by_estimate", "refused", "answers", "repaired", "loss_cut"),
-)
+@dataclass(frozen=True, kw_only=True)
+class ResultFigures:
+    """The figures of a finished run: before and after, on data that decided nothing (test) and on the validation set."""
+
+    stopped: str  # why no further site was cut
+    metric: str  # as the user calls it
+    search: Change  # metric on the validation set
+    test: TestChange
+    parameters: Change
+    macs: Change
+    bytes: Change
+    classes: ClassAccuracies
+    latency: MeasuredSpeed | None  # None: not measured
+    seconds: Seconds
+    files: Files = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """One sentence with the figures that matter; a metric of the user's own is no percentage."""
+        figures: Change = self.test if self.test.count else self.search
+        where = f"{self.test.count:,} held-out test examples" if self.test.count else "the validation set, which chose the cuts"
+        return (
+            f"{100 * self.parameters.removed:.1f} % of the parameters and {100 * self.macs.removed:.1f} % of the MACs removed, "
+            f"{self.metric} {self.values(figures)} on {where}"
+        )
+
+    def values(self, figures: Change) -> str:
+        """A metric before and after, as text."""
+        if self.metric == "accuracy":
+            return f"{100 * figures.before:.2f} → {100 * figures.after:.2f} %"
+        return f"{figures.before:.4g} → {figures.after:.4g}"
 
 
-def step_fields(step: Step) -> dict[str, Any]:
-    """The figures of a step as plain values."""
-    return {name: getattr(step, name) for name in STEP_FIELDS}
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunResult(ResultFigures):
+    """What a finished run gives: the smaller network, and all that is known about it."""
+
+    graph: Graph = field(metadata={"journal": False})
+    steps: tuple[Step, ...] = field(metadata={"journal": False})
+    cost_before: Cost = field(metadata={"journal": False})
+    cost_after: Cost = field(metadata={"journal": False})
+
+    def figures(self) -> ResultFigures:
+        """Its figures alone, as the journal holds them."""
+        names = ResultFigures.__dataclass_fields__
+        return ResultFigures(**{name: getattr(self, name) for name in names})
 
 
-def step_from(entry: Mapping[str, Any]) -> Step:
-    """The step that was written down as plain values."""
-    fields = {name: entry[name] for name in STEP_FIELDS if name in entry}
-    for name in ("removed", "refused", "answers"):
-        fields[name] = tuple(fields.get(name, ()))
-    fields["compared"] = tuple((str(name), float(loss)) for name, loss in fields.get("compared", ()))
-    if fields.get("repaired") is not None:
-        before, after = fields["repaired"]
-        fields["repaired"] = (float(before), float(after))
-    fields["evaluated"] = tuple((int(m), float(a)) for m, a in fields["evaluated"])
-    return Step(**fields)
-
-
-def kept_of_ranking(site: Site, ranking: Ranking) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and plain values that a run folder keeps of a ranking."""
-    tensors = {"order": ranking.order}
-    ensemble, importance = ranking.ensemble, ranking.importance
-    if ensemble is not None and len(ensemble.masks) <= _KEPT_MASKS:
-        tensors |= {"masks": ensemble.masks, "losses": ensemble.losses}
-    if isinstance(importance, Importance):
-        tensors |= {"coef": importance.coef, "stderr": importance.stderr}
-    elif importance is not None:
-        tensors |= {"coef": importance.linear, "pairs": importance.pairs}
-    names = ("criterion", "note")
-    return tensors, {"site": site.name, "original": list(site.original), **{name: getattr(ranking, name) for name in names}}
-
-
-def outcome_fields(outcome: Result) -> dict[str, Any]:
-    """The figures of an outcome as plain values."""
-    speed = outcome.speed
-    return {
-        "stopped": outcome.stopped,
-        "metric": outcome.metric,
-        "search": {"before": outcome.search_before.accuracy, "after": outcome.search_after.accuracy},
-        "test": {
-            "before": outcome.test_before.accuracy,
-            "after": outcome.test_after.accuracy,
-            "count": outcome.test_after.count,
-        },
-        "parameters": {"before": outcome.cost_before.parameters, "after": outcome.cost_after.parameters},
-        "macs": {"before": outcome.cost_before.macs, "after": outcome.cost_after.macs},
-        "bytes": {"before": outcome.cost_before.bytes, "after": outcome.cost_after.bytes},
-        "classes": {
-            "names": [name for name, _, _ in outcome.classes],
-            "before": [before for _, before, _ in outcome.classes],
-            "after": [after for _, _, after in outcome.classes],
-        },
-        "latency": None
-        if speed is None
-        else {
-            "speedup": speed.ratio,
-            "low": speed.low,
-            "high": speed.high,
-            "batch": outcome.batch,
-            "aligning": outcome.aligning,
-        },
-        "seconds": outcome.seconds,
-    }
-
-
-def summary_of(fields: Mapping[str, Any]) -> str:
-    """One sentence from the fields of an outcome; a metric of the user's own is no percentage."""
-    parameters, macs = (100 * _removed(fields[name]) for name in ("parameters", "macs"))
-    test, metric = fields["test"], fields.get("metric", "accuracy")
-    before, after = test["before"], test["after"]
-    values = f"{100 * before:.2f} → {100 * after:.2f} %" if metric == "accuracy" else f"{before:.4g} → {after:.4g}"
-    return (
-        f"{parameters:.1f} % of the parameters and {macs:.1f} % of the MACs removed, {metric} {values} "
-        f"on {test['count']:,} test examples that chose nothing"
-    )
-
-
-def _removed(counts: Mapping[str, int]) -> float:
-    return 1 - counts["after"] / counts["before"] if counts["before"] else 0.0
+KINDS = {
+    "network": Structure,
+    "start": Start,
+    "round": SiteOrder,
+    "widths": SiteWidths,
+    "cut": SiteCut,
+    "step": Step,
+    "epoch": EpochRecord,
+    "retrained": Retrained,
+    "curve": SiteCurve,
+    "trial": Trial,
+    "division": ChosenAllocation,
+    "end": ResultFigures,
+}
+"""The record of a journal's line by its unit."""

@@ -1,249 +1,423 @@
-"""How a run ends: the test set is read, once, for the network as it came and as it is now, and the speed is measured."""
+"""Step 9 of 9: takes a network, data and a recipe, gives one `Step` per site and a `RunResult`. The loop is Algorithm 1.
+
+Every unit of work goes through the journal: a run that is killed and resumed ends as one that was not.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from secateurs._util.decode import brief
 from secateurs.compaction.serialization import save
+from secateurs.config import Recipe
+from secateurs.criteria.ranking import Ranking
 from secateurs.data.dataset import Examples
+from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.graph.cost import cost
-from secateurs.graph.latency import SpeedUp, aligning_share, latency
-from secateurs.graph.sites import Site
+from secateurs.graph.latency import aligning_share, latency
+from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Evaluation, display_name
-from secateurs.pruning.checkpoints import (
-    keep_description,
-    keep_outcome,
-    keep_start,
-    keep_step,
-    measure_start,
-    standing_kept,
+from secateurs.metrics import display_name
+from secateurs.pruning.budget import AccuracyBudget
+from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
+from secateurs.pruning.finetune import finetune, recalibrate, retrain
+from secateurs.pruning.folder import (
+    copy_ranking,
+    describe_network,
+    load_state,
+    save_ranking,
+    save_result,
+    save_start,
+    save_step,
 )
-from secateurs.pruning.context import (
-    AccuracyBudget,
-    NetworkState,
-    ProgressReporter,
-    PruningContext,
-    RunContext,
-    refitted,
-    with_cut,
+from secateurs.pruning.global_allocation import allocate, measure_curve
+from secateurs.pruning.results import (
+    NO_TEST,
+    Change,
+    ChosenAllocation,
+    ClassAccuracies,
+    MeasuredSpeed,
+    RunResult,
+    SiteCurve,
+    SiteOrder,
+    SiteWidths,
+    Start,
+    Step,
+    TestChange,
 )
-from secateurs.pruning.finetune import finetune_, recalibrate_statistics_, retrain_
-from secateurs.pruning.folder import Record
-from secateurs.pruning.global_allocation import SiteCurve, allocate, bound_of_division, file_ranking, find_curves
-from secateurs.pruning.order import sites_of_round, target_reached, why_division_ends, why_rounds_end
-from secateurs.pruning.results import Progress, Result, Step, step_from
-from secateurs.pruning.visiting import SiteResult, find_site_cut, rank_site, remove_filters, step_of
+from secateurs.selection.latency_widths import fast_widths
+from secateurs.selection.search import Cut
 
 _TIMED, _TIMINGS = 64, 12  # examples at once, and how often, when the speed is measured
 
 
-def find_outcome(outfit: RunContext, graph: Graph, steps: Sequence[Step], *, stopped: str, began: float) -> Result:
-    """What the run gives, with `graph` as its last network; `began` is by the monotonic clock."""
-    workshop, original = outfit.workshop, outfit.workshop.original
-    test, search = workshop.data.test.ready(workshop.dtype), workshop.search
-    before, after = (workshop.evaluate(network, test) for network in (original, graph))
-    timed = test.batch(slice(0, _TIMED)).inputs if any(step.removed for step in steps) else None
-    return Result(
-        graph=graph,
-        steps=tuple(steps),
-        stopped=stopped,
-        metric=display_name(workshop.tools.metric),
-        search_before=workshop.evaluate(original, search),
-        search_after=workshop.evaluate(graph, search),
-        test_before=before,
-        test_after=after,
-        cost_before=outfit.cost_before,
-        cost_after=cost(graph),
-        classes=_classes(workshop, (before, after), test),
-        speed=None if timed is None else _speed(workshop, graph, timed),
-        batch=0 if timed is None else len(timed),
-        aligning=0.0 if timed is None else aligning_share(graph, timed),
-        seconds=time.monotonic() - began,
-    )
-
-
-def _classes(workshop: PruningContext, found: Sequence[Evaluation], test: Examples) -> tuple[tuple[str, float, float], ...]:
-    """Test accuracy of every class before and after."""
-    each = [workshop.by_class(one, test) for one in found]
-    return tuple(zip(workshop.data.classes, *each, strict=True)) if all(each) else ()
-
-
-def _speed(workshop: PruningContext, graph: Graph, inputs: Tensor) -> SpeedUp:
-    """How much faster the smaller network is here."""
-    found = latency(workshop.original, graph, example_input=inputs, repeats=_TIMINGS, device=workshop.tools.device)
-    return found.speedups[0]
+def chosen_sites(recipe: Recipe, graph: Graph) -> list[str]:
+    """The sites of `graph` that the recipe's patterns fit, in network order; without patterns, all."""
+    names = [site.name for site in find_sites(graph, recipe.shortcut)]
+    chosen = [name for name in names if not recipe.sites or any(fnmatch(name, pattern) for pattern in recipe.sites)]
+    if recipe.sites and not chosen:
+        wanted = ", ".join(recipe.sites)
+        raise InvalidInput(f"sites = [{wanted}]: no site has such a name.{suggest(wanted, names)}")
+    return chosen
 
 
 class Run:
-    """A journey through the sites of a network. Iterating does the work, one Step at a time."""
+    """A pruning of one network. Iterating does the work, one `Step` at a time; `finish` does all of it."""
 
-    def __init__(self, workshop: PruningContext, record: Record, *, watch: Callable[[Progress], None] | None) -> None:
-        self.workshop, self.record = workshop, record
-        self.original, self.data, self.recipe = workshop.original, workshop.data, workshop.recipe
+    def __init__(self, context: PruningContext) -> None:
+        self.context, self.journal, self.recipe = context, context.journal, context.recipe
+        self.original, self.data = context.original, context.data
+        self.budget = AccuracyBudget(context)
+        self.state = NetworkState(context.original)
         self.steps: list[Step] = []
-        self.outcome: Result | None = None
-        self._here = ProgressReporter(watch)
-        self._outfit = RunContext(workshop, record, AccuracyBudget(workshop, record), self._here)
-        self._standing = NetworkState(workshop.original)
-        self.cost_before = self._outfit.cost_before
-        self._stopped = ""
+        self.result: RunResult | None = None
+        self.stopped = ""  # why no further site is cut
+        self._interrupted = False
         self._began = time.monotonic()
+        self._before, self._entered = self.state, self._began  # the network and the time when the current site was entered
+        self._allocation: ChosenAllocation | None = None
+        self._curves: Mapping[str, SiteCurve] = {}
+        self._last_allocated = ""
+        self._loss_cut = self.state.loss  # right after the current cut
+        assert context.acceptance_sets  # too few images for the contract are an error at once
 
-    # ---- Algorithm 1 -------------------------------------------------------------------------------------------------
+    def algorithm1(self) -> Iterator[Step]:
+        """Algorithm 1 (Sándor, Pável, Csató 2020); the numbers are its lines."""
+        self.measure_original()
+        for site in self.site_order():  # 1, 2, 8: l ← first or last layer, then the next, while no stopping condition is met
+            ranking = self.rank(site)  # 3, 4: generate D_mask, calculate θ
+            cut = self.find_cut(site, ranking)  # 5: find m by θ and D_val
+            cut = self.remove(site, cut)  # 6: remove the m least important filters
+            self.finetune(site, cut)  # 7: fine-tune f on D_train
+            yield self.settle(site, ranking, cut)
 
     def __iter__(self) -> Iterator[Step]:
+        if self._interrupted:
+            path = self.journal.path
+            again = "start it again" if path is None else f'resume it: secateurs.resume("{path}", model, …)'
+            raise RunError(f"this run was interrupted, and its network may be half trained: {again}.")
         try:
-            yield from self._walk()
-        except GeneratorExit:  # a loop that was left may be taken up again
+            yield from self.algorithm1()
+            self._finish()
+        except GeneratorExit:  # a loop that was left may be continued
             raise
         except BaseException:  # Ctrl-C too: the run can then be resumed in the same process
+            self._interrupted = True
             self.close()
             raise
 
-    def _walk(self) -> Iterator[Step]:
-        self._standing = measure_start(self._outfit, self._standing)
-        steps = self._divided() if self.recipe.allocation == "global" else self._site_by_site()
-        yield from steps
-        self._finish()
+    # ---- lines 1, 2 and 8: which site is next, and when to stop ----------------------------------------------------------
 
-    def _site_by_site(self) -> Iterator[Step]:
-        """Each site in turn, as far as it goes."""
-        for name in self._sites_in_turn():
-            site = self.workshop.site(self.graph, name)  # looked up again: an earlier cut may have narrowed it
-            if site is not None:
-                yield self._visit(site)
+    def measure_original(self) -> None:
+        """Measure the original network on the validation set, once; also describes it in the journal."""
+        describe_network(self.journal, self.original)
 
-    def _visit(self, site: Site) -> Step:
-        """Algorithm 1 at one site: rank its filters, find how many may go, remove them, fine-tune."""
-        outfit, began, before = self._outfit, time.monotonic(), self._standing.accuracy
-        place = self.workshop.place(self.graph, site)
-        ranking = rank_site(outfit, place, number=outfit.step, name=f"{outfit.step:04d}")
-        cut = find_site_cut(outfit, self._standing, place, ranking)
-        self._standing, cut = remove_filters(outfit, self._standing, place, cut)
-        loss = self._standing.loss
-        if cut.m:
-            self._train_after_cut()
-        return self._settle(SiteResult(place, ranking, cut, before, loss, began))
+        def measure() -> Start:
+            found = self.context.measured(self.state)
+            return Start(found.accuracy, found.loss)
 
-    def _divided(self) -> Iterator[Step]:
-        """All sites weighed against each other: measure every curve, divide, then make the cuts in network order."""
-        courses = find_curves(self._outfit)
-        removed = allocate(self._outfit, courses).removed
-        chosen = [name for name in courses if removed.get(name, 0)]
-        for name in chosen:
-            self._here.number, self._here.sites = list(courses).index(name) + 1, len(courses)
-            site = self.workshop.site(self.graph, name)
-            if site is not None and not self._done(0, name):
-                yield self._take_share(site, courses[name], removed[name], last=name == chosen[-1])
-        self._stopped = why_division_ends(self._outfit, self.graph)
+        start = self.journal.once(Start, measure)
+        if not self.steps:
+            self.state = replace(self.state, accuracy=start.accuracy, loss=start.loss)
 
-    def _take_share(self, site: Site, course: SiteCurve, m: int, *, last: bool) -> Step:
-        """A division's cut at one site; after the last one the network is the one that was judged, and is trained."""
-        began, before = time.monotonic(), self._standing.accuracy
-        place = self.workshop.place(self.graph, site)
-        self._standing = with_cut(self.workshop, self._standing, place, course.keep(m, site))
-        cut = course.cut(m, site, before, self._standing.accuracy)
-        if last:
-            self._standing = refitted(self.workshop, self._standing)
-            accuracy, bound = self._standing.accuracy, bound_of_division(self.record)
-            cut = replace(cut, accuracy=accuracy, drop=before - accuracy, bound=bound)
-        loss = self._standing.loss
-        if last:
-            self._train_after_cut()
-        file_ranking(self._outfit)
-        return self._settle(SiteResult(place, course.ranking, cut, before, loss, began))
+    def site_order(self) -> Iterator[PreparedSite]:
+        """The sites to visit, each looked up when its turn comes: an earlier cut may have narrowed it or removed it."""
+        return self._allocated_sites() if self.recipe.allocation == "global" else self._sites_in_turn()
 
-    def _train_after_cut(self) -> None:
-        self._standing = recalibrate_statistics_(self._outfit, self._standing)
-        self._standing = finetune_(self._outfit, self._standing)
-
-    def _settle(self, visit: SiteResult) -> Step:
-        """Write the step down, with a checkpoint if the network changed."""
-        step = step_of(self._outfit, self._standing, visit)
-        keep_step(self.record, self._standing, step)
-        self.steps.append(step)
-        self._outfit.judge.answers = []
-        return step
-
-    def _sites_in_turn(self) -> Iterator[str]:
-        """Names of the sites to visit, round by round, until a stopping condition holds; notes why it stopped."""
+    def _sites_in_turn(self) -> Iterator[PreparedSite]:
+        """Round by round, until a stopping condition is met."""
+        progress = self.context.progress
         for number in range(self.recipe.rounds):
-            names = sites_of_round(self._outfit, self.graph, number)
+            names = self._sites_of_round(number)
             for place, name in enumerate(names, 1):
-                self._here.number, self._here.sites = place, len(names)
+                progress.number, progress.sites = place, len(names)
                 if self._done(number, name):
                     continue
-                if self._reached_target() or self._closed():
+                if self._reached_target() or self._spent():
                     return
-                self._here.round = number
-                yield name
+                progress.round = number
+                yield from self._entered_site(name)
             if self._reached_target():
                 return
             if not any(step.removed for step in self.steps if step.round == number):
-                self._stopped = "no site yields a filter within the allowed drop"
+                self.stopped = "no site can lose a filter within the allowed drop"
                 return
-        self._stopped = why_rounds_end(self.recipe.rounds)
+        rounds = self.recipe.rounds
+        self.stopped = f"all {rounds} rounds are done" if rounds > 1 else "all sites are done"
+
+    def _allocated_sites(self) -> Iterator[PreparedSite]:
+        """All sites compared first: measure every curve, choose an allocation, then visit its sites in network order."""
+        self._curves = self._measure_curves()
+        self._allocation = allocate(self.context, self.budget, self._curves)
+        chosen = [name for name in self._curves if self._allocation.removed.get(name, 0)]
+        self._last_allocated = chosen[-1] if chosen else ""
+        places = {name: place for place, name in enumerate(self._curves, 1)}
+        for name in chosen:
+            self.context.progress.number, self.context.progress.sites = places[name], len(places)
+            if not self._done(0, name):
+                yield from self._entered_site(name)
+        wanted = self.recipe.target_macs is not None or self.recipe.target_parameters is not None
+        if not self.steps:
+            self.stopped = "no allocation is within the allowed drop"
+        elif not self._reached_target():
+            self.stopped = "all cuts of the allocation are made"
+            if wanted:
+                self.stopped += "; no larger one is within the allowed drop, so the target is not reached"
+
+    def _entered_site(self, name: str) -> Iterator[PreparedSite]:
+        """The site, prepared; nothing if the current network no longer has it."""
+        site = self.context.site(self.state.graph, name)
+        if site is not None:
+            self._before, self._entered = self.state, time.monotonic()
+            yield self.context.prepare(self.state.graph, site)
+
+    def _sites_of_round(self, number: int) -> tuple[str, ...]:
+        """The names of the sites that a round visits, in turn: those that the network has when the round begins."""
+
+        def choose() -> SiteOrder:
+            chosen = chosen_sites(self.recipe, self.state.graph)
+            return SiteOrder(number, tuple(chosen if self.recipe.direction == "forward" else chosen[::-1]))
+
+        return self.journal.once(SiteOrder, choose, round=number).sites
+
+    def _measure_curves(self) -> dict[str, SiteCurve]:
+        """The ranking and the curve of every site of the original network, by name, in network order."""
+        context, progress = self.context, self.context.progress
+        places = [site.name for site in find_sites(self.original, self.recipe.shortcut)]
+        listed = self._sites_of_round(0)
+        unknown = [name for name in listed if name not in places]
+        if unknown:
+            raise RunError(
+                f"journal.jsonl: the first round has site {brief(repr(unknown[0]))}, which the network has not. Restore the "
+                f"run from a copy, or start a new one."
+            )
+        found = {}
+        for number, name in enumerate(sorted(listed, key=places.index), 1):
+            progress.number, progress.sites = number, len(listed)
+            site = context.site(self.original, name)
+            if site is not None:
+                progress.report("curve", number - 1, len(listed), site)
+                found[name] = self.journal.once(SiteCurve, partial(self._measure_curve, site), site=name)
+                if found[name].original != site.original:
+                    raise RunError(
+                        f"journal.jsonl: the curve of site {name!r} does not fit its {site.channels} channels. Restore the "
+                        f"run from a copy, or start a new one."
+                    )
+        return found
+
+    def _measure_curve(self, site: Site) -> SiteCurve:
+        number = self.context.progress.number
+        prepared = self.context.prepare(self.original, site)
+        ranking = self._ranked(prepared, number, f"curve-{number:04d}")
+        return measure_curve(self.context, prepared, ranking, self._allowed_widths(self.original, site))
 
     def _done(self, number: int, name: str) -> bool:
         return any(step.round == number and step.site == name for step in self.steps)
 
     def _reached_target(self) -> bool:
-        self._stopped = target_reached(self._outfit, self.graph)
-        return bool(self._stopped)
+        """Whether a target is reached; says which in `stopped`."""
+        shares, recipe = self.context.shares_removed(self.state.graph), self.recipe
+        wanted = (recipe.target_parameters, recipe.target_macs)
+        for what, want, got in zip(("parameters", "MACs"), wanted, shares, strict=True):
+            if want is not None and got >= want:
+                self.stopped = f"{got:.1%} of the {what} are removed, of {want:.1%} wanted"
+                return True
+        return False
 
-    def _closed(self) -> bool:
-        if self._outfit.judge.closed:
-            self._stopped = "certification refused a cut, after which no other can be certified"
-        return self._outfit.judge.closed
+    def _spent(self) -> bool:
+        if self.budget.spent:
+            self.stopped = "certification refused a cut, after which no other can be certified"
+        return self.budget.spent
+
+    # ---- lines 3 to 7 ----------------------------------------------------------------------------------------------------
+
+    @property
+    def step_number(self) -> int:
+        """The number of the current step, from 1."""
+        return len(self.steps) + 1
+
+    def rank(self, prepared: PreparedSite) -> Ranking:
+        """The site's filters, least important first, by the recipe's criterion."""
+        if self._allocation is not None:
+            return self._curves[prepared.site.name].ranking
+        return self._ranked(prepared, self.step_number, f"{self.step_number:04d}")
+
+    def _ranked(self, prepared: PreparedSite, number: int, name: str) -> Ranking:
+        """Rank the site and keep the ranking in the folder under `name`; its random draws depend on `number`."""
+        progress = self.context.progress
+        ranking = self.context.rank(
+            prepared, step=number, on_scored=lambda done, of: progress.report("score", done, of, prepared.site)
+        )
+        save_ranking(self.journal, name, prepared.site, ranking)
+        return ranking
+
+    def find_cut(self, prepared: PreparedSite, ranking: Ranking) -> Cut:
+        """How many of the least important filters are removed: as many as the allowed drop, or the allocation, says."""
+        site, progress = prepared.site, self.context.progress
+        if self._allocation is not None:
+            return self._curves[site.name].cut(self._allocation.removed[site.name], site, self.state.accuracy)
+        visited = (progress.round * progress.sites + progress.number) / (self.recipe.rounds * progress.sites)
+        widths = self._allowed_widths(self.state.graph, site)
+        return self.budget.largest_cut(
+            self.state, prepared, ranking, step=self.step_number, widths=widths, share_visited=visited
+        )
+
+    def _allowed_widths(self, graph: Graph, site: Site) -> tuple[int, ...] | None:
+        """The numbers of filters that may be kept at a site of `graph`, measured once; None: all."""
+        if not self.recipe.latency_aware:
+            return None
+
+        def measure() -> SiteWidths:
+            found = fast_widths(graph, site, device=self.context.runtime.device)
+            return SiteWidths(site.name, site.channels, tuple(found.widths), tuple(found.seconds.items()))
+
+        return self.journal.once(SiteWidths, measure, site=site.name, channels=site.channels).widths
+
+    def remove(self, prepared: PreparedSite, cut: Cut) -> Cut:
+        """Make the cut; returns it with the accuracy of the smaller network.
+
+        Where rounding takes the accuracy of the compacted network over the edge, one filter fewer is removed. After the last
+        cut of an allocation the network is the one that was accepted as a whole.
+        """
+        context = self.context
+        while cut.m:
+            smaller = context.with_cut(self.state, prepared, cut.keep)
+            if self._allocation is not None and prepared.site.name == self._last_allocated:
+                smaller = context.refitted(smaller)
+                cut = replace(cut, bound=self._allocation.bound)
+            by_search = self._allocation is None and context.acceptance_sets.by_means
+            if not by_search or self.budget.allows(smaller.accuracy, baseline=cut.baseline):
+                self.state = smaller
+                return replace(cut, accuracy=smaller.accuracy, drop=round(cut.baseline - smaller.accuracy, 12))
+            cut = replace(cut, removed=cut.removed[:-1], evaluated=(*cut.evaluated, (cut.m, smaller.accuracy)))
+        return cut
+
+    def finetune(self, prepared: PreparedSite, cut: Cut) -> None:
+        """Recalibrate and fine-tune the network after a cut, if the recipe asks for that; an allocation's cuts together."""
+        self._loss_cut = self.state.loss
+        if not cut.m or (self._allocation is not None and prepared.site.name != self._last_allocated):
+            return
+        self.state = recalibrate(self.context, self.budget, self.state)
+        self.state = finetune(self.context, self.budget, self.state, self.step_number)
+
+    def settle(self, prepared: PreparedSite, ranking: Ranking, cut: Cut) -> Step:
+        """Journal the step, with a checkpoint if the network changed."""
+        site, before, certification = prepared.site, self._before, self.context.acceptance_sets.certification
+        if self._allocation is not None:
+            copy_ranking(self.journal, f"curve-{self.context.progress.number:04d}", f"{self.step_number:04d}")
+        parameters, macs = self.context.shares_removed(self.state.graph)
+        repair = self.state.repair if cut.m else None
+        step = Step(
+            number=self.step_number,
+            round=self.context.progress.round,
+            site=site.name,
+            channels=site.channels,
+            removed=tuple(site.original[i] for i in cut.removed),
+            accuracy_before=before.accuracy,
+            accuracy_cut=cut.accuracy,
+            accuracy=self.state.accuracy,
+            loss=self.state.loss,
+            parameters_removed=parameters,
+            macs_removed=macs,
+            evaluated=cut.evaluated,
+            masks=ranking.masks,
+            r2_held_out=ranking.r2_held_out,
+            split_half=ranking.split_half,
+            seconds=time.monotonic() - self._entered,
+            criterion=ranking.criterion,
+            note=ranking.note,
+            examples=ranking.examples,
+            compared=ranking.compared,
+            bound=cut.bound,
+            images=0 if certification is None or cut.bound is None else len(certification),
+            by_estimate=cut.by_estimate,
+            refused=cut.refused,
+            answers=tuple(self.budget.answers),
+            repaired=None if repair is None else (repair.error_before, repair.error_after),
+            loss_cut=self._loss_cut if cut.m else None,
+            baseline=cut.baseline,
+            loss_before=before.loss,
+            importance=ranking.importance,
+        )
+        self.steps.append(save_step(self.journal, self.state, step))
+        self.budget.answers = []
+        return self.steps[-1]
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """Retrain, then read the test set: once, for the network as it came and as it is now."""
+        """Retrain, then read the test set: once, for the original network and for the smaller one."""
         if any(step.removed for step in self.steps):
-            self._standing = retrain_(self._outfit, self._standing)
-        self.outcome = find_outcome(self._outfit, self.graph, self.steps, stopped=self._stopped, began=self._began)
-        keep_outcome(self.record, self.outcome)
+            self.state = retrain(self.context, self.budget, self.state, self.step_number)
+        self.result = self._measure_result()
+        save_result(self.journal, self.result)
 
-    # ---- what a run can be asked for ---------------------------------------------------------------------------------
+    def _measure_result(self) -> RunResult:
+        context, graph, original = self.context, self.state.graph, self.original
+        test = context.runtime.test if self.data.test is None else self.data.test.ready(context.dtype)
+        before, after = (None if test is None else context.evaluate(network, test) for network in (original, graph))
+        first, last = (context.measured(NetworkState(network)).accuracy for network in (original, graph))
+        classes = [context.by_class(found, test) for found in (before, after) if isinstance(test, Examples) and found]
+        cost_before, cost_after = context.cost_before, cost(graph)
+        timed = test if isinstance(test, Examples) else context.validation
+        return RunResult(
+            stopped=self.stopped,
+            metric=display_name(context.runtime.evaluate or context.runtime.metric),
+            search=Change(first, last),
+            test=NO_TEST if before is None or after is None else TestChange(before.accuracy, after.accuracy, after.count),
+            parameters=Change(cost_before.parameters, cost_after.parameters),
+            macs=Change(cost_before.macs, cost_after.macs),
+            bytes=Change(cost_before.bytes, cost_after.bytes),
+            classes=ClassAccuracies(tuple(self.data.classes), *classes) if classes and all(classes) else ClassAccuracies(),
+            latency=self._measure_speed(timed.batch(slice(0, _TIMED)).inputs) if any(s.removed for s in self.steps) else None,
+            seconds=time.monotonic() - self._began,
+            graph=graph,
+            steps=tuple(self.steps),
+            cost_before=cost_before,
+            cost_after=cost_after,
+        )
+
+    def _measure_speed(self, inputs: Tensor) -> MeasuredSpeed:
+        graph, device = self.state.graph, self.context.runtime.device
+        (found,) = latency(self.original, graph, example_input=inputs, repeats=_TIMINGS, device=device).speedups
+        return MeasuredSpeed(found.ratio, found.low, found.high, len(inputs), aligning_share(graph, inputs))
+
+    # ---- what a run can be asked for -------------------------------------------------------------------------------------
 
     @property
     def graph(self) -> Graph:
-        """The network as it is now."""
-        return self._standing.graph
+        """The current network."""
+        return self.state.graph
 
-    @property
-    def momentum(self) -> dict[str, Tensor]:
-        """The optimiser's momentum as it is now, by parameter name."""
-        return self._standing.momentum
-
-    def finish(self) -> Result:
-        """Do all that is left, and give the outcome."""
-        if self.outcome is None:
+    def finish(self) -> RunResult:
+        """Do all that is left, and return the result."""
+        if self.result is None:
             for _ in self:
                 pass
-        assert self.outcome is not None
-        return self.outcome
+        assert self.result is not None
+        return self.result
 
     def close(self) -> None:
-        """Let go of the run folder, so that others can go on with it; a finished or failed run has done so."""
-        self.record.close()
-        self.workshop.tools.store.close()
+        """Release the run folder, so that others can resume it; a finished or failed run has done so."""
+        self.journal.close()
+        self.context.runtime.cache.close()
 
     def save(self, path: str | Path) -> Path:
-        """Save the network as it is now (see `secateurs.save`)."""
+        """Save the current network (see `secateurs.save`)."""
         return save(self.graph, path)
 
     def save_start(self) -> None:
-        """Keep the network as it came."""
-        keep_start(self.record, self.graph)
+        """Save the original network, from which a run is resumed."""
+        save_start(self.journal, self.original)
 
-    def restore(self, model: nn.Module) -> None:
-        """Take up what the journal and the checkpoints say was done."""
-        keep_description(self.record, self.original)
-        self.steps = [step_from(entry) for entry in self.record.units("step")]
-        self._standing = standing_kept(self.record, model, self.original)
+    def restore(self) -> None:
+        """Continue from what the journal and the checkpoints hold."""
+        self.steps = list(self.journal.of(Step))
+        self.state = load_state(self.journal, self.original)

@@ -1,8 +1,8 @@
-"""Structured Optimal Brain Surgeon: filters are eliminated one by one, the one first whose loss the rest can best make up for.
+"""Structured Optimal Brain Surgeon: filters are eliminated one by one, each time the one that the others best make up for.
 
-Pure maths: a quadratic for every layer that reads the filters. Eliminating a filter fixes the weights of its features at zero
-and lets all others take their best values; the error that this adds is read off the inverse Gram matrix, which a block update
-then brings up to date.
+Pure maths: one quadratic for every layer that reads the filters. Eliminating a filter fixes the weights of its features at zero
+and lets all others take their best values. The error that this adds follows from the inverse Gram matrix, which a block update
+then corrects.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from secateurs.errors import InvalidInput
 class Quadratic:
     """The error of a layer's weights W around their best values: tr((W - weight)ᵀ gram (W - weight)).
 
-    gram (p, p) must be positive definite, weight is (p, O). `source` (p,) says which filter each feature comes from; -1 stays.
+    gram (p, p) must be positive definite, weight is (p, O). `source` (p,) is the filter of each feature; -1 is never removed.
     """
 
     gram: Tensor
@@ -30,7 +30,7 @@ class Quadratic:
 
 @dataclass(frozen=True)
 class Elimination:
-    """`order` (C,): the filters, least important first. `increases` (C,): the error that each elimination added."""
+    """`order` (C,): filters, least important first. `increases` (C,): the error that each elimination added."""
 
     order: Tensor
     increases: Tensor
@@ -39,7 +39,7 @@ class Elimination:
 def obs_order(quadratics: Sequence[Quadratic], channels: int, *, alone: Tensor | None = None) -> Elimination:
     """Eliminate all `channels` filters greedily by the increase in the sum of the quadratics, float64.
 
-    `alone` (C,) adds a cost to each filter that no other can make up for.
+    `alone` (C,) is a further cost of each filter that others cannot make up for.
     """
     for quadratic in quadratics:
         _check(quadratic, channels)
@@ -70,21 +70,21 @@ def _check(quadratic: Quadratic, channels: int) -> None:
 
 
 class _Surgeon:
-    """One quadratic while filters leave: its inverse Gram matrix and its weights, on the features that are left."""
+    """One quadratic during elimination: its inverse Gram matrix and its weights, on the remaining features."""
 
     def __init__(self, quadratic: Quadratic, channels: int) -> None:
         self.weight = quadratic.weight.double().clone()
         self.inverse = torch.linalg.inv(quadratic.gram.double())
         features = [(quadratic.source == c).nonzero().flatten() for c in range(channels)]
         self.features = features
-        # filters with equally many features are looked at together
+        # filters with equally many features are solved together
         self.alike = [
             torch.tensor([c for c in range(channels) if len(features[c]) == size])
             for size in sorted({len(f) for f in features} - {0})
         ]
 
     def costs(self, left: Tensor) -> Tensor:
-        """tr(W_cᵀ (inverse_cc)⁻¹ W_c) for every filter that is left, (C,); 0 for the others."""
+        """Return tr(W_cᵀ (inverse_cc)⁻¹ W_c) for every remaining filter, (C,); 0 for the others."""
         costs = torch.zeros(len(left), dtype=torch.float64)
         for alike in self.alike:
             present = alike[left[alike]]
@@ -96,12 +96,13 @@ class _Surgeon:
         return costs
 
     def eliminate_(self, channel: int) -> None:
-        """Fix the filter's features at zero, and let the others follow."""
-        gone = self.features[channel]
-        if not len(gone):
+        """Fix the filter's features at zero, and update the others."""
+        removed = self.features[channel]
+        if not len(removed):
             return
-        columns = self.inverse[:, gone]
-        gain = torch.linalg.solve(self.inverse[gone][:, gone], torch.cat([self.weight[gone], self.inverse[gone]], 1))
+        columns = self.inverse[:, removed]
+        rows = torch.cat([self.weight[removed], self.inverse[removed]], 1)
+        gain = torch.linalg.solve(self.inverse[removed][:, removed], rows)
         filters = self.weight.shape[1]
         self.weight -= columns @ gain[:, :filters]
         self.inverse -= columns @ gain[:, filters:]

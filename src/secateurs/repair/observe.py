@@ -1,11 +1,10 @@
-"""Second moments of what a reader sees and is to give, summed over examples a little at a time: memory stays bounded."""
+"""Second moments of the inputs and targets of a site's consumers, summed batch by batch: memory stays bounded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,35 +17,35 @@ from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import ELSEWHERE, LayerConsumer, SumConsumer, find_consumers
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.layers import mask_channels
-from secateurs.graph.masking import Masks, masked
+from secateurs.graph.masking import Masks, masked, network_up_to
+from secateurs.graph.node_info import dims_of, shape_of
 from secateurs.graph.sites import Site, resolve
-from secateurs.graph.trace import Graph, shape_of
+from secateurs.graph.trace import Graph
 from secateurs.repair.reconstruction import LayerFit, Reconstruction, SumFit
 from secateurs.repair.solve import Moments, feature_source, gram_features, groups_of, matrix_of, patches, target_rows
 
-CHUNK_BYTES = 2**25
-"""Features that are spread out at once."""
-
-HELD = 3
-"""Every third example is held back to choose a ridge by."""
+ROWS = 2**17  # places of a consumer's output that are used
+GRAM_BYTES = 2**31  # that the Gram matrices of one layer may take
+CHUNK_BYTES = 2**25  # of features in float64 that are computed at once
+HELD = 3  # every third example is held back to choose a ridge
 
 
 class LayerTally:
     """Moments of a layer's features, and of its targets if they are given, over all examples and over those held back.
 
-    With more than `rows` places over `examples` examples, each example gets equally many, drawn from a seed: how the examples
-    are batched changes nothing.
+    With more than `rows` places in `examples` examples, the same number is drawn from each example, from a seed: the batch size
+    changes nothing.
     """
 
     def __init__(self, layer: Any, *, examples: int, rows: int | None, seed: int) -> None:
         self.layer = layer
         self.each = None if rows is None else math.ceil(rows / max(examples, 1))
         self.generator = torch.Generator().manual_seed(seed)
-        self.sums: list[list[Tensor]] = [[], []]  # of all, of those held back
+        self.sums: list[list[Tensor]] = [[], []]  # over all examples, over those held back
         self.chunk = max(1, CHUNK_BYTES // (8 * groups_of(layer) * gram_features(layer)))
 
     def add(self, x: Tensor, y: Tensor | None, first: int) -> None:
-        """Take in a batch, of which the first example is number `first`: its input, and what the layer should give."""
+        """Add a batch whose first example has number `first`: the layer's input, and its target output."""
         patched = patches(self.layer, x)
         images, places = self._choose(len(patched.view), math.prod(patched.places))
         is_held = (images + first) % HELD == HELD - 1
@@ -58,7 +57,7 @@ class LayerTally:
                 self._sum(held, features, None if y is None else target_rows(self.layer, y, image, place))
 
     def _choose(self, count: int, places: int) -> tuple[Tensor, Tensor]:
-        """Numbers of images and of their places that are taken in."""
+        """Return the numbers of the images and of their places that are used."""
         each = places if self.each is None else min(places, self.each)
         if each == places:
             return torch.arange(count).repeat_interleave(places), torch.arange(places).repeat(count)
@@ -77,9 +76,9 @@ class LayerTally:
                 self.sums[kind] = [f.clone() for f in found]
 
     def moments(self, start: Tensor) -> Iterator[Moments | None]:
-        """Those of all examples, then those of the ones held back (None without any), on the CPU.
+        """Yield the moments of all examples, then of those held back (None without any), on the CPU.
 
-        Without targets the layer is to give what its weights `start` (G, p, O) make of all features.
+        Without targets, the target is the output of the weights `start` (G, p, O) for all features.
         """
         for found in self.sums:
             if not found:
@@ -94,79 +93,20 @@ class LayerTally:
 
 
 class SumTally:
-    """First and second moments, channel by channel, of what a sum lacks and of what the site adds to it."""
+    """First and second moments, by channel, of the difference of a sum from its target and of the site's contribution to it."""
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None
         self.count = 0
 
     def add(self, there: Tensor, without: Tensor, target: Tensor, axis: int) -> None:
-        """Take in the sum as it is, without the site, and as it should be; channels lie along `axis`."""
-        there, without, target = (_by_channel(t, axis) for t in (there, without, target))
+        """Add a batch of the sum, of the sum without the site, and of its target; channels lie along `axis`."""
+        there, without, target = (t.transpose(0, axis).flatten(1).double() for t in (there, without, target))
         lacking, part = target - there, there - without
         terms = [lacking, part, lacking**2, part**2, lacking * part, target, target**2]
         found = torch.stack([t.sum(1) for t in terms])
         self.sums = found if self.sums is None else self.sums + found
         self.count += there.shape[1]
-
-
-def _by_channel(value: Tensor, axis: int) -> Tensor:
-    return value.transpose(0, axis).flatten(1).double()
-
-
-def node_called(module: fx.GraphModule, name: str, *, whose: str = "the graph") -> fx.Node:
-    """The node of that name."""
-    nodes: list[fx.Node] = list(module.graph.nodes)
-    for node in nodes:
-        if node.name == name:
-            return node
-    raise InvalidInput(f"{whose} has no node {name!r}: give the untouched network that the graph was cut from.")
-
-
-def tapped(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> fx.GraphModule:
-    """A network that shares its weights with `module` and gives the values of `nodes` as a tuple."""
-    ends = list(nodes)
-    needed: set[fx.Node] = set()
-    open_nodes = list(ends)
-    while open_nodes:
-        node = open_nodes.pop()
-        if node not in needed:
-            needed.add(node)
-            open_nodes += node.all_input_nodes
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        if node in needed or node.op == "placeholder":
-            env[node] = graph.node_copy(node, lambda n: env[n])
-    graph.output(tuple(env[node] for node in ends))
-    return fx.GraphModule(module, graph, class_name="Tapped")
-
-
-def sum_of(node: fx.Node, values: Sequence[Any], reader: SumConsumer | None = None) -> Tensor:
-    """What the sum at `node` gives for the values of its `mentioned` nodes; with `reader`, without what comes from the site."""
-    terms = iter(reader.sources if reader is not None else ())
-    given = []
-    for value in values:
-        source = next(terms, None) if isinstance(value, Tensor) else None
-        if source is not None and reader is not None:
-            from_right = len(shape_of(node).dims or ()) - reader.axis  # a term of lower rank is broadcast
-            value = mask_channels(value, source == ELSEWHERE, value.dim() - from_right)
-        given.append(value)
-    remaining = iter(given)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(remaining))
-    if isinstance(node.target, str):
-        result = getattr(args[0], node.target)(*args[1:], **kwargs)
-    else:
-        assert callable(node.target)
-        result = node.target(*args, **kwargs)
-    assert isinstance(result, Tensor)
-    return result
-
-
-ROWS = 2**17
-GRAM_BYTES = 2**31
-
-Convert = Callable[[Tensor], Tensor]
 
 
 def observe(
@@ -182,148 +122,151 @@ def observe(
     gram_bytes: int = GRAM_BYTES,
     seed: int = 0,
 ) -> Reconstruction:
-    """Second moments, in float64, of what the site's readers see in `graph`, and of what they give in `original`.
+    """Sum up, in float64, second moments of the inputs of the site's consumers in `graph`, and of their outputs in `original`.
 
-    Without `original` they are to give what they give now. `masks` are cuts at other sites that are decided but not made yet.
-    At most `rows` places of a reader's output are looked at (None: all), equally many of each example. A layer whose Gram
-    matrices would take more than `gram_bytes` is skipped, with the reason. No network is changed.
+    Without `original` the targets are the consumers' present outputs. `masks` are cuts at other sites that are decided but not
+    made yet. At most `rows` places of a consumer's output are used (None: all), equally many of each example. A layer whose
+    Gram matrices would take more than `gram_bytes` is skipped, with the reason. No network is changed.
     """
     place = site if isinstance(site, Site) and _is_current(graph, site) else next(iter(resolve(graph, [site]).values()))
     if len(examples) == 0:
-        raise InvalidInput(f"repair of site {place.name!r}: no examples, wanted at least one.")
-    seen = _Observed.of(graph, place, masks or {}, gram_bytes)
-    targets = None if original is None else _Targets.of(graph, original, seen)
-    tallies = {r.node: LayerTally(seen.layer(r), examples=len(examples), rows=rows, seed=seed) for r in seen.layers}
-    sums = {r.node: SumTally() for r in seen.sums}
-    first = 0
-    with ExitStack() as stack:
-        taps = seen.taps()
-        where = stack.enter_context(running(taps, device))
-        if targets is not None:
-            stack.enter_context(running(targets.taps, where))
-        for inputs, _ in examples.batches(batch, device=where):
-            values = iter(taps(inputs))
-            wanted = {} if targets is None else targets.run(inputs)
-            for reader in seen.layers:
-                tallies[reader.node].add(next(values), wanted.get(reader.node), first)
-            for total in seen.sums:
-                node = seen.node(total)
-                terms = [next(values) for _ in mentioned(node)]
-                there = sum_of(node, terms)
-                sums[total.node].add(there, sum_of(node, terms, total), wanted.get(total.node, there), total.axis)
-            first += len(inputs)
-    layers = tuple(layer_fit(graph, r, tallies[r.node]) for r in seen.layers)
-    return Reconstruction(place, layers, tuple(_sum_fit(graph, r, sums[r.node]) for r in seen.sums), seen.skipped)
+        raise InvalidInput(f"repair of site {place.name!r}: got no examples, wanted at least one.")
+    consumers = find_consumers(graph, place)
+    layers: list[LayerConsumer] = []
+    sums, skipped = consumers.sums, dict(consumers.others)
+    for consumer in consumers.layers:
+        layer: Any = graph.module.get_submodule(consumer.module)
+        if gram_size(layer) <= gram_bytes:
+            layers.append(consumer)
+        else:
+            skipped[consumer.node] = (
+                f"layer {consumer.module!r} reads {gram_features(layer) - 1} features, whose Gram matrices would take "
+                f"{gram_size(layer) / 2**30:.3g} GiB: more than gram_bytes={gram_bytes}"
+            )
+    module = spread_sums(masked(graph, masks) if masks else graph.module)
+    adds = [find_node(module, total.node) for total in sums]
+    inputs = [find_node(module, layer.node).all_input_nodes[0] for layer in layers]
+    seen = network_up_to(module, [*inputs, *(term for add in adds for term in mentioned(add))])
+    targets, converts = None, {}
+    if original is not None:
+        whole = spread_sums(original.module)
+        both: list[LayerConsumer | SumConsumer] = [*layers, *sums]
+        targets = network_up_to(whole, [find_node(whole, c.node, whose="original") for c in both])
+        converts = {c.node: converted(graph, original, c) for c in both}
+    tallies = [LayerTally(module.get_submodule(c.module), examples=len(examples), rows=rows, seed=seed) for c in layers]
+    sum_tallies = [SumTally() for _ in sums]
+
+    def add_batch(first: int, outputs: tuple[Any, ...], original_outputs: tuple[Any, ...]) -> None:
+        values = iter(outputs)
+        wanted = {node: convert(value) for (node, convert), value in zip(converts.items(), original_outputs, strict=True)}
+        for consumer, tally in zip(layers, tallies, strict=True):
+            tally.add(next(values), wanted.get(consumer.node), first)
+        for total, add, sum_tally in zip(sums, adds, sum_tallies, strict=True):
+            terms = [next(values) for _ in mentioned(add)]
+            there = _sum_of(add, terms)
+            sum_tally.add(there, _sum_of(add, terms, total), wanted.get(total.node, there), total.axis)
+
+    run_both(seen, targets, examples, add_batch, batch=batch, device=device)
+    layer_fits = tuple(layer_fit(graph, c, tally) for c, tally in zip(layers, tallies, strict=True))
+    sum_fits = tuple(_sum_fit(graph, c, tally) for c, tally in zip(sums, sum_tallies, strict=True))
+    return Reconstruction(place, layer_fits, sum_fits, skipped)
 
 
 def _is_current(graph: Graph, site: Site) -> bool:
-    """Whether a site still lies where it was found, with as many channels."""
+    """Whether the site's node still exists, with the same number of channels."""
     for node in graph.module.graph.nodes:
         if node.name == site.node:
             return (shape_of(node).dims or ())[site.axis : site.axis + 1] == (site.channels,)
     return False
 
 
-@contextmanager
-def running(module: fx.GraphModule, device: Device) -> Iterator[torch.device]:
-    """The module on the device and in eval mode inside the block."""
-    with on_device(module, device) as place, eval_mode(module):
-        yield place
+def gram_size(layer: Any) -> int:
+    """Return the bytes of a layer's Gram matrices: of all examples and of those held back, in float64."""
+    return 2 * 8 * groups_of(layer) * gram_features(layer) ** 2
 
 
-@dataclass(frozen=True)
-class _Observed:
-    """A network, with the cuts that are decided, and the readers of one site in it."""
-
-    module: fx.GraphModule
-    layers: tuple[LayerConsumer, ...]
-    sums: tuple[SumConsumer, ...]
-    skipped: Mapping[str, str] = field(default_factory=dict)
-
-    @staticmethod
-    def of(graph: Graph, site: Site, masks: Masks, gram_bytes: int) -> _Observed:
-        readers = find_consumers(graph, site)
-        skipped = dict(readers.others)
-        layers = []
-        for reader in readers.layers:
-            layer: Any = graph.module.get_submodule(reader.module)
-            size = 2 * 8 * groups_of(layer) * gram_features(layer) ** 2
-            if size <= gram_bytes:
-                layers.append(reader)
-            else:
-                skipped[reader.node] = (
-                    f"layer {reader.module!r} reads {gram_features(layer) - 1} features, whose Gram matrices would take "
-                    f"{size / 2**30:.3g} GiB: more than gram_bytes={gram_bytes}"
-                )
-        module = spread_sums(masked(graph, masks) if masks else graph.module)
-        return _Observed(module, tuple(layers), readers.sums, skipped)
-
-    def layer(self, reader: LayerConsumer) -> Any:
-        return self.module.get_submodule(reader.module)
-
-    def node(self, reader: LayerConsumer | SumConsumer) -> fx.Node:
-        return node_called(self.module, reader.node)
-
-    def taps(self) -> fx.GraphModule:
-        """Gives the input of every layer, then the terms of every sum."""
-        ends = [self.node(reader).all_input_nodes[0] for reader in self.layers]
-        for total in self.sums:
-            ends += mentioned(self.node(total))
-        return tapped(self.module, ends)
+def find_node(module: fx.GraphModule, name: str, *, whose: str = "the graph") -> fx.Node:
+    """Return the node of that name."""
+    nodes: list[fx.Node] = list(module.graph.nodes)
+    for node in nodes:
+        if node.name == name:
+            return node
+    raise InvalidInput(f"{whose} has no node {name!r}. Pass the untouched network that the graph was cut from.")
 
 
-@dataclass(frozen=True)
-class _Targets:
-    """What the readers gave in the untouched network, brought into the channels and the scale of the cut one."""
+def run_both(
+    network: fx.GraphModule,
+    reference: fx.GraphModule | None,
+    examples: Examples,
+    take: Callable[[int, tuple[Any, ...], tuple[Any, ...]], None],
+    *,
+    batch: int,
+    device: Device,
+) -> None:
+    """Run two networks over the examples, in eval mode; `take` gets the number of a batch's first example and both outputs."""
+    first = 0
+    with ExitStack() as stack:
+        where = stack.enter_context(on_device(network, device))
+        stack.enter_context(eval_mode(network))
+        if reference is not None:
+            stack.enter_context(on_device(reference, where))
+            stack.enter_context(eval_mode(reference))
+        for inputs, _ in examples.batches(batch, device=where):
+            take(first, network(inputs), () if reference is None else reference(inputs))
+            first += len(inputs)
 
-    taps: fx.GraphModule
-    converts: Mapping[str, Convert]
 
-    @staticmethod
-    def of(graph: Graph, original: Graph, seen: _Observed) -> _Targets:
-        module = spread_sums(original.module)
-        readers: list[LayerConsumer | SumConsumer] = [*seen.layers, *seen.sums]
-        nodes = [node_called(module, r.node, whose="original") for r in readers]
-        converts = {r.node: converted(graph, original, r) for r in readers}
-        return _Targets(tapped(module, nodes), converts)
+def _sum_of(node: fx.Node, values: Sequence[Any], consumer: SumConsumer | None = None) -> Tensor:
+    """Compute the sum at `node` from the values of its `mentioned` nodes; with `consumer`, without the site's contribution."""
+    terms = iter(consumer.sources if consumer is not None else ())
+    given = []
+    for value in values:
+        source = next(terms, None) if isinstance(value, Tensor) else None
+        if source is not None and consumer is not None:
+            from_right = len(dims_of(node)) - consumer.axis  # a term of lower rank is broadcast
+            value = mask_channels(value, source == ELSEWHERE, value.dim() - from_right)
+        given.append(value)
+    remaining = iter(given)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(remaining))
+    if isinstance(node.target, str):
+        result = getattr(args[0], node.target)(*args[1:], **kwargs)
+    else:
+        assert callable(node.target)
+        result = node.target(*args, **kwargs)
+    assert isinstance(result, Tensor)
+    return result
 
-    def run(self, inputs: Tensor) -> dict[str, Tensor]:
-        """The targets of a batch, by reader."""
-        values = self.taps(inputs)
-        return {name: convert(value) for (name, convert), value in zip(self.converts.items(), values, strict=True)}
 
+def converted(graph: Graph, original: Graph, consumer: LayerConsumer | SumConsumer) -> Callable[[Tensor], Tensor]:
+    """Return the function that turns a consumer's output in `original` into its target in `graph`.
 
-def converted(graph: Graph, original: Graph, reader: LayerConsumer | SumConsumer) -> Convert:
-    """Takes the channels that are left, and in front of a BatchNorm the values of which it makes what the original's makes."""
-    chosen = picked(graph, original, reader.node)
-    if isinstance(reader, SumConsumer):
-        return lambda value: _pick(value, chosen, reader.axis)
-    layer: Any = graph.module.get_submodule(reader.module)
-    axis = channel_axis(layer)
-    if reader.norm is None:
-        return lambda value: _pick(value, chosen, axis)
-    ours: Any = graph.module.get_submodule(reader.norm)
-    theirs: Any = original.module.get_submodule(reader.norm)
-    gain, shift = affine(ours)
-    their_gain, their_shift = (t if chosen is None else t[chosen.to(t.device)] for t in affine(theirs))
-    steady = gain.abs() > 1e-12 * gain.abs().max()  # a norm that gives a constant takes anything
+    It selects the channels that remain. Before a BatchNorm it also rescales them, so that the graph's BatchNorm gives what the
+    original's gives.
+    """
+    chosen = kept_positions(graph, original, consumer.node)
+    axis = consumer.axis if isinstance(consumer, SumConsumer) else channel_axis(graph.module.get_submodule(consumer.module))
+    if isinstance(consumer, SumConsumer) or consumer.norm is None:
+        return lambda value: select(value, chosen, axis)
+    gain, shift = affine(graph.module.get_submodule(consumer.norm))
+    their_gain, their_shift = (select(t, chosen, 0) for t in affine(original.module.get_submodule(consumer.norm)))
+    steady = gain.abs() > 1e-12 * gain.abs().max()  # where the norm gives a constant, its input does not matter
     scale = torch.where(steady, their_gain / torch.where(steady, gain, 1.0), 1.0)
     moved = torch.where(steady, (their_shift - shift) / torch.where(steady, gain, 1.0), 0.0)
 
     def convert(value: Tensor) -> Tensor:
         shape = [-1] + [1] * (-1 - axis)
-        return _pick(value, chosen, axis) * scale.to(value).view(shape) + moved.to(value).view(shape)
+        return select(value, chosen, axis) * scale.to(value).view(shape) + moved.to(value).view(shape)
 
     return convert
 
 
 def channel_axis(layer: Any) -> int:
-    """The axis of a layer's output along which its filters lie, from the right."""
+    """Return the channel axis of a layer's output, counted from the right."""
     return -1 - len(getattr(layer, "kernel_size", ()))
 
 
 def affine(norm: Any) -> tuple[Tensor, Tensor]:
-    """A BatchNorm in eval mode as gain · x + shift, (C,) each, float64."""
+    """Return a BatchNorm in eval mode as gain and shift of gain · x + shift, (C,) each, float64."""
     gain = (norm.running_var.detach().double() + norm.eps).rsqrt()
     if norm.weight is not None:
         gain = gain * norm.weight.detach().double()
@@ -331,44 +274,45 @@ def affine(norm: Any) -> tuple[Tensor, Tensor]:
     return gain, shift if norm.bias is None else shift + norm.bias.detach().double()
 
 
-def picked(graph: Graph, original: Graph, node: str) -> Tensor | None:
-    """Positions in the original of the channels that a node still has; None for all of them."""
+def kept_positions(graph: Graph, original: Graph, node: str) -> Tensor | None:
+    """Return the positions in `original` of the channels that a node of `graph` has; None for all of them."""
     ours, theirs = graph.ids.get(node), original.ids.get(node)
     if ours is None or theirs is None:
         if theirs is not None:
-            raise InvalidInput(f"original has fewer channels at {node!r} than the graph: it must be the less cut of the two.")
+            raise InvalidInput(f"original has fewer channels at {node!r} than graph: it must be the less cut of the two.")
         return ours
     matches = ours[:, None] == theirs
     if not bool(matches.any(1).all()):
-        raise InvalidInput(f"original lacks channels at {node!r} that the graph has: it must be the less cut of the two.")
+        raise InvalidInput(f"original lacks channels at {node!r} that graph has: it must be the less cut of the two.")
     return matches.long().argmax(1)
 
 
-def _pick(value: Tensor, picked: Tensor | None, axis: int) -> Tensor:
-    return value if picked is None else value.index_select(axis, picked.to(value.device))
+def select(value: Tensor, positions: Tensor | None, axis: int) -> Tensor:
+    """Return the channels at `positions` along `axis`; all of them for None."""
+    return value if positions is None else value.index_select(axis, positions.to(value.device))
 
 
-def layer_fit(graph: Graph, reader: LayerConsumer, tally: LayerTally) -> LayerFit:
-    """What was tallied for a reader, with its weights as they are."""
-    layer: Any = graph.module.get_submodule(reader.module)
+def layer_fit(graph: Graph, consumer: LayerConsumer, tally: LayerTally) -> LayerFit:
+    """Return the fit of a layer from its moments, with its weights as they are."""
+    layer: Any = graph.module.get_submodule(consumer.module)
     start = matrix_of(layer).cpu()
     total, held = tally.moments(start)
     assert total is not None
-    bias, mean = (None if layer.bias is None else f"{reader.module}.bias"), None
-    if bias is None and reader.norm is not None:
-        norm: Any = graph.module.get_submodule(reader.norm)
-        bias, mean = f"{reader.norm}.running_mean", norm.running_mean.detach().cpu().double()
-    return LayerFit(reader.module, layer, start, feature_source(layer, reader.source), total, held, bias, mean)
+    bias, mean = (None if layer.bias is None else f"{consumer.module}.bias"), None
+    if bias is None and consumer.norm is not None:
+        norm: Any = graph.module.get_submodule(consumer.norm)
+        bias, mean = f"{consumer.norm}.running_mean", norm.running_mean.detach().cpu().double()
+    return LayerFit(consumer.module, layer, start, feature_source(layer, consumer.source), total, held, bias, mean)
 
 
-def _sum_fit(graph: Graph, reader: SumConsumer, tally: SumTally) -> SumFit:
+def _sum_fit(graph: Graph, consumer: SumConsumer, tally: SumTally) -> SumFit:
     assert tally.sums is not None
     lack, part, lack_squared, part_squared, lack_part, target, target_squared = tally.sums.cpu()
     value, name, like = torch.zeros_like(lack), None, lack
-    if reader.offset is not None:
-        offset: Any = graph.module.get_submodule(reader.offset)
-        name, like = f"{reader.offset}.value", offset.value.detach()
-        value = like.cpu().double().where(reader.covered, 0)
+    if consumer.offset is not None:
+        offset: Any = graph.module.get_submodule(consumer.offset)
+        name, like = f"{consumer.offset}.value", offset.value.detach()
+        value = like.cpu().double().where(consumer.covered, 0)
     spread = max(float((target_squared - target**2 / tally.count).sum()), 1e-300)
     moments = (tally.count, lack, part, lack_squared, part_squared, lack_part)
-    return SumFit(reader.node, reader.source, *moments, spread, name, value, reader.covered, like)
+    return SumFit(consumer.node, consumer.source, *moments, spread, name, value, consumer.covered, like)

@@ -1,4 +1,4 @@
-"""What is known of a site's readers, and the repairs that follow from it: one solution for each choice of filters."""
+"""The observed consumers of a site, and their repairs: one least-squares solution for each choice of filters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from secateurs.errors import InvalidInput, InvalidMask
 from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph
 from secateurs.repair.obs import Elimination, Quadratic, obs_order
 from secateurs.repair.solve import RIDGES, ROUNDS, Moments, bias_from, choose_ridge, solve, weight_from
 
@@ -20,7 +21,7 @@ OBS_RIDGE = 1e-6
 
 @dataclass(frozen=True)
 class Errors:
-    """Mean squared errors of a reader's output before and after repair, as shares of its variance."""
+    """Mean squared errors of a consumer's output before and after repair, as shares of its variance."""
 
     before: float
     after: float
@@ -28,10 +29,10 @@ class Errors:
 
 @dataclass(frozen=True)
 class Repair:
-    """New weights for a site's readers when only the filters in `keep` (C,) are left.
+    """New weights for a site's consumers when only the filters in `keep` (C,) remain.
 
-    `weights` holds parameters and buffers by their names in the network's state dict. `errors` are by reader,
-    `ridges` the ridge of each layer.
+    `weights` holds parameters and buffers by name in the network's state dict, `errors` one entry for each consumer, `ridges`
+    one for each layer.
     """
 
     site: str
@@ -42,21 +43,42 @@ class Repair:
 
     @property
     def error_before(self) -> float:
-        """Mean over the readers of the error that the cut leaves without repair."""
+        """Mean error over the consumers after the cut, without repair; NaN if none was repaired."""
         return _mean([e.before for e in self.errors.values()])
 
     @property
     def error_after(self) -> float:
-        """Mean over the readers of the error that is left."""
+        """Mean error over the consumers after the repair; NaN if none was repaired."""
         return _mean([e.after for e in self.errors.values()])
+
+
+def apply_(graph: Graph, repair: Repair) -> None:
+    """Write the repair's weights into the graph's network; if one of them does not fit, nothing is written."""
+    state: dict[str, Any] = graph.module.state_dict(keep_vars=True)
+    for name, tensor in repair.weights.items():
+        if name not in state or state[name].shape != tensor.shape:
+            there = tuple(state[name].shape) if name in state else "nothing"
+            raise InvalidInput(
+                f"repair of site {repair.site!r}: {name!r} of shape {tuple(tensor.shape)} meets {there} in this network. "
+                f"Apply the repair to the graph that was observed."
+            )
+    write_(graph, repair.weights)
+
+
+def write_(graph: Graph, weights: Mapping[str, Tensor]) -> None:
+    """Write weights, by name in the state dict, into the graph's network; shapes must agree."""
+    state: dict[str, Any] = graph.module.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            state[name].copy_(tensor)
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """A layer that reads the site, with the moments over all examples and over those held back.
+    """A layer that reads the site, with its moments over all examples and over those held back.
 
-    `start` (G, p, O) are its weights, `source` (G, p) the site's channel behind each feature. Its bias goes to `bias`: its own,
-    or a BatchNorm's mean, which was `mean`; None: there is no place for it yet.
+    `start` (G, p, O) are its weights, `source` (G, p) the site's channel that each feature comes from. `bias` names the tensor
+    that takes the bias: the layer's own, or the mean of a BatchNorm, which was `mean`; None if there is neither.
     """
 
     name: str
@@ -69,23 +91,20 @@ class LayerFit:
     mean: Tensor | None
 
     def mend(self, keep: Tensor, ridge: float | None) -> tuple[dict[str, Tensor], Errors, float]:
-        """New weights by name, the errors, and the ridge that was used (chosen here if it is None)."""
+        """Return new weights by name, the errors, and the ridge, which is chosen on the examples held back if it is None."""
         if self.bias is None:
             raise InvalidInput(f"layer {self.name!r} has no bias that a repair could set: call prepare(graph, sites) first.")
         kept = _kept(self.source, keep)
-        if ridge is None:
-            ridge = self._choose(kept)
+        if ridge is None and self.held is not None:
+            ridge = choose_ridge(self.total - self.held, self.held, self.start, kept)
+        elif ridge is None:
+            ridge = RIDGES[0]
         found = solve(self.total, self.start, kept, ridge)
         bias = bias_from(self.layer, found)
         if self.mean is not None:
             bias = (self.mean - found[:, -1].flatten()).to(bias)
         weights = {f"{self.name}.weight": weight_from(self.layer, found), self.bias: bias}
         return weights, Errors(self._error(self.start, kept), self._error(found, kept)), ridge
-
-    def _choose(self, kept: Tensor) -> float:
-        if self.held is None:
-            return RIDGES[0]
-        return choose_ridge(self.total - self.held, self.held, self.start, kept)
 
     def _error(self, weights: Tensor, kept: Tensor) -> float:
         return float(self.total.errors(weights, kept).sum()) / self._spread()
@@ -94,7 +113,7 @@ class LayerFit:
         return max(float(self.total.spread.sum()), 1e-300)
 
     def quadratics(self, ridge: float) -> list[Quadratic]:
-        """The layer's error around its best weights, as a share of its variance: one for each group."""
+        """Return the layer's error around its best weights, as a share of its variance: one quadratic for each group."""
         everything = torch.ones(self.source.shape, dtype=torch.bool)
         best = solve(self.total, self.start, everything, ridge)
         found = []
@@ -108,9 +127,9 @@ class LayerFit:
 
 @dataclass(frozen=True)
 class SumFit:
-    """A sum that the site is a term of: moments by channel of what it lacks (`lack`) and of what the site adds (`part`).
+    """A sum with the site as a term: moments by channel of target minus sum (`lack`) and of the site's contribution (`part`).
 
-    `value` (C,) is the offset that it has now, at `name`; only `covered` channels may have one. None: there is no offset.
+    `value` (C,) is its present offset, stored as `name` (None: there is no offset); only `covered` channels may have one.
     """
 
     node: str
@@ -128,25 +147,25 @@ class SumFit:
     like: Tensor
 
     def mend(self, keep: Tensor, ridge: float) -> tuple[dict[str, Tensor], Errors]:
-        """The offset by name, and the errors."""
+        """Return the new offset by name, and the errors."""
         if self.name is None and bool(self.covered.any()):
             raise InvalidInput(
                 f"the sum {self.node!r} has no offset that a repair could set: call prepare(graph, sites) first."
             )
-        gone = ~_kept(self.source, keep)
-        best = (self.lack + self.part * gone) / self.count
+        removed = ~_kept(self.source, keep)
+        best = (self.lack + self.part * removed) / self.count
         share = 1 - (ridge / (1 + ridge)) ** ROUNDS if ridge < float("inf") else 0.0
         value = torch.where(self.covered, self.value + share * (best - self.value), self.value)
         weights = {} if self.name is None else {self.name: value.to(self.like)}
-        return weights, Errors(self._error(self.value, gone), self._error(value, gone))
+        return weights, Errors(self._error(self.value, removed), self._error(value, removed))
 
-    def _error(self, value: Tensor, gone: Tensor) -> float:
-        mean = self.lack + self.part * gone
-        square = self.lack_squared + (2 * self.lack_part + self.part_squared) * gone
+    def _error(self, value: Tensor, removed: Tensor) -> float:
+        mean = self.lack + self.part * removed
+        square = self.lack_squared + (2 * self.lack_part + self.part_squared) * removed
         return max(float((square - 2 * value * mean + self.count * value**2).sum()), 0.0) / self.spread
 
     def costs(self, channels: int) -> Tensor:
-        """What each filter of the site adds to the error when it leaves and its mean stays: its variance, (C,)."""
+        """Return the error that removing each filter of the site adds when the offset keeps its mean: its variance, (C,)."""
         with_part = self.lack_squared + 2 * self.lack_part + self.part_squared - (self.lack + self.part) ** 2 / self.count
         without = self.lack_squared - self.lack**2 / self.count
         added = torch.where(self.covered, with_part - without, 2 * self.lack_part + self.part_squared) / self.spread
@@ -156,9 +175,9 @@ class SumFit:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """All that repairs of one site need: second moments of what its readers see and should give, over the examples.
+    """Second moments of inputs and targets of a site's consumers over the examples: all that repairs of the site need.
 
-    `skipped` says by node why a reader is left as it is.
+    `skipped` says by node why a consumer is left as it is.
     """
 
     site: Site
@@ -167,18 +186,18 @@ class Reconstruction:
     skipped: Mapping[str, str]
 
     @property
-    def readers(self) -> tuple[str, ...]:
-        """The modules whose parameters and buffers a repair replaces."""
+    def consumers(self) -> tuple[str, ...]:
+        """Paths of the modules whose parameters and buffers a repair replaces."""
         names = [f"{fit.name}.weight" for fit in self.layers]
         names += [fit.bias for fit in self.layers if fit.bias is not None]
         names += [fit.name for fit in self.sums if fit.name is not None]
         return tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
 
     def solve(self, keep: Tensor, *, ridge: float | None = None) -> Repair:
-        """The repair for the filters in `keep` (C,), True = kept.
+        """Solve for the weights when the filters in `keep` (C,) remain, True = kept.
 
-        `ridge` (a share of each feature's size; infinite: nothing changes) is chosen on examples held back unless given: then
-        each reader costs one Cholesky factorisation.
+        `ridge` (a share of each feature's size; infinite: nothing changes) is chosen on examples held back if it is None. With
+        a given ridge each layer costs one Cholesky factorisation.
         """
         if keep.dtype != torch.bool or keep.shape != (self.site.channels,):
             raise InvalidMask(
@@ -186,7 +205,7 @@ class Reconstruction:
                 f"({self.site.channels},), True = kept."
             )
         if ridge is not None and not ridge >= 0:
-            raise InvalidInput(f"ridge: got {ridge}, wanted 0 or more, or None to have it chosen.")
+            raise InvalidInput(f"ridge: got {ridge}, wanted 0 or more, or None to choose it on held-back examples.")
         keep = keep.detach().cpu()
         weights: dict[str, Tensor] = {}
         errors: dict[str, Errors] = {}
@@ -200,10 +219,10 @@ class Reconstruction:
         return Repair(self.site.name, keep, weights, errors, ridges)
 
     def order(self, *, ridge: float = OBS_RIDGE) -> Elimination:
-        """Optimal Brain Surgeon's order of the site's filters, over all readers, each in shares of its variance."""
+        """Rank the site's filters by Optimal Brain Surgeon over all consumers, each error as a share of its variance."""
         if not self.layers and not self.sums:
             reasons = "; ".join(self.skipped.values()) or "nothing reads it"
-            raise InvalidInput(f"site {self.site.name!r}: no reader is observed, so there is nothing to rank by ({reasons}).")
+            raise InvalidInput(f"site {self.site.name!r}: no consumer was observed, so filters cannot be ranked ({reasons}).")
         quadratics = [q for layer in self.layers for q in layer.quadratics(ridge)]
         alone = torch.zeros(self.site.channels, dtype=torch.float64)
         for total in self.sums:
@@ -212,10 +231,9 @@ class Reconstruction:
 
 
 def _mean(values: list[float]) -> float:
-    """NaN of none: where nothing was repaired, nothing is known of its error."""
     return sum(values) / len(values) if values else math.nan
 
 
 def _kept(source: Tensor, keep: Tensor) -> Tensor:
-    """Which features are left: those of kept channels, and those from elsewhere (-1, the last)."""
+    """Return which features remain: those of kept channels, and those from elsewhere (-1, the last)."""
     return torch.cat([keep, torch.ones(1, dtype=torch.bool)])[source]

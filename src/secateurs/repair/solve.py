@@ -1,7 +1,7 @@
-"""Layers as matrices: for one place of its output a layer reads a row of features, and its weights are a matrix of them.
+"""Layers as matrices: for one place of its output a layer reads a row of features, which its weight matrix multiplies.
 
-G groups, p features a group (the last one is 1, for the bias), O filters a group. A transposed convolution is a plain one over
-its input with zeros in between, with its kernel turned round.
+G groups, p features in a group (the last one is 1, for the bias), O filters in a group. A transposed convolution is an ordinary
+one over its input with zeros in between, with its kernel flipped.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from secateurs.graph.consumers import ELSEWHERE
 
 @dataclass(frozen=True)
 class Patches:
-    """What a layer reads for each place of its output: a view (N, *places, G, inputs a group, *kernel)."""
+    """Inputs of a layer for each place of its output: a view (N, *places, G, inputs in a group, *kernel)."""
 
     view: Tensor
     places: tuple[int, ...]
 
     def rows(self, images: Tensor, places: Tensor) -> Tensor:
-        """The features of flat place numbers in images, each (R,): (G, R, p) in float64."""
+        """Return the features at flat place numbers in images, each (R,): (G, R, p) in float64."""
         found = self.view[(images, *torch.unravel_index(places, self.places))] if self.places else self.view[images]
         return F.pad(found.flatten(2).transpose(0, 1).double(), (0, 1), value=1.0)
 
 
 def patches(layer: Any, x: Tensor) -> Patches:
-    """What the layer reads of its input `x`."""
+    """Return the patches that the layer reads of its input `x`."""
     if isinstance(layer, nn.Linear):
         x = x if x.dim() > 1 else x[None]
         return Patches(x.unsqueeze(-2), tuple(x.shape[1:-1]))
@@ -53,7 +53,7 @@ def patches(layer: Any, x: Tensor) -> Patches:
 
 
 def _spread_out(layer: Any, x: Tensor) -> Tensor:
-    """The input of a transposed convolution with `stride` - 1 zeros between its values, and its margins."""
+    """Return the input of a transposed convolution with `stride` - 1 zeros between its values, and its margins."""
     sizes = [(n - 1) * s + 1 for n, s in zip(x.shape[2:], layer.stride, strict=True)]
     wide = x.new_zeros(*x.shape[:2], *sizes)
     between = tuple(slice(None, None, s) for s in layer.stride)
@@ -66,7 +66,7 @@ def _spread_out(layer: Any, x: Tensor) -> Tensor:
 
 
 def target_rows(layer: Any, y: Tensor, images: Tensor, places: Tensor) -> Tensor:
-    """What the layer gave at flat place numbers in images, each (R,): (G, R, O) in float64."""
+    """Return the layer's output `y` at flat place numbers in images, each (R,): (G, R, O) in float64."""
     if isinstance(layer, nn.Linear):
         y = y if y.dim() > 1 else y[None]
         found = y.flatten(1, -2)[images, places] if y.dim() > 2 else y[images]
@@ -77,11 +77,10 @@ def target_rows(layer: Any, y: Tensor, images: Tensor, places: Tensor) -> Tensor
 
 
 def matrix_of(layer: Any) -> Tensor:
-    """The layer's weights with the bias (0 if there is none) in the last row: (G, p, O) in float64."""
-    weight = layer.weight.detach().double()
-    bias = weight.new_zeros(_filters(layer)) if layer.bias is None else layer.bias.detach().double()
-    last = bias.view(groups_of(layer), 1, -1)
-    return torch.cat([_by_feature(layer, weight), last], 1)
+    """Return the layer's weights with the bias (0 if there is none) in the last row: (G, p, O) in float64."""
+    features = _by_feature(layer, layer.weight.detach().double())
+    bias = torch.zeros_like(features[:, :1]) if layer.bias is None else layer.bias.detach().double()
+    return torch.cat([features, bias.view(groups_of(layer), 1, -1)], 1)
 
 
 def _by_feature(layer: Any, weight: Tensor) -> Tensor:
@@ -95,7 +94,7 @@ def _by_feature(layer: Any, weight: Tensor) -> Tensor:
 
 
 def weight_from(layer: Any, matrix: Tensor) -> Tensor:
-    """The layer's weight from a matrix (G, p, O), in the layer's precision and where it lies."""
+    """Return the layer's weight from a matrix (G, p, O), in the layer's dtype and on its device."""
     features = matrix[:, :-1]
     if isinstance(layer, nn.Linear):
         found = features[0].t()
@@ -111,29 +110,25 @@ def weight_from(layer: Any, matrix: Tensor) -> Tensor:
 
 
 def bias_from(layer: Any, matrix: Tensor) -> Tensor:
-    """The bias of all filters from a matrix (G, p, O), in the layer's precision."""
+    """Return the bias of all filters from a matrix (G, p, O), in the layer's dtype."""
     return matrix[:, -1].flatten().to(layer.weight)
 
 
 def feature_source(layer: Any, source: Tensor) -> Tensor:
-    """The site's channel that each feature comes from, -1 for elsewhere and for the bias: (G, p)."""
+    """Return the site's channel that each feature comes from, -1 for elsewhere and for the bias: (G, p)."""
     each = source.view(groups_of(layer), -1).repeat_interleave(_kernel_places(layer), 1)
     return F.pad(each, (0, 1), value=ELSEWHERE)
 
 
 def gram_features(layer: Any) -> int:
-    """Features a group, the bias among them."""
+    """Return the number of features in a group, with the bias."""
     inputs: int = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels // layer.groups
     return inputs * _kernel_places(layer) + 1
 
 
 def groups_of(layer: Any) -> int:
-    """Groups of a layer; a linear one has one."""
+    """Return the number of groups of a layer; a linear layer has one."""
     return 1 if isinstance(layer, nn.Linear) else int(layer.groups)
-
-
-def _filters(layer: Any) -> int:
-    return int(layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels)
 
 
 def _kernel_places(layer: Any) -> int:
@@ -141,11 +136,11 @@ def _kernel_places(layer: Any) -> int:
 
 
 RIDGES = (1e-10, 1e-3, 1e-1, 10.0, math.inf)
-"""Tried in this order, on examples held back, until one is no better than the one before: mostly two are."""
+"""Tried in this order, on examples held back, until one is no better than the one before: mostly two."""
 
 ROUNDS = 3
 WORTH = 1e-3  # a larger ridge must lower the error by this share: below it, exactness counts for more
-ROUNDING = 1e-13  # of the targets' energy: smaller errors are not told apart
+ROUNDING = 1e-13  # share of the targets' energy below which errors are rounding
 
 
 @dataclass(frozen=True)
@@ -157,28 +152,28 @@ class Moments:
     energy: Tensor  # (G, O): Σ y²
 
     def __sub__(self, other: Moments) -> Moments:
-        """Without the examples of the other."""
+        """Return the moments without the examples of `other`."""
         return Moments(self.gram - other.gram, self.cross - other.cross, self.energy - other.energy)
 
     @property
     def count(self) -> float:
-        """Examples times places."""
+        """Number of examples times places."""
         return float(self.gram[0, -1, -1])
 
     @property
     def spread(self) -> Tensor:
-        """Squared distances of the targets from their means, (G, O)."""
+        """Sums of squared distances of the targets from their means, (G, O)."""
         return self.energy - self.cross[:, -1] ** 2 / max(self.count, 1.0)
 
     def errors(self, weights: Tensor, kept: Tensor) -> Tensor:
-        """Squared errors of `weights` (G, p, O) from the features in `kept` (G, p) alone, for each filter (G, O)."""
+        """Return the squared errors of `weights` (G, p, O) on the features in `kept` (G, p) alone, for each filter (G, O)."""
         used = weights * kept[..., None]
         squares = ((self.gram @ used) * used).sum(1)
         return (self.energy - 2 * (self.cross * used).sum(1) + squares).clamp_min(0.0)
 
 
 def solve(moments: Moments, start: Tensor, kept: Tensor, ridge: float) -> Tensor:
-    """Weights (G, p, O) that fit the targets from the features in `kept` (G, p); the rows of the others are as in `start`."""
+    """Return weights (G, p, O) that fit the targets from the features in `kept` (G, p); other rows stay as in `start`."""
     if math.isinf(ridge):
         return start
     result = start.clone()
@@ -203,7 +198,7 @@ def _ridge_step(gram: Tensor, wanted: Tensor, ridge: float) -> Tensor:
 
 
 def _cholesky(gram: Tensor, ridge: float) -> Tensor:
-    """The factor of the correlations plus a ridge, which grows until rounding no longer spoils it."""
+    """Factorise the correlations plus a ridge, which grows until the factorisation succeeds."""
     while True:
         regular = gram.clone()
         regular.diagonal().add_(ridge)
@@ -215,7 +210,7 @@ def _cholesky(gram: Tensor, ridge: float) -> Tensor:
 
 
 def choose_ridge(fitted: Moments, held: Moments, start: Tensor, kept: Tensor) -> float:
-    """The ridge of `RIDGES` whose fit has the smallest error on examples held back."""
+    """Return the ridge of `RIDGES` whose fit has the smallest error on examples held back."""
     least = ROUNDING * float(held.energy.sum())
     best, error = RIDGES[0], math.inf
     for ridge in RIDGES:

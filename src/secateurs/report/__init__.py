@@ -1,9 +1,23 @@
-"""Reports: a run folder as one self-contained page, several as a comparison, and the same figures as objects for notebooks."""
+"""Reports: a run folder as one self-contained page, several as a comparison, and the same figures as objects for notebooks.
 
-from secateurs.graph.latency import aligning_share
-from secateurs.graph.structure import describe
-from secateurs.report.charts.figure import Figure
-from secateurs.report.load import read_run
-from secateurs.report.write import Plots, plots, write_report
+Names load when they are asked for, so that `report.progress` comes without torch.
+"""
 
-__all__ = ["Figure", "Plots", "aligning_share", "describe", "plots", "read_run", "write_report"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from secateurs.report.load import read_run, state_of, where_it_stands
+    from secateurs.report.svg import Figure
+    from secateurs.report.write import Plots, plots, write_report
+
+__all__ = ["Figure", "Plots", "plots", "read_run", "state_of", "where_it_stands", "write_report"]
+_HOMES = {"Figure": "svg", "Plots": "write", "plots": "write", "write_report": "write"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'load')}"), name)

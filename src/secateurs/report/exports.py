@@ -1,4 +1,4 @@
-"""What exports of a run's network have shown: kept in its folder as exports.json, told by its report."""
+"""What exports of a run's network measured: kept in its folder as exports.json, shown by its report."""
 
 from __future__ import annotations
 
@@ -8,80 +8,83 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from secateurs._util.decode import Malformed, brief, decode_json, read_text_file
+from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
 from secateurs._util.files import write_text
 from secateurs._util.format import NOTHING, percent, size
 from secateurs.graph.latency import SpeedUp
-from secateurs.report.charts.figure import Child, Html
-from secateurs.report.widgets import copyable, table
 
 FILE = "exports.json"
 _NAMES = {"onnx": "ONNX", "pt2": "torch.export (.pt2)", "source": "plain source"}
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Seconds of the unpruned network's export and of the pruned one's, run in turns on batches of one size."""
+class ExportSpeed:
+    """Seconds of the exports of the original and of the pruned network, run in turns on batches of one size."""
 
     batch: int
     runtime: str
-    before: float
-    after: float
+    original: float
+    pruned: float
     speedup: SpeedUp
 
-    @property
-    def slower(self) -> bool:
-        """Measurably."""
-        return self.speedup.high < 1
+
+class ExportAgreement(TypedDict):
+    """The largest difference between the outputs of the export and of the network, and the largest output."""
+
+    difference: float
+    scale: float
+
+
+class ExportAlignment(TypedDict):
+    """The share of the pruned network's time in PyTorch that goes into aligning channels, at a batch size."""
+
+    share: float
+    batch: int
 
 
 @dataclass(frozen=True)
 class ExportRecord:
-    """One export: bytes before and after, the largest difference of any output, speeds, and what aligning takes."""
+    """One export, as exports.json describes it."""
 
     kind: str
     bytes: int
-    bytes_before: int | None
-    difference: float
-    scale: float  # the largest output
-    speeds: tuple[Timed, ...]
-    aligning: float  # share of the pruned network's time in PyTorch
-    aligned_batch: int
+    agreement: ExportAgreement
+    alignment: ExportAlignment
+    original_bytes: int | None = None
+    speeds: tuple[ExportSpeed, ...] = ()
 
     @property
     def alignment_outweighs(self) -> bool:
         """Whether, in PyTorch, aligning channels takes longer than all that pruning saves."""
+        share, batch = self.alignment["share"], self.alignment["batch"]
         return any(
-            self.aligning * timed.after > max(timed.before - timed.after, 0.0)
+            share * timed.pruned > max(timed.original - timed.pruned, 0.0)
             for timed in self.speeds
-            if self.aligning and timed.runtime == "PyTorch" and timed.batch == self.aligned_batch
+            if share and timed.runtime == "PyTorch" and timed.batch == batch
         )
 
 
-class _Exports(TypedDict):
-    exports: list[dict[str, Any]]
+def record_of(fields: Mapping[str, Any]) -> ExportRecord:
+    """The record of an export's plain values; `Malformed` if they do not describe one."""
+    return checked(fields, ExportRecord)
 
 
 def note_exports(folder: Path, exports: Iterable[Mapping[str, Any]]) -> None:
-    """Keep the figures of exports in the run's folder; a newer export of the same kind takes the place of an older one."""
-    notes: list[str] = []
-    known = {str(one.get("kind")): one for one in _noted(folder, notes)}
+    """Keep the figures of exports in the run's folder; a newer export replaces an older one of the same kind."""
+    known = {str(one.get("kind")): one for one in _noted(folder, dict[str, Any], [])}
     known |= {str(one["kind"]): {**one, "path": str(one["path"])} for one in exports}
     write_text(folder / FILE, json.dumps({"exports": list(known.values())}, indent=1) + "\n")
 
 
 def read_exports(folder: Path, notes: list[str]) -> tuple[ExportRecord, ...]:
-    """What was noted; a damaged file is named in `notes` and left out."""
-    try:
-        return tuple(record_of(one) for one in _noted(folder, notes))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        notes.append(f"{FILE}: damaged ({type(error).__name__}: {brief(error)}): exports are not shown.")
-        return ()
+    """The exports of a run; a damaged file is named in `notes` and left out."""
+    return tuple(_noted(folder, ExportRecord, notes))
 
 
-def _noted(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _noted(folder: Path, kind: Any, notes: list[str]) -> list[Any]:
     try:
-        return decode_json(read_text_file(folder / FILE), _Exports)["exports"]
+        found: dict[str, list[Any]] = decode_json(read_text_file(folder / FILE), dict[str, list[kind]])
+        return found.get("exports", [])
     except FileNotFoundError:  # nothing has been exported
         return []
     except OSError as error:
@@ -91,69 +94,38 @@ def _noted(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     return []
 
 
-def record_of(fields: Mapping[str, Any]) -> ExportRecord:
-    """The record of an export's plain values."""
-    agreement, alignment = fields["agreement"], fields["alignment"]
-    return ExportRecord(
-        kind=str(fields["kind"]),
-        bytes=int(fields["bytes"]),
-        bytes_before=None if fields.get("original_bytes") is None else int(fields["original_bytes"]),
-        difference=float(agreement["difference"]),
-        scale=float(agreement["scale"]),
-        speeds=tuple(
-            Timed(int(s["batch"]), str(s["runtime"]), float(s["original"]), float(s["pruned"]), SpeedUp(**s["speedup"]))
-            for s in fields.get("speeds", ())
-        ),
-        aligning=float(alignment["share"]),
-        aligned_batch=int(alignment["batch"]),
-    )
-
-
-def exports_table(exports: Iterable[ExportRecord]) -> Html | None:
-    """A line for each export and batch; None where nothing was exported."""
-    columns = ("Export", "Unpruned", "Pruned", "Largest difference", "Batch", "Runs in", "Unpruned", "Pruned", "Speed")
-    rows = [row for one in exports for row in _rows(one)]
-    return copyable(table(columns, rows)) if rows else None
-
-
-def _rows(one: ExportRecord) -> list[list[Child]]:
-    difference = f"{one.difference:.0e} of {one.scale:.3g}"
-    before = NOTHING if one.bytes_before is None else size(one.bytes_before)
-    first: list[Child] = [_NAMES.get(one.kind, one.kind), before, size(one.bytes), difference]
-    if not one.speeds:
-        return [[*first, *(NOTHING,) * 5]]
-    return [[*first, *_times(timed)] for timed in one.speeds]
-
-
-def _times(timed: Timed) -> list[Child]:
-    return [
-        str(timed.batch),
-        timed.runtime,
-        *(f"{1e3 * seconds:.3g} ms" for seconds in (timed.before, timed.after)),
-        timed.speedup.summary(),
-    ]
+def export_rows(exports: Iterable[ExportRecord]) -> list[list[str]]:
+    """A line of the report's table for each export and batch."""
+    rows = []
+    for one in exports:
+        difference = f"{one.agreement['difference']:.0e} of {one.agreement['scale']:.3g}"
+        before = NOTHING if one.original_bytes is None else size(one.original_bytes)
+        first = [_NAMES.get(one.kind, one.kind), before, size(one.bytes), difference]
+        for timed in one.speeds:
+            seconds = [f"{1e3 * seconds:.3g} ms" for seconds in (timed.original, timed.pruned)]
+            rows.append([*first, str(timed.batch), timed.runtime, *seconds, timed.speedup.summary()])
+        if not one.speeds:
+            rows.append([*first, *[NOTHING] * 5])
+    return rows
 
 
 def export_warnings(exports: Iterable[ExportRecord]) -> list[str]:
-    """Where pruning does not pay once the network is exported, in sentences."""
+    """Where the exported network gains nothing from pruning, in sentences."""
     exports, found = list(exports), []
-    slower = [timed for one in exports for timed in one.speeds if timed.slower]
+    slower = [timed for one in exports for timed in one.speeds if timed.speedup.high < 1]
     for runtime in dict.fromkeys(timed.runtime for timed in slower):
         cases = " and ".join(f"{t.speedup.summary()} at batch {t.batch}" for t in slower if t.runtime == runtime)
         aware = " or --latency-aware" if runtime == "PyTorch" else ""  # which measures PyTorch, on this device
         found.append(
-            f"In {runtime} the exported network is slower than the unpruned one: {cases}. Numbers of filters that are no "
+            f"In {runtime} the exported network is slower than the unpruned one: {cases}. Layer widths that are not "
             f"multiples of eight are slow on many devices: prune with --round-to 8{aware}."
         )
-    outweighs = next((one for one in exports if one.alignment_outweighs), None)
-    if outweighs is not None:
-        found.append(aligning_warning(outweighs.aligning))
-    return found
+    return found + [aligning_warning(one.alignment["share"]) for one in exports if one.alignment_outweighs][:1]
 
 
 def aligning_warning(share: float) -> str:
-    """What to say where aligning channels takes longer than all that pruning saves."""
+    """The warning where aligning channels takes longer than all that pruning saves."""
     return (
         f"Aligning channels takes {percent(share)} of the pruned network's time in PyTorch, more than pruning saves: the terms "
-        f"of its sums have lost different channels. Masks after the add (--shortcut after) need less of it."
+        f"of its sums have lost different channels. Masks after the add (--shortcut after) need less aligning."
     )

@@ -1,328 +1,252 @@
-"""The entries of a journal as records; fields that an older journal lacks are tolerated."""
+"""The folder of a run, finished or not, as one record: what is missing or damaged is left out and named in its notes."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
-from secateurs._util.decode import MAX_TOML_BYTES, Malformed, brief, decode_toml, read_text_file
+import torch
+from torch import Tensor
+
+from secateurs._util.decode import Malformed, brief
 from secateurs._util.files import is_held
-from secateurs._util.format import Metric, plural
+from secateurs._util.format import Metric, folder_name, plural, removed
+from secateurs._util.journal import TRAINING, changed_files, read_lines, read_tensors, records_of
 from secateurs._util.tensors import Damaged, read_header
-from secateurs.config import Recipe, recipe_from
+from secateurs.config import Recipe, read_recipe
 from secateurs.errors import RecipeError, RunError
-from secateurs.graph.structure import Node, nodes_from
-from secateurs.pruning.journal import Journal, changed_files, parse_provenance, read_entries, read_kept
-from secateurs.report.exports import read_exports
-from secateurs.report.records import (
-    DivisionRecord,
-    End,
-    Event,
-    InMemory,
-    LayerRecord,
-    Pair,
-    RankingMeta,
-    RankingRecord,
-    RunRecord,
-    State,
-    StepRecord,
-    ranking_from,
-    ranking_of,
+from secateurs.graph.structure import Node
+from secateurs.pruning.folder import RECIPE, parse_provenance
+from secateurs.pruning.results import (
+    KINDS,
+    ChosenAllocation,
+    ResultFigures,
+    Retrained,
+    SiteCurve,
+    SiteCut,
+    SiteOrder,
+    Start,
+    Step,
+    Structure,
 )
+from secateurs.report.exports import ExportRecord, read_exports
+from secateurs.scoring.importance import Importance, PairImportance, scores
+from secateurs.training import EpochRecord
 
-Entry = Mapping[str, Any]
+R = TypeVar("R")
+State = Literal["finished", "running", "stopped"]
+_SHOWN = 120  # masks in the chart of predicted against measured scores
 
-
-def units(entries: Sequence[Entry], unit: str, **fields: Any) -> list[Entry]:
-    """The entries of one kind whose fields have the given values, in order."""
-    return [e for e in entries if e["unit"] == unit and all(e.get(k) == v for k, v in fields.items())]
-
-
-def step_of(entry: Entry, entries: Sequence[Entry], ranking: RankingRecord | None) -> StepRecord:
-    """The record of one step; the baseline of its allowed drop stands in the cut's own entry."""
-    number = int(entry["number"])
-    cut: Entry = next(iter(reversed(units(entries, "cut", step=number))), {})
-    return StepRecord(
-        number=number,
-        round=int(entry.get("round", 0)),
-        site=str(entry["site"]),
-        channels=int(entry["channels"]),
-        removed=tuple(map(int, entry["removed"])),
-        accuracy_before=float(entry["accuracy_before"]),
-        accuracy_cut=float(entry["accuracy_cut"]),
-        accuracy=float(entry["accuracy"]),
-        baseline=float(cut.get("baseline", entry["accuracy_before"])),
-        parameters_removed=float(entry["parameters_removed"]),
-        macs_removed=float(entry["macs_removed"]),
-        evaluated=tuple((int(m), float(a)) for m, a in entry.get("evaluated", ())),
-        masks=int(entry.get("masks") or 0),
-        r2=_figure(entry.get("r2_held_out")),
-        split_half=_figure(entry.get("split_half")),
-        seconds=float(entry.get("seconds", 0.0)),
-        criterion=str(entry.get("criterion") or ""),
-        note=str(entry.get("note") or ""),
-        loss_before=_loss_before(number, entries),
-        loss_cut=_figure(entry.get("loss_cut", entry.get("loss") if _untouched(entry, entries) else None)),
-        examples=int(entry.get("examples") or 0),
-        bound=_figure(entry.get("bound")),
-        images=int(entry.get("images") or 0),
-        by_estimate=None if entry.get("by_estimate") is None else int(entry["by_estimate"]),
-        compared=tuple((str(name), float(loss)) for name, loss in entry.get("compared") or ()),
-        repaired=None if not entry.get("repaired") else (float(entry["repaired"][0]), float(entry["repaired"][1])),
-        ranking=ranking,
-    )
+# ---- records ------------------------------------------------------------------------------------------------------------
 
 
-def division_of(entry: Entry) -> DivisionRecord:
-    """How the cuts were divided."""
-    return DivisionRecord(
-        saved=float(entry["saved"]),
-        frontier=tuple((float(saved), float(rise)) for saved, rise in entry["frontier"]),
-        tried=tuple((float(saved), float(accuracy), bool(fine)) for saved, accuracy, fine in entry["tried"]),
-        bound=_figure(entry.get("bound")),
-        images=int(entry.get("images") or 0),
-        by_estimate=_figure(entry.get("by_estimate")),
-    )
+@dataclass(frozen=True)
+class SiteImportances:
+    """The importances of a site's C filters, in the site's order."""
+
+    ids: tuple[int, ...]  # original channel ids
+    coef: tuple[float, ...]
+    stderr: tuple[float, ...]  # empty where none is known; inf where the masks do not determine it
+    agreement: tuple[tuple[float, float], ...] = ()  # (predicted, measured) score of a mask; a sample where there are many
+    of_loss: bool = False  # coefficients are losses, and their sums mean something
+
+    def predicted_rise(self, removed: Collection[int]) -> float | None:
+        """The rise of the loss that the linear model predicts for the removal of these filters; None where it cannot."""
+        if not self.of_loss or not removed:
+            return None
+        return sum(c for i, c in zip(self.ids, self.coef, strict=True) if i in removed)
 
 
-def events_of(entries: Sequence[Entry], start: float | None) -> tuple[Event, ...]:
-    """Every moment when the accuracy on the search set was measured, in order, with the MACs left then.
+@dataclass(frozen=True)
+class Event:
+    """A measurement of the accuracy on the validation set."""
 
-    A step's own entry comes after its cut and epochs, but its MACs hold from the cut on.
-    """
-    left = {int(e["number"]): 1 - float(e["macs_removed"]) for e in units(entries, "step") if "macs_removed" in e}
-    found = [] if start is None else [Event("start", 0, start, "at the start", 1.0)]
-    macs = 1.0
-    for entry in entries:
-        step = int(entry.get("step") or 0)
-        if entry["unit"] == "cut" and "accuracy" in entry:
-            macs = left.get(step, macs)
-            went = len(entry.get("removed", ()))
-            label = f"step {step}, {entry.get('site', '')}: {went} filter{'' if went == 1 else 's'} cut"
-            found.append(Event("cut", step, float(entry["accuracy"]), label, macs))
-        elif entry["unit"] == "epoch" and entry.get("search_accuracy") is not None:
-            phase: Literal["retrain", "finetune"] = "retrain" if entry.get("phase") == "retrain" else "finetune"
-            word = "retraining" if phase == "retrain" else f"step {step}, fine-tuning"
-            label = f"{word}, epoch {int(entry.get('epoch', 0)) + 1}"
-            found.append(Event(phase, step, float(entry["search_accuracy"]), label, macs))
-    return tuple(found)
+    what: Literal["start", "cut", "finetune", "retrain"]
+    step: int
+    accuracy: float
+    label: str
+    macs_left: float  # as a share of the original network's
 
 
-def end_of(entry: Entry) -> End:
-    """How the run ended."""
-    test = entry["test"]
-    return End(
-        stopped=str(entry.get("stopped", "")),
-        search=_pair(entry["search"]),
-        test=_pair(test),
-        test_count=int(test.get("count", 0)),
-        parameters=_pair(entry["parameters"]),
-        macs=_pair(entry["macs"]),
-        bytes=_pair(entry["bytes"]),
-        seconds=float(entry.get("seconds", 0.0)),
-        classes=_classes(entry.get("classes")),
-        latency=entry["latency"] if isinstance(entry.get("latency"), Mapping) else None,
-    )
+@dataclass(frozen=True)
+class LayerChange:
+    """Filters and weights of a layer before and after."""
+
+    name: str
+    filters: int
+    left: int
+    weights: int
+    weights_left: int
+    macs: int  # for one example, before
+
+    @property
+    def share_removed(self) -> float:
+        """Of its filters."""
+        return removed(self.filters, self.left)
+
+    @property
+    def macs_left(self) -> float:
+        """Every weight of a layer is used equally often."""
+        return self.macs * (1 - self.weights_removed)
+
+    @property
+    def weights_removed(self) -> float:
+        """Share of its weights, and so of its MACs."""
+        return removed(self.weights, self.weights_left)
 
 
-def where_it_stands(entries: Sequence[Entry]) -> str:
-    """What the run is, or was, working on."""
-    steps = len(units(entries, "step"))
-    after = entries[max((n for n, entry in enumerate(entries) if entry["unit"] == "step"), default=-1) + 1 :]
-    epochs = units(after, "epoch")
-    if epochs:
-        what = "retraining" if epochs[-1].get("phase") == "retrain" else f"fine-tuning after the cut of step {steps + 1}"
-        return f"{what}, {plural(len(epochs), 'epoch')} done"
-    if units(after, "cut"):
-        return f"step {steps + 1}, the cut is found"
-    masks = sum(len(entry.get("losses", ())) for entry in units(after, "masks"))
-    if masks:
-        return f"step {steps + 1}, {plural(masks, 'mask')} scored"
-    return f"after {plural(steps, 'step')}" if entries else "before its first measurement"
+@dataclass(frozen=True)
+class RunReport:
+    """All that a report shows of one run: the run's own records, and what its files say besides."""
+
+    folder: Path | None
+    state: State
+    at: str  # what an unfinished run is, or was, working on
+    recipe: Recipe | None  # None: missing or damaged
+    provenance: Mapping[str, Any]
+    start: Start | None
+    steps: tuple[Step, ...]
+    allocation: ChosenAllocation | None  # None: sites were cut one after the other
+    end: ResultFigures | None
+    events: tuple[Event, ...]
+    importances: Mapping[int, SiteImportances]  # by the number of the step
+    nodes: tuple[Node, ...] = ()
+    layers: tuple[LayerChange, ...] = ()
+    exports: tuple[ExportRecord, ...] = ()
+    notes: tuple[str, ...] = ()  # what is missing or damaged
+
+    @property
+    def name(self) -> str:
+        """The last part of the folder's path."""
+        return folder_name(self.folder)
+
+    @property
+    def model(self) -> str:
+        """The network as its user calls it: the built-in or own name, or the class."""
+        named = self.provenance.get("origin", {}).get("model")
+        return str(named or self.class_path.rpartition(".")[2] or "a network")
+
+    @property
+    def class_path(self) -> str:
+        """The class of the network with its module; empty if that is not known."""
+        return str(self.provenance.get("model", {}).get("class", ""))
+
+    @property
+    def data(self) -> str:
+        """The data's name."""
+        return str(self.provenance.get("data", {}).get("name", "data"))
+
+    @property
+    def metric(self) -> Metric:
+        """The metric under the user's name for it."""
+        name = self.provenance.get("measures", {}).get("metric", "accuracy")
+        return Metric(name, share=name == "accuracy")
+
+    @property
+    def max_drop(self) -> float | None:
+        """The accuracy that may be lost; None where the recipe is missing."""
+        return None if self.recipe is None else self.recipe.max_drop
+
+    @property
+    def saving(self) -> str:
+        """What an allocation saves."""
+        parameters = self.recipe is not None and self.recipe.target_macs is None and self.recipe.target_parameters is not None
+        return "parameters" if parameters else "MACs"
+
+    @property
+    def validation_count(self) -> int:
+        """Examples in the validation set; 0 if that is not known."""
+        return int(self.provenance.get("data", {}).get("sets", {}).get("search", {}).get("count", 0))
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps."""
+        return sum(step.seconds for step in self.steps)
+
+    def loss_rise(self, step: Step) -> tuple[float | None, float | None]:
+        """What the cut of a step adds to the loss, as the linear model predicts and as measured; None where not known."""
+        found = self.importances.get(step.number)
+        predicted = None if found is None else found.predicted_rise(step.removed)
+        return predicted, None if step.loss_cut is None else step.loss_cut - step.loss_before
 
 
-def _untouched(entry: Entry, entries: Sequence[Entry]) -> bool:
-    """Whether the network is still as the cut left it: then what was measured at the step's end holds for the cut."""
-    return not units(entries, "epoch", step=entry["number"]) and entry["accuracy"] == entry["accuracy_cut"]
+# ---- reading ------------------------------------------------------------------------------------------------------------
 
 
-def _loss_before(number: int, entries: Sequence[Entry]) -> float | None:
-    """On the search set, as the step before left it."""
-    earlier = [e for e in units(entries, "step") if e.get("number") == number - 1] or units(entries, "start")
-    return _figure(earlier[-1].get("loss")) if earlier else None
-
-
-def _pair(fields: Mapping[str, Any]) -> Pair:
-    return Pair(float(fields["before"]), float(fields["after"]))
-
-
-def _classes(fields: Any) -> tuple[Pair, ...]:
-    if not isinstance(fields, Mapping):
-        return ()
-    before, after = fields.get("before") or (), fields.get("after") or ()
-    return tuple(Pair(_or_nan(b), _or_nan(a)) for b, a in zip(before, after, strict=False))
-
-
-def _or_nan(value: Any) -> float:
-    return math.nan if value is None else float(value)
-
-
-def _figure(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-_Shapes = dict[str, tuple[int, ...]]
-
-
-def layers_of(folder: Path, nodes: Sequence[Node], cuts: Sequence[int], notes: list[str]) -> tuple[LayerRecord, ...]:
-    """Every layer of the network in the order of its picture, or of the names where there is no picture.
-
-    `cuts` are the numbers of the steps that removed something. A layer that the latest network no longer has was folded away:
-    nothing is left of it.
-    """
-    before = _shapes(folder / "checkpoints/start.safetensors", notes)
-    if before is None:
-        return ()
-    latest = [
-        folder / "pruned.safetensors",
-        *(folder / f"checkpoints/{n:04d}.safetensors" for n in sorted(cuts, reverse=True)),
-    ]
-    found = next((path for path in latest if path.exists()), None)
-    if found is None and cuts:
-        notes.append("checkpoints/: the network after the latest cut is missing: the widths of the layers are not shown.")
-        return ()
-    after = before if found is None else _shapes(found, notes)
-    if after is None:
-        return ()
-    pictured = {node.name: node for node in nodes if node.is_layer}
-    names = [name for name in pictured if f"{name}.weight" in before]
-    if pictured and not names:
-        notes.append("checkpoints/start.safetensors: not the network of this run: the widths of the layers are not shown.")
-        return ()
-    if not names:
-        weights = [name for name, shape in before.items() if name.endswith(".weight") and len(shape) > 1]
-        names = sorted((name.removesuffix(".weight") for name in weights), key=_natural)
-    return tuple(_layer(name, pictured.get(name), before, after) for name in dict.fromkeys(names))
-
-
-def _layer(name: str, node: Node | None, before: _Shapes, after: _Shapes) -> LayerRecord:
-    had = before[f"{name}.weight"]
-    has = after.get(f"{name}.weight", (0,) * len(had))
-    axis = 0 if node is None or node.axis >= min(len(had), len(has)) else node.axis
-    filters = had[axis] if node is None else node.filters
-    left = round(filters * has[axis] / had[axis]) if had[axis] else 0
-    return LayerRecord(name, filters, left, math.prod(had), math.prod(has), None if node is None else node.macs)
-
-
-def _shapes(path: Path, notes: list[str]) -> _Shapes | None:
-    try:
-        return read_header(path)[1]
-    except (OSError, Damaged) as error:
-        what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        notes.append(f"{path.parent.name}/{path.name}: {what}: the widths of the layers are not shown.")
-        return None
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """conv2 before conv10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-T = TypeVar("T")
-
-
-def read_run(folder: str | Path) -> RunRecord:
-    """All that the folder of a run tells, finished or not; `RunError` if it is none."""
+def read_run(folder: str | Path) -> RunReport:
+    """Read the folder of a run, finished or not; `RunError` if it is none."""
     path = Path(folder)
-    notes: list[str] = []
-    journal = _journal(path, notes)
-    entries = journal.entries
-    provenance = _provenance(path, notes)
-    recipe, text = _recipe(path, notes)
-    rankings = {e["number"]: _ranking(path, e, journal.digests, recipe, notes) for e in units(entries, "step")}
-    return assemble(entries, path=path, provenance=provenance, recipe=recipe, text=text, rankings=rankings, notes=notes)
-
-
-def run_in_memory(
-    entries: Sequence[Mapping[str, Any]],
-    *,
-    recipe: Mapping[str, Any] | None = None,
-    importances: Mapping[int, InMemory] | None = None,
-) -> RunRecord:
-    """The record of a run that keeps no folder: its journal's entries, its recipe's fields, and importances by step number."""
-    rankings = {number: ranking_of(importance) for number, importance in (importances or {}).items()}
-    return assemble(entries, path=None, provenance={}, recipe=recipe or {}, text="", rankings=rankings, notes=[])
-
-
-def assemble(
-    entries: Sequence[Mapping[str, Any]],
-    *,
-    path: Path | None,
-    provenance: Mapping[str, Any],
-    recipe: Mapping[str, Any],
-    text: str,
-    rankings: Mapping[int, RankingRecord | None],
-    notes: list[str],
-) -> RunRecord:
-    """Put the parts of a run together."""
-    steps = []
-    for entry in units(entries, "step"):
+    if (path / TRAINING).exists():
+        raise RunError(f"{path}: the folder of a training, not of a pruning run. Show it with: secateurs show {path}")
+    lines = read_lines(path, KINDS)
+    notes = [f"{note} What follows it is not shown." if "damaged" in note else note for note in lines.notes]
+    for end in lines.of(ResultFigures)[-1:]:
+        notes += [f"{name}: {what}." for name, what in changed_files(path, end)]
+    if not lines.records:
+        notes.append("The journal is empty: nothing has been measured yet.")
+    provenance, recipe = _provenance(path, notes), _recipe(path, notes)
+    importances = {}
+    for step in lines.of(Step):
+        name = f"ensembles/{step.number:04d}"
         try:
-            steps.append(step_of(entry, entries, rankings.get(entry.get("number", 0))))
-        except (KeyError, TypeError, ValueError) as error:
-            notes.append(f"A step of the journal cannot be read ({type(error).__name__}: {error}) and is left out.")
-    start = next((float(e["accuracy"]) for e in units(entries, "start") if "accuracy" in e), None)
-    end = _last(entries, "end", end_of, notes)
-    nodes = next((nodes_from(e) for e in units(entries, "network")), ())
-    metric, loss = _measures(provenance)
-    return RunRecord(
-        folder=path,
-        state=_state(path, finished=bool(units(entries, "end"))),
-        metric=metric,
-        loss_name=loss,
-        provenance=provenance,
+            tensors, meta = read_tensors(path / f"{name}.safetensors", name, lines.digests, _RankingMeta)
+            if "coef" in tensors:  # obs and others rank without importances
+                importances[step.number] = _importances(tensors, meta, recipe)
+        except (Malformed, ValueError, RuntimeError, IndexError) as error:
+            what = error if isinstance(error, Malformed) else f"damaged ({brief(error)})"
+            notes.append(f"{name}.safetensors: {what}: the importances of step {step.number} are not shown.")
+    return _report(lines.records, path, recipe, provenance, importances, notes)
+
+
+def run_in_memory(records: Sequence[Any], recipe: Recipe | None = None) -> RunReport:
+    """The report of a run without a folder, from the records of its journal. Filters are numbered as the site had them."""
+    importances = {}
+    for step in records_of(records, Step):
+        found, ids = step.importance, tuple(range(step.channels))
+        if isinstance(found, Importance):
+            importances[step.number] = SiteImportances(ids, tuple(found.coef.tolist()), tuple(found.stderr.tolist()))
+        elif isinstance(found, PairImportance):
+            importances[step.number] = SiteImportances(ids, tuple(found.linear.tolist()), ())
+    return _report(records, None, recipe, {}, importances, [])
+
+
+def _report(
+    records: Sequence[Any],
+    folder: Path | None,
+    recipe: Recipe | None,
+    provenance: Mapping[str, Any],
+    importances: Mapping[int, SiteImportances],
+    notes: list[str],
+) -> RunReport:
+    steps = tuple(records_of(records, Step))
+    end = _only(records, ResultFigures)
+    structure = _only(records, Structure)
+    nodes = () if structure is None else structure.nodes
+    return RunReport(
+        folder=folder,
+        state=state_of(folder, finished=end is not None),
+        at=where_it_stands(records),
         recipe=recipe,
-        recipe_text=text,
-        start=start,
-        steps=tuple(steps),
-        events=events_of(entries, start),
+        provenance=provenance,
+        start=_only(records, Start),
+        steps=steps,
+        allocation=_only(records, ChosenAllocation),
         end=end,
-        division=_last(entries, "division", division_of, notes),
+        events=_events(records),
+        importances=importances,
         nodes=nodes,
-        layers=() if path is None else layers_of(path, nodes, [step.number for step in steps if step.removed], notes),
-        at=where_it_stands(entries),
-        exports=() if path is None else read_exports(path, notes),
+        layers=() if folder is None else _layers(folder, nodes, steps, notes),
+        exports=() if folder is None else read_exports(folder, notes),
         notes=tuple(notes),
     )
 
 
-def _last(
-    entries: Sequence[Mapping[str, Any]], unit: str, made: Callable[[Mapping[str, Any]], T], notes: list[str]
-) -> T | None:
-    """What the last entry of a kind tells; None where there is none, or it cannot be read."""
-    for entry in reversed(units(entries, unit)):
-        try:
-            return made(entry)
-        except (KeyError, TypeError, ValueError) as error:
-            notes.append(f"The {unit} in the journal cannot be read ({type(error).__name__}: {error}).")
-    return None
-
-
-def _journal(path: Path, notes: list[str]) -> Journal:
-    """The journal up to its first damaged line."""
-    if (path / "training.json").exists():
-        raise RunError(f"{path}: the folder of a training, not of a pruning run. See it with: secateurs show {path}")
-    found = read_entries(path)
-    notes += [f"{note} What came after it is not shown." if "damaged" in note else note for note in found.notes]
-    for entry in units(found.entries, "end")[-1:]:
-        notes += [f"{name}: {what}." for name, what in changed_files(path, entry)]
-    if not found.entries:
-        notes.append("The journal is empty: nothing has been measured yet.")
-    return found
+def _only(records: Sequence[Any], kind: type[R]) -> R | None:
+    """The record of a kind that a journal holds once."""
+    return next(iter(records_of(records, kind)), None)
 
 
 def _provenance(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -335,43 +259,136 @@ def _provenance(path: Path, notes: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _recipe(path: Path, notes: list[str]) -> tuple[dict[str, Any], str]:
-    """As plain fields, so that the recipe of another release can still be shown."""
-    known = {field.name for field in fields(Recipe)}
+def _recipe(path: Path, notes: list[str]) -> Recipe | None:
     try:
-        text = read_text_file(path / "recipe.toml", max_bytes=MAX_TOML_BYTES)
-        found: dict[str, Any] = decode_toml(text)
-        recipe_from({name: value for name, value in found.items() if name in known})  # a field of the wrong type is an error
-        return found, text.decode()
-    except OSError as error:
-        notes.append(f"recipe.toml: cannot be read ({error.strerror}): what was asked is not known.")
-    except (Malformed, RecipeError) as error:
-        notes.append(f"recipe.toml: damaged ({error}): what was asked is not known.")
-    return {}, ""
+        return read_recipe(path / RECIPE)
+    except RecipeError as error:
+        notes.append(f"{error} What was asked of the run is not known.")
+        return None
 
 
-def _ranking(
-    path: Path, step: Mapping[str, Any], digests: Sequence[str], recipe: Mapping[str, Any], notes: list[str]
-) -> RankingRecord | None:
-    """The importances of a step; what is wrong with their file is named in `notes`."""
-    name = f"ensembles/{step['number']:04d}"
+class _RankingMeta(TypedDict):
+    """Plain values beside the tensors of a ranking."""
+
+    site: str
+    original: list[int]  # the site's original channel ids
+    criterion: str
+    note: str
+
+
+def _importances(tensors: Mapping[str, Tensor], meta: Mapping[str, Any], recipe: Recipe | None) -> SiteImportances:
+    """The importances that a run kept of a ranking; ValueError if tensors and channel ids do not fit."""
+    coef, stderr = (tuple(tensors[name].double().tolist()) if name in tensors else () for name in ("coef", "stderr"))
+    if len(meta["original"]) != len(coef):
+        raise ValueError(f"{len(coef)} importances for {len(meta['original'])} filters")
+    agreement = _agreement(tensors, recipe) if recipe is not None and recipe.estimator == "losses" else ()
+    # masks that all keep the same number of filters show which filters cost less, not what a number of them costs
+    of_loss = recipe is not None and recipe.estimator == "gradient" and meta["criterion"] == "ensemble"
+    return SiteImportances(tuple(meta["original"]), coef, stderr, agreement, of_loss)
+
+
+def _agreement(tensors: Mapping[str, Tensor], recipe: Recipe) -> tuple[tuple[float, float], ...]:
+    """Predicted and measured score of at most `_SHOWN` masks, evenly chosen; none where no finite loss was kept."""
+    if not {"masks", "losses"} <= tensors.keys() or not tensors["losses"].isfinite().any():
+        return ()
+    masks, measured = tensors["masks"].double(), scores(tensors["losses"], recipe.transform)
+    predicted = masks @ tensors["coef"].double()
+    if "pairs" in tensors:
+        predicted += ((masks @ tensors["pairs"].double()) * masks).sum(-1) / 2
+    predicted += (measured - predicted).mean()  # the intercept of least squares makes the mean of the residuals zero
+    chosen = torch.linspace(0, len(masks) - 1, min(_SHOWN, len(masks))).round().long()
+    return tuple(zip(predicted[chosen].tolist(), measured[chosen].tolist(), strict=True))
+
+
+def _events(records: Sequence[Any]) -> tuple[Event, ...]:
+    """Every measurement of the accuracy on the validation set, in order, with the MACs left then.
+
+    A step's own record comes after its cut and epochs, but its MACs hold from the cut on.
+    """
+    left = {step.number: 1 - step.macs_removed for step in records_of(records, Step)}
+    found, macs = [], 1.0
+    for record in records:
+        if isinstance(record, Start):
+            found.append(Event("start", 0, record.accuracy, "at the start", macs))
+        elif isinstance(record, SiteCut):
+            macs = left.get(record.step, macs)
+            label = f"step {record.step}, {record.site}: {plural(record.cut.m, 'filter')} cut"
+            found.append(Event("cut", record.step, record.cut.accuracy, label, macs))
+        elif isinstance(record, EpochRecord) and record.search_accuracy is not None:
+            retrain = record.phase == "retrain"
+            label = f"{'retraining' if retrain else f'step {record.step}, fine-tuning'}, epoch {record.epoch + 1}"
+            found.append(Event("retrain" if retrain else "finetune", record.step, record.search_accuracy, label, macs))
+    return tuple(found)
+
+
+def _layers(folder: Path, nodes: Sequence[Node], steps: Sequence[Step], notes: list[str]) -> tuple[LayerChange, ...]:
+    """Every layer of the network, by the shapes of its weight at the start and in the latest network.
+
+    A layer that the latest network no longer has was folded away: nothing is left of it.
+    """
+    cuts = [step.number for step in reversed(steps) if step.removed]
+    start = "checkpoints/start.safetensors"
+    saved = ["pruned.safetensors", *(f"checkpoints/{number:04d}.safetensors" for number in cuts)]
+    latest = next((name for name in saved if (folder / name).exists()), None if cuts else start)
+    if not nodes:
+        return ()
+    if latest is None:
+        notes.append("checkpoints/: the network after the latest cut is missing: the widths of the layers are not shown.")
+        return ()
+    before, after = _shapes(folder, start, notes), _shapes(folder, latest, notes if latest != start else [])
+    if before is None or after is None:
+        return ()
+    found = []
+    for node in nodes:
+        had = before.get(f"{node.name}.weight", ())
+        if node.is_layer and len(had) > node.axis:
+            has = after.get(f"{node.name}.weight", ())
+            left = round(node.filters * has[node.axis] / had[node.axis]) if len(has) == len(had) and had[node.axis] else 0
+            weights_left = math.prod(has) if has else 0
+            found.append(LayerChange(node.name, node.filters, left, math.prod(had), weights_left, node.macs))
+    if not found:
+        notes.append(f"{start}: not the network of this run: the widths of the layers are not shown.")
+    return tuple(found)
+
+
+def _shapes(folder: Path, name: str, notes: list[str]) -> dict[str, tuple[int, ...]] | None:
     try:
-        tensors, meta = read_kept(path / f"{name}.safetensors", name, digests, RankingMeta)
-        return ranking_from(tensors, meta, recipe)
-    except (Malformed, ValueError, RuntimeError, IndexError) as error:
-        what = f"the importances of step {step['number']} are not shown"
-        notes.append(f"{name}.safetensors: {error if isinstance(error, Malformed) else f'damaged ({brief(error)})'}: {what}.")
-    return None
+        return read_header(folder / name)[1]
+    except (OSError, Damaged) as error:
+        what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        notes.append(f"{name}: {what}: the widths of the layers are not shown.")
+        return None
 
 
-def _measures(provenance: Mapping[str, Any]) -> tuple[Metric, str]:
-    """The user's names for metric and loss; without any, they are ours."""
-    named = provenance.get("measures") or {}
-    metric = str(named.get("metric", "accuracy"))
-    return Metric(metric, share=metric == "accuracy"), str(named.get("loss", "cross_entropy"))
+# ---- progress -----------------------------------------------------------------------------------------------------------
 
 
-def _state(path: Path | None, *, finished: bool) -> State:
+def state_of(folder: Path | None, *, finished: bool) -> State:
+    """Whether a run, or a training, is finished, running, or was stopped; one without a folder runs in this process."""
     if finished:
         return "finished"
-    return "running" if path is None or is_held(path) else "stopped"
+    return "running" if folder is None or is_held(folder) else "stopped"
+
+
+def where_it_stands(records: Sequence[Any]) -> str:
+    """What a run is, or was, working on, from the records of its journal."""
+    number = len(records_of(records, Step)) + 1
+    last = max((place for place, record in enumerate(records) if isinstance(record, Step)), default=-1)
+    after = records[last + 1 :]
+    epochs = records_of(after, EpochRecord)
+    if records_of(after, ResultFigures):
+        return "finished"
+    if records_of(after, Retrained):
+        return "retrained"
+    if epochs:
+        what = "retraining" if epochs[-1].phase == "retrain" else f"fine-tuning after the cut of step {number}"
+        return f"{what}, {plural(len(epochs), 'epoch')} done"
+    if records_of(after, SiteCut):
+        return f"step {number}, the cut is found"
+    if records_of(after, ChosenAllocation):
+        return "the cuts are allocated, none is made yet"
+    if curves := len(records_of(after, SiteCurve)):
+        return f"allocating the cuts, {plural(curves, 'site')} measured"
+    if number > 1 or records_of(records, SiteOrder):
+        return f"step {number}, ranking filters"
+    return "before its first step"

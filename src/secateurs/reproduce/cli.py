@@ -5,23 +5,34 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from cyclopts import App, Parameter
-from rich.console import Console
-from rich.table import Table
 
 from secateurs._util.files import write_text
-from secateurs._util.tables import Sheet, markdown
-from secateurs.reproduce.table2.cli import table2
-from secateurs.reproduce.table3.cli import table3
-from secateurs.reproduce.xor.experiment import ExperimentRow, SweptPoint, pooled, sweep, table
-from secateurs.reproduce.xor.nets import Optimiser, Setting
-from secateurs.reproduce.xor.tables import methods_sheet, paper_sheet, plain, sweep_sheet
+from secateurs._util.terminal import clock, print_json, print_table, say
+from secateurs.cli.compare import Many
+from secateurs.cli.inputs import Json
+from secateurs.cli.progress import display
+from secateurs.methods.compare.figures import can_draw
+from secateurs.reproduce.table2 import table2
+from secateurs.reproduce.table3 import table3
+from secateurs.reproduce.xor import (
+    ExperimentRow,
+    SweptPoint,
+    methods_sheet,
+    paper_sheet,
+    plain,
+    pooled,
+    sweep,
+    sweep_sheet,
+    table,
+)
+from secateurs.reproduce.xor_figures import draw_all
+from secateurs.reproduce.xor_nets import Optimiser, Setting
 
 app = App(name="reproduce", help="Run the paper's experiments again and print its tables beside ours.")
 app.command(table2)
@@ -31,7 +42,7 @@ app.command(table3)
 @app.command
 def xor(
     *,
-    seeds: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative="")] = (1,),
+    seeds: Annotated[tuple[int, ...], Many] = (1,),
     experiments: int = 1000,
     all_methods: Annotated[bool, Parameter(name="--all", negative="")] = False,
     sensitivity: Annotated[bool, Parameter(negative="")] = False,
@@ -43,12 +54,12 @@ def xor(
     off: float = 0.3,
     masks: int = 300,
     hidden_bias: bool = False,
-    as_json: Annotated[bool, Parameter(name="--json", negative="")] = False,
+    as_json: Json = False,
 ) -> None:
     """Table 1: prune networks of 10 hidden neurons to 3 on the XOR task, and count how often they still solve it.
 
     About 40 seconds of one core for 1,000 experiments; `--all` adds some four minutes, `--sensitivity` three.
-    Writes rows.json, tables.md and the figures (PNG and SVG) to the output folder.
+    Writes rows.json, tables.md and (with the extra `figures`) the figures as PNG and SVG to the output folder.
 
     Parameters
     ----------
@@ -69,7 +80,7 @@ def xor(
     epochs
         Of training, and of every retraining.
     points
-        Training points of an experiment; as many fresh ones test it.
+        Training points of an experiment; the same number of fresh points tests it.
     off
         P: share of the neurons switched off in a mask.
     masks
@@ -77,11 +88,11 @@ def xor(
     hidden_bias
         Give the hidden neurons a bias, which the paper's construction does not have.
     as_json
-        Print rows.json instead of tables.
+        Print rows.json instead of tables, and no progress.
     """
-    console = Console(quiet=as_json)
-    started = time.perf_counter()
+    began = time.perf_counter()
     setting = Setting(
+        seed=seeds[0],
         experiments=experiments,
         points=points,
         optimiser=optimiser,
@@ -91,82 +102,41 @@ def xor(
         masks=masks,
         hidden_bias=hidden_bias,
     )
-    tables = [_run_seed(console, replace(setting, seed=seed), all_methods) for seed in seeds]
-    swept = _run_sweep(console, replace(setting, seed=seeds[0])) if sensitivity else ()
-    seconds = time.perf_counter() - started
+    swept: tuple[SweptPoint, ...] = ()
+    with display(quiet=as_json) as shown:
 
-    sheets = _sheets(tables, seeds, swept, all_methods)
-    content = {**_conditions(setting, seeds, seconds), **_records(tables, seeds, swept)}
-    files = _write(out, content, sheets, replace(setting, seed=seeds[0]), swept)
-    for sheet in sheets:
-        console.print(_rich(sheet))
-    console.print(f"{seconds:.0f} s. Written: {', '.join(str(file) for file in files)}")
-    if as_json:
-        Console(soft_wrap=True).print_json(data=content)
+        def report(row: ExperimentRow | SweptPoint) -> None:
+            name = " ".join(filter(None, row.key)) if isinstance(row, ExperimentRow) else f"P = {row.off:.1f}, M = {row.masks}"
+            shown.line(f"{name}: {row.training.percent:.1f} % ({clock(time.perf_counter() - began)})")
 
+        tables = []
+        for seed in seeds:
+            shown.line(f"Seed {seed}: {experiments:,} experiments a row.")
+            tables.append(table(replace(setting, seed=seed), beyond=all_methods, report=report))
+        if sensitivity:
+            swept = sweep(setting, report=report)
+    seconds = time.perf_counter() - began
 
-def _run_seed(console: Console, setting: Setting, all_methods: bool) -> tuple[ExperimentRow, ...]:
-    started = time.perf_counter()
-
-    def report(row: ExperimentRow) -> None:
-        name = " ".join(word for word in row.key if word)
-        console.print(
-            f"seed {setting.seed}: {name}: {row.training.percent:.1f} % ({time.perf_counter() - started:.0f} s)",
-            style="dim",
-            highlight=False,
-        )
-
-    return table(setting, beyond=all_methods, report=report)
-
-
-def _run_sweep(console: Console, setting: Setting) -> tuple[SweptPoint, ...]:
-    def report(point: SweptPoint) -> None:
-        text = f"P = {point.off:.1f}, M = {point.masks}: {point.training.percent:.1f} %"
-        console.print(text, style="dim", highlight=False)
-
-    return sweep(setting, report=report)
-
-
-def _sheets(
-    tables: Sequence[Sequence[ExperimentRow]], seeds: Sequence[int], swept: Sequence[SweptPoint], all_methods: bool
-) -> list[Sheet]:
     rows = pooled(tables)
     sheets = [paper_sheet(rows, tables, seeds)]
-    if all_methods:
-        sheets.append(methods_sheet(rows))
-    if swept:
-        sheets.append(sweep_sheet(swept))
-    return sheets
-
-
-def _conditions(setting: Setting, seeds: Sequence[int], seconds: float) -> dict[str, Any]:
-    settings = {name: value for name, value in asdict(setting).items() if name not in ("seed", "first")}
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return {"setting": settings, "seeds": list(seeds), "seconds": round(seconds, 1), "versions": versions}
-
-
-def _records(tables: Sequence[Sequence[ExperimentRow]], seeds: Sequence[int], swept: Sequence[SweptPoint]) -> dict[str, Any]:
-    return {
-        "rows": [plain(row) for row in pooled(tables)],
-        "rows_by_seed": {str(seed): [plain(row) for row in rows] for seed, rows in zip(seeds, tables, strict=True)},
+    sheets += [methods_sheet(rows)] if all_methods else []
+    sheets += [sweep_sheet(swept)] if swept else []
+    content = {
+        "setting": {name: value for name, value in asdict(setting).items() if name not in ("seed", "first")},
+        "seeds": list(seeds),
+        "seconds": round(seconds, 1),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "rows": [plain(row) for row in rows],
+        "rows_by_seed": {str(seed): [plain(row) for row in found] for seed, found in zip(seeds, tables, strict=True)},
         "sensitivity": [plain(point) for point in swept],
     }
-
-
-def _write(
-    out: Path, content: dict[str, Any], sheets: Sequence[Sheet], setting: Setting, swept: Sequence[SweptPoint]
-) -> list[Path]:
-    from secateurs.reproduce.xor.figures import draw_all
-
     write_text(out / "rows.json", json.dumps(content, indent=1))
-    write_text(out / "tables.md", "\n".join(markdown(sheet) for sheet in sheets))
-    return [out / "rows.json", out / "tables.md", *draw_all(out, setting, swept)]
-
-
-def _rich(sheet: Sheet) -> Table:
-    shown = Table(title=sheet.title, title_justify="left")
-    for place, column in enumerate(sheet.columns):
-        shown.add_column(column, justify="left" if place == 0 else "right")
-    for line in sheet.lines:
-        shown.add_row(*line)
-    return shown
+    write_text(out / "tables.md", "\n".join(sheet.markdown() for sheet in sheets))
+    files = [out / "rows.json", out / "tables.md", *(draw_all(out, setting, swept) if can_draw(out) else [])]
+    if as_json:
+        print_json(content)
+        return
+    for sheet in sheets:
+        say(sheet.title)
+        print_table(sheet.columns, sheet.lines)
+    say(f"{clock(seconds)}. Written: {', '.join(str(file) for file in files)}")

@@ -1,8 +1,8 @@
-"""What was measured once and need not be measured again: values by context (weights, site, data, measure) and key (a mask).
+"""A persistent cache of measurements: tensors by context (weights, site, data, measure) and key (a mask).
 
-One SQLite file in the run folder: a value that `put` has returned from survives a crash, two runs may share a file, and a run
-that is resumed, or made again with another allowed drop, finds here what it would measure. Every value has a checksum over its
-context, key and bytes: one that was changed is an error, because it would decide which filters go.
+One SQLite file in the run folder. A value survives a crash once `put` has returned, two runs may share a file, and a run that
+is resumed, or repeated with another max_drop, finds its measurements here. Every value has a checksum over its context, key
+and bytes: a changed value is an error, because it would decide which filters are removed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MeasurementCache:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         with self._errors():
-            # work may be spread over threads; each call is one transaction, and SQLite itself is built to be shared
+            # threads may share it: each call is one transaction, and SQLite serialises them
             self._base = sqlite3.connect(":memory:" if path is None else path, timeout=60, check_same_thread=False)
             self._base.execute("pragma synchronous = full")
             with self._base:
@@ -51,35 +51,35 @@ class MeasurementCache:
             return [self._one(context, key) for key in keys]
 
     def put(self, context: str, keys: Sequence[bytes], values: Sequence[Tensor]) -> None:
-        """Keep one value for each key; on return all of them are safe, after a crash all or none. What is known stays."""
+        """Store one value for each key: after a crash all of them or none. Values that exist already are not replaced."""
         packed = [(context, key, *_packed(value)) for key, value in zip(keys, values, strict=True)]
         rows = [(*row, _sum(*row)) for row in packed]
         with self._errors(), self._base:
             self._base.executemany("insert or ignore into measured values (?, ?, ?, ?, ?, ?)", rows)
 
     def get_fields(self, context: str, key: bytes) -> dict[str, Any] | None:
-        """The plain values that `put_fields` kept, None where there are none."""
-        (kept,) = self.get(context, [key])
-        if kept is None:
+        """The plain values that `put_fields` stored, None where there are none."""
+        (stored,) = self.get(context, [key])
+        if stored is None:
             return None
         try:
-            return decode_json(kept.numpy().tobytes(), dict[str, Any])
+            return decode_json(stored.numpy().tobytes(), dict[str, Any])
         except Malformed as error:
             raise self._damaged(error) from error
 
     def put_fields(self, context: str, key: bytes, fields: Mapping[str, Any]) -> None:
-        """Keep plain values by name, as JSON takes them; what is known stays."""
+        """Store plain values by name, as JSON takes them; existing ones are not replaced."""
         text = json.dumps(fields, sort_keys=True).encode()
         self.put(context, [key], [torch.frombuffer(bytearray(text), dtype=torch.uint8)])
 
     def __len__(self) -> int:
-        """How many values it holds."""
+        """Number of stored values."""
         with self._errors():
             (count,) = self._base.execute("select count(*) from measured").fetchone()
         return int(count)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._base.close()
 
     def _one(self, context: str, key: bytes) -> Tensor | None:
@@ -97,13 +97,13 @@ class MeasurementCache:
 
     def _damaged(self, error: Exception) -> RunError:
         return RunError(
-            f"{self.path}: the store of measured masks is damaged ({brief(error)}). Delete it, or restore it from a copy: what "
-            f"it held is measured again, where rounding may differ in the last digits."
+            f"{self.path}: the store of measured masks is damaged ({brief(error)}). Delete it, or restore it from a copy: its "
+            f"values are then measured again, and may differ in the last digits."
         )
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Errors of SQLite become a `RunError` that says what to do; only a damaged file is worth deleting."""
+        """Turn errors of SQLite into a `RunError` that says what to do; only a damaged file should be deleted."""
         try:
             yield
         except sqlite3.ProgrammingError as error:
@@ -117,14 +117,14 @@ class MeasurementCache:
             elif code in _LOCKED:
                 what = f"another process holds it ({brief(error)}). Wait for it, then resume the run."
             elif code in _CLOSED:
-                what = f"cannot be opened for writing ({brief(error)}). Choose a place that you may write to."
+                what = f"cannot be opened for writing ({brief(error)}). Choose a writable folder."
             else:
                 raise self._damaged(error) from error
             raise RunError(f"{self.path}: the store of measured masks: {what}") from error
 
 
 def context_of(*parts: str) -> str:
-    """One name for all that a measured value depends on besides its key."""
+    """One name for everything that a value depends on besides its key."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
@@ -136,7 +136,7 @@ def mask_key(mask: Tensor) -> bytes:
 def _packed(value: Tensor) -> tuple[str, str, bytes]:
     name = str(value.dtype).removeprefix("torch.")
     if name not in _DTYPES:
-        raise InvalidInput(f"a value to keep: got {value.dtype}, wanted one of {', '.join(_DTYPES)}.")
+        raise InvalidInput(f"a value to store: got {value.dtype}, wanted one of {', '.join(_DTYPES)}.")
     return name, ",".join(map(str, value.shape)), value.detach().cpu().contiguous().numpy().tobytes()
 
 

@@ -1,7 +1,7 @@
-"""Is the set of the least important filters settled? Pure: the ensemble is drawn again, with replacement, from itself.
+"""Convergence of a ranking by the bootstrap, and sample sizes from a pilot. Pure: tensors in, tensors out.
 
-The bootstrap answers how far the coefficients would move with other masks and other examples. What matters is the set that a
-cut would remove, so that is compared: the least important quarter and half of the filters, before and after resampling.
+Resampling the ensemble with replacement estimates how far the coefficients would move with other masks and other examples. What
+matters is the set that a cut would remove, so the least important quarter and half of the filters are compared.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from secateurs.errors import InvalidInput
 
-CUTS = (0.25, 0.5)  # shares of the filters, least important first, whose identity is looked at
+CUTS = (0.25, 0.5)  # shares of the filters, least important first, whose members are compared
 RESAMPLES = 200
+MOST_MASKS_PER_EXAMPLE = 8  # a pilot's estimate is rough: a larger one is not trusted
 
 
 def resampled_means(rows: Tensor, *, count: int = RESAMPLES, generator: torch.Generator) -> Tensor:
-    """Means (count, C) of as many of the rows (N, C) as there are, drawn with replacement, as float64."""
+    """Bootstrap means (count, C) of rows (N, C), each over N rows drawn with replacement, as float64."""
     return _weights(count, len(rows), generator).to(rows.device) @ rows.double()
 
 
@@ -32,7 +33,7 @@ def resampled_fits(
     count: int = RESAMPLES,
     generator: torch.Generator,
 ) -> Tensor:
-    """Coefficients (count, C) of the linear model when masks and examples are drawn again: masks (M, C), losses (M, N).
+    """Bootstrap coefficients (count, C) of the linear model, masks and examples resampled: masks (M, C), losses (M, N).
 
     `score` turns mean losses (..., M) into scores. The examples are resampled outright. A resampled mask counts by its
     influence on the coefficients, with the residual it has when it is left out of the fit: this costs no fit for each
@@ -53,9 +54,9 @@ def resampled_fits(
 
 
 def agreement(coef: Tensor, resampled: Tensor, cuts: Sequence[float] = CUTS) -> float:
-    """How much of the sets of least important filters of coef (C,) the resampled coefficients (B, C) share, mean over cuts.
+    """Overlap of the sets of least important filters by coef (C,) and by resampled coefficients (B, C), mean over cuts.
 
-    1: the same sets every time. 0: no more in common than sets drawn at random.
+    1: the same sets every time. 0: no more overlap than sets drawn at random.
     """
     channels = coef.shape[-1]
     sizes = sorted({min(max(round(cut * channels), 1), channels - 1) for cut in cuts})
@@ -80,7 +81,7 @@ def _least(coef: Tensor, size: int) -> Tensor:
 
 
 def _weights(count: int, size: int, generator: torch.Generator) -> Tensor:
-    """How often each of `size` things is drawn, over `size`: (count, size), every row adds up to 1."""
+    """How often each of `size` items is drawn, divided by `size`: (count, size), every row adds up to 1."""
     drawn = torch.randint(size, (count, size), generator=generator, device=generator.device)
     ones = torch.ones_like(drawn, dtype=torch.float64)
     return torch.zeros_like(ones).scatter_add_(-1, drawn, ones) / size
@@ -96,11 +97,8 @@ def _solver(z: Tensor, ridge: float) -> Tensor:
     return solved
 
 
-MOST_MASKS_PER_EXAMPLE = 8  # a pilot's estimate is rough: one that asks for more is not believed
-
-
 def required_examples(masks: Tensor, losses: Tensor, *, final: int) -> int:
-    """How many examples an ensemble of `final` masks deserves, judged by a pilot: masks (M, C) and losses (M, N), M > C + 1.
+    """Number of examples for an ensemble of `final` masks, from a pilot: masks (M, C) and losses (M, N), M > C + 1.
 
     The variance of a coefficient has a part v_m / M from masks and a part v_e / N from examples, which all masks share. N is
     chosen so that the examples' part is no larger than the masks' part of the final ensemble: N = v_e · final / v_m.
@@ -113,7 +111,7 @@ def required_examples(masks: Tensor, losses: Tensor, *, final: int) -> int:
         )
     losses = losses.double()
     z = masks.double() - masks.double().mean(0)
-    solve = torch.linalg.pinv(z, rtol=10 * max(z.shape) * torch.finfo(z.dtype).eps)
+    solve = _solver(z, 0.0)
     freedom = count - 1 - int(torch.linalg.matrix_rank(z))
     spread = solve.square().sum()  # of all coefficients, for losses that scatter by 1
     from_masks = _residual(z, solve, losses.mean(1, keepdim=True), freedom) * spread * count
@@ -125,7 +123,7 @@ def required_examples(masks: Tensor, losses: Tensor, *, final: int) -> int:
 
 
 def masks_per_example(slopes: Tensor, *, preparing: float = math.inf) -> int:
-    """Under how many masks of its own each example deserves to be seen, judged by a pilot of slopes (N, K, C), K at least 2.
+    """Number of masks for each example, from a pilot of slopes (N, K, C), K at least 2.
 
     The variance of a mean slope has a part v_e / N from examples and a part v_m / (N K) from the K masks that each one has. K
     is chosen so that the examples' part is no larger than the masks', K ≤ v_m / v_e, and no larger than is cheapest when an

@@ -1,7 +1,7 @@
-"""Step 4 of 9: takes a site, masks and scoring data, gives the losses of the masked network: an Ensemble.
+"""Step 4 of 9: takes a site, masks and scoring data, gives the losses of the masked network: an `Ensemble`.
 
-The network is split at the site. What lies before it is run once for each chunk of examples and kept while memory allows;
-only what lies behind is run for every mask. Batching and caching never change a score: each mask meets the same chunks.
+The network is split at the site. What precedes it is run once for each batch of examples and cached while memory allows; only
+what follows is run for every mask. Batching and caching never change a score.
 """
 
 from __future__ import annotations
@@ -17,15 +17,20 @@ from secateurs._util.modules import Device
 from secateurs.config import Scoring
 from secateurs.data.dataset import Examples, class_labels, derive, generator_for
 from secateurs.data.splits import stratified_order, subset
-from secateurs.errors import InvalidMask
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure, correct, cross_entropy
+from secateurs.metrics import Measure, cross_entropy
+from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.convergence import agreement, has_converged, required_examples, resampled_fits
-from secateurs.scoring.engine import MaskedNetwork, split_for
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, fit_importance, fit_pairs, scores
 from secateurs.scoring.masks import sample_masks
+
+ROUNDS = 16  # of masks in an adaptive ensemble, at most
+PILOT = 256  # examples from which the noise is estimated
+
+OnScored = Callable[[int, int], None]
+"""Called with the number of masks measured so far and the most there may be."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,58 +50,29 @@ def score_masks(
     *,
     loss_fn: Measure = cross_entropy,
     batch: int = 256,
-    masks_per_pass: int = 32,
     device: Device = None,
     cache_bytes: int | None = None,
-    known: Tensor | None = None,
-    on_scored: Callable[[int, Tensor], None] | None = None,
+    store: MeasurementCache | None = None,
+    on_scored: Callable[[int], None] | None = None,
 ) -> Ensemble:
     """Mean loss of the masked network over `examples` for every mask (M, C), True = kept.
 
-    After every `masks_per_pass` masks `on_scored` gets the number of the first one and their losses. Losses already `known`,
-    those of the first masks, are not measured again: an interrupted ensemble goes on where it stopped and ends the same.
+    Losses that `store` holds are not measured again: an interrupted call, repeated with the same store, ends the same.
+    `on_scored` gets the number of masks done so far.
     """
-    check_ensemble(site, masks)
-    losses = [] if known is None or len(known) == 0 else [known.double()]
-    done = sum(map(len, losses))
-    network = split_for(graph, site, examples, batch=batch, device=device, cache_bytes=cache_bytes)
-    for start in range(done, len(masks), masks_per_pass):
-        found = network.measure(masks[start : start + masks_per_pass], [loss_fn])[:, 0]
-        losses.append(found)
-        if on_scored is not None:
-            on_scored(start, found)
-    return Ensemble(site.name, masks, torch.cat(losses))
-
-
-def accuracy_under(network: MaskedNetwork, keep: Tensor, metric: Measure = correct) -> float:
-    """Mean metric of the split network with only the channels in `keep` (C,)."""
-    return float(network.measure(keep[None], [metric])[0, 0])
-
-
-def check_ensemble(site: Site, masks: Tensor) -> None:
-    """Refuse masks that are not bool, or not one value for each channel of the site."""
-    if masks.dtype != torch.bool or masks.ndim != 2 or masks.shape[1] != site.channels or len(masks) == 0:
-        raise InvalidMask(
-            f"masks of site {site.name!r}: got {masks.dtype} of shape {tuple(masks.shape)}, wanted bool (M, {site.channels}), "
-            f"True = kept. sample_masks({site.channels}, generator=...) draws some."
-        )
-
-
-OnScored = Callable[[int, int], None]
-
-ROUNDS = 16  # an ensemble comes in at most so many
-PILOT = 256  # examples by which the noise is judged
+    evaluator = SiteEvaluator(graph, site, loss_fn, MeasurementCache() if store is None else store, batch, device, cache_bytes)
+    return Ensemble(site.name, masks, evaluator.on(examples).means(masks, on_scored))
 
 
 @dataclass(frozen=True, eq=False)
 class EnsembleResult:
-    """How the filters of a site rank, and what that took."""
+    """The fitted model of a site's filters, its ensemble, and the effort behind it."""
 
     importance: Importance | PairImportance
     ensemble: Ensemble  # by slopes, every loss is that of one example under its own mask
     used: int  # masks
     bound: int
-    stable: bool | None  # None: it was not asked
+    stable: bool | None  # None: not tested
     examples: int
 
     @property
@@ -109,9 +85,9 @@ class EnsembleResult:
 
 @dataclass(frozen=True)
 class EnsembleJob:
-    """What is asked for, where, and of which examples."""
+    """One site to be scored: the evaluator, the pool of examples, the settings and the seeds."""
 
-    bench: SiteEvaluator
+    evaluator: SiteEvaluator
     pool: Examples
     scoring: Scoring
     seed: int
@@ -121,27 +97,25 @@ class EnsembleJob:
     @property
     def channels(self) -> int:
         """Filters at the site."""
-        return self.bench.site.channels
+        return self.evaluator.site.channels
 
     @property
     def bound(self) -> int:
-        """The most masks that it gets."""
+        """The most masks that may be measured."""
         return self.scoring.bound(self.channels)
 
     def masks(self, count: int, *purpose: int, after: Tensor | None = None) -> Tensor:
-        """So many masks (count, C), drawn for this purpose alone; `after` those drawn before."""
+        """Draw `count` masks (count, C) for this purpose alone; `after` those drawn before."""
         generator = generator_for(self.seed, "masks", self.step, *purpose)
         scoring = self.scoring
         return sample_masks(self.channels, count, off=scoring.off, design=scoring.design, generator=generator, after=after)
 
-    def chosen(self, count: int) -> Examples:
-        """So many of the pool, every class in its share; fewer are part of more."""
-        if count >= len(self.pool):
-            return self.pool
-        return subset(self.pool, count, seed=derive(self.seed, "scoring"))
+    def subset(self, count: int) -> Examples:
+        """A stratified subset of `count` examples of the pool; smaller subsets are contained in larger ones."""
+        return self.pool if count >= len(self.pool) else subset(self.pool, count, seed=derive(self.seed, "scoring"))
 
     def order(self) -> Tensor:
-        """Row numbers of the pool in the order in which examples are used: every prefix has each class in its share."""
+        """Row numbers of the pool in the order of their use: every prefix is stratified by class."""
         generator = generator_for(derive(self.seed, "scoring"), "subset")
         labels, wanted = class_labels(self.pool.targets), self.scoring.examples
         if labels is None:
@@ -150,63 +124,62 @@ class EnsembleJob:
             order = stratified_order(labels.cpu(), generator)
         return order[:wanted] if isinstance(wanted, int) else order
 
-    def told(self, before: int, done: int) -> None:
-        """Report so many masks more than `before`."""
+    def report_progress(self, before: int, done: int) -> None:
+        """Report that `done` masks are measured besides the `before` of earlier rounds."""
         self.on_scored(before + done, self.bound)
 
-    def resampling(self, *purpose: int) -> torch.Generator:
-        """What the bootstrap draws by."""
+    def bootstrap_generator(self, *purpose: int) -> torch.Generator:
+        """Generator of the bootstrap's draws."""
         return generator_for(self.seed, "resample", self.step, *purpose)
 
 
-def by_fixed_masks(work: EnsembleJob) -> EnsembleResult:
-    """The paper's way: all masks at once, and the mean loss under each."""
-    measured = work.bench.on(_examples_for_masks(work), announced=work.bound)
-    masks = work.masks(work.bound)
-    ensemble = Ensemble(work.bench.site.name, masks, measured.means(masks, partial(work.told, 0)))
-    return EnsembleResult(_fit(work.scoring, ensemble), ensemble, len(masks), work.bound, None, len(measured.examples))
+def by_fixed_masks(job: EnsembleJob) -> EnsembleResult:
+    """The paper's procedure: all masks at once, and the mean loss under each."""
+    measured = job.evaluator.on(_shared_examples(job))
+    masks = job.masks(job.bound)
+    ensemble = Ensemble(job.evaluator.site.name, masks, measured.means(masks, partial(job.report_progress, 0)))
+    return EnsembleResult(_fit(job.scoring, ensemble), ensemble, len(masks), job.bound, None, len(measured.examples))
 
 
-def by_rounds(work: EnsembleJob) -> EnsembleResult:
-    """Rounds of masks, each balanced with those before it, until the least important filters are the same twice."""
-    measured = work.bench.on(_examples_for_masks(work), announced=work.bound)
+def by_rounds(job: EnsembleJob) -> EnsembleResult:
+    """Rounds of masks, each balanced with those before it, until the set of the least important filters is the same twice."""
+    measured = job.evaluator.on(_shared_examples(job))
     agreements: list[float] = []
-    masks = torch.empty(0, work.channels, dtype=torch.bool)
+    masks = torch.empty(0, job.channels, dtype=torch.bool)
     losses = torch.empty(0, len(measured.examples))
     for number in range(ROUNDS):
-        count = work.bound * (number + 1) // ROUNDS - len(masks)
+        count = job.bound * (number + 1) // ROUNDS - len(masks)
         if count == 0:
             continue
-        drawn = work.masks(count, number, after=masks)
-        losses = torch.cat([losses, measured.values(drawn, partial(work.told, len(masks)))])
+        drawn = job.masks(count, number, after=masks)
+        losses = torch.cat([losses, measured.values(drawn, partial(job.report_progress, len(masks)))])
         masks = torch.cat([masks, drawn])
-        if len(masks) > work.channels + 1:
-            agreements.append(_agreement_of_losses(work, masks, losses, number))
-        if has_converged(agreements, work.scoring.agreement):
+        if len(masks) > job.channels + 1:
+            agreements.append(_agreement(job, masks, losses, number))
+        if has_converged(agreements, job.scoring.agreement):
             break
-    ensemble = Ensemble(work.bench.site.name, masks, losses.double().mean(1))
-    stable = has_converged(agreements, work.scoring.agreement)
-    return EnsembleResult(_fit(work.scoring, ensemble), ensemble, len(masks), work.bound, stable, len(measured.examples))
+    ensemble = Ensemble(job.evaluator.site.name, masks, losses.double().mean(1))
+    stable = has_converged(agreements, job.scoring.agreement)
+    return EnsembleResult(_fit(job.scoring, ensemble), ensemble, len(masks), job.bound, stable, len(measured.examples))
 
 
-def _agreement_of_losses(work: EnsembleJob, masks: Tensor, losses: Tensor, number: int) -> float:
-    """With pairwise terms too it is the linear model that is judged: its order is the main part of theirs."""
-    score, ridge = partial(scores, transform=work.scoring.transform), work.scoring.ridge
+def _agreement(job: EnsembleJob, masks: Tensor, losses: Tensor, number: int) -> float:
+    """Stability of the linear model; with pairwise terms too, since its order is the main part of theirs."""
+    score, ridge = partial(scores, transform=job.scoring.transform), job.scoring.ridge
     coef = fit_importance(masks, score(losses.double().mean(1)), ridge=ridge).coef
-    return agreement(coef, resampled_fits(masks, losses, score, ridge=ridge, generator=work.resampling(number)))
+    return agreement(coef, resampled_fits(masks, losses, score, ridge=ridge, generator=job.bootstrap_generator(number)))
 
 
-def _examples_for_masks(work: EnsembleJob) -> Examples:
-    """The examples that all masks share: as many as asked for, or as a pilot of two masks a filter says."""
-    wanted = work.scoring.examples
+def _shared_examples(job: EnsembleJob) -> Examples:
+    """The examples that all masks share: the number asked for, or as many as a pilot of two masks a filter calls for."""
+    wanted = job.scoring.examples
     if wanted is not None:
-        return work.pool if wanted == "all" else work.chosen(wanted)
-    if len(work.pool) <= PILOT:
-        return work.pool
-    pilot = work.bench.on(work.chosen(PILOT), announced=work.bound)
-    masks = work.masks(max(2 * work.channels, work.channels + 16), ROUNDS)  # a purpose that no round has
-    needed = required_examples(masks, pilot.values(masks), final=work.bound)
-    return work.chosen(max(needed, PILOT))
+        return job.pool if wanted == "all" else job.subset(wanted)
+    if len(job.pool) <= PILOT:
+        return job.pool
+    masks = job.masks(max(2 * job.channels, job.channels + 16), ROUNDS)  # a purpose that no round has
+    needed = required_examples(masks, job.evaluator.on(job.subset(PILOT)).values(masks), final=job.bound)
+    return job.subset(max(needed, PILOT))
 
 
 def _fit(scoring: Scoring, ensemble: Ensemble) -> Importance | PairImportance:

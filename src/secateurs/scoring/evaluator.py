@@ -1,14 +1,14 @@
-"""Losses, metrics and slopes of a network under masks at one site: from the store where it has them, else measured and kept.
+"""Losses, metrics and slopes of a network under masks at one site: taken from the cache, or measured and stored in it.
 
-Masks are measured in the same groups whether a run was interrupted or not, and a group is kept as a whole. So what comes out is
-the same to the bit, and a run that is made again measures nothing.
+Masks are measured in the same groups whether a run was interrupted or not, and a group is stored as a whole. So results are the
+same to the bit, and a repeated run measures nothing.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -17,40 +17,46 @@ from torch import Tensor
 from secateurs._util.modules import Device
 from secateurs._util.tensors import digest
 from secateurs.data.dataset import Examples
-from secateurs.errors import InvalidInput
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure, fingerprint
+from secateurs.metrics import Measure, cross_entropy, fingerprint
 from secateurs.scoring.cache import MeasurementCache, context_of, mask_key
-from secateurs.scoring.engine import MaskedNetwork, MaskingStrategy, split_for
+from secateurs.scoring.engine import MaskedNetwork, check_masks, split_for
 
-MASKS_PER_PASS = 32  # measured and kept together: at most so much is lost when a run is killed
-
-_FORM = b"form"
+MASKS_PER_PASS = 32  # measured and stored together: a killed run loses at most as many
 
 
 @dataclass(frozen=True)
 class SiteEvaluator:
-    """A network and a site of it, what is measured (a loss, a metric), and how and where both are run."""
+    """A network and one of its sites, the measure (a loss or a metric), and how the network is run."""
 
     graph: Graph
     site: Site
-    measure: Measure
-    store: MeasurementCache
+    measure: Measure = cross_entropy
+    store: MeasurementCache = field(default_factory=MeasurementCache)
     batch: int = 256
     device: Device = None
     cache_bytes: int | None = None
-    weights: Callable[[Tensor], Mapping[str, Tensor]] | None = None  # by mask: what replaces the network's own, as repairs do
+    weights: Callable[[Tensor], Mapping[str, Tensor]] | None = None  # by mask: tensors in place of the network's, as repairs
     unfolded: tuple[str, ...] = ()  # the modules whose weights those are
-    variant: str = ""  # a name for them, so that what is measured with and without is not mixed up
+    variant: str = ""  # names them, so that values with and without are kept apart
 
-    def on(self, examples: Examples, *, announced: int = 0) -> CachedEvaluator:
-        """This network, to be measured on `examples`, under about so many masks as are `announced`."""
-        return CachedEvaluator(self, examples.ready(_dtype_of(self.graph)), announced)
+    def on(self, examples: Examples) -> CachedEvaluator:
+        """Measure on `examples`."""
+        return CachedEvaluator(self, examples.ready(self.dtype))
+
+    def unrepaired(self, measure: Measure) -> SiteEvaluator:
+        """The network with its own weights under every mask, and another measure."""
+        return replace(self, measure=measure, weights=None, unfolded=(), variant="")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the network's first floating-point parameter; float32 if it has none."""
+        return next((p.dtype for p in self.graph.module.parameters() if p.is_floating_point()), torch.float32)
 
     @cached_property
     def context(self) -> str:
-        """All that a value depends on besides the examples and the masks."""
+        """Identifies everything that a value depends on besides the examples and the masks."""
         module = self.graph.module
         weights, structure = digest(dict(module.state_dict())), f"{module.code}{module}"
         return context_of(weights, structure, self.site.name, str(self.site.channels), fingerprint(self.measure), self.variant)
@@ -58,106 +64,77 @@ class SiteEvaluator:
 
 @dataclass(frozen=True)
 class CachedEvaluator:
-    """A bench with its examples. Nothing is computed before the first value that the store does not have."""
+    """A site evaluator with its examples. Nothing is computed before the first value that the cache does not hold."""
 
-    bench: SiteEvaluator
+    site_evaluator: SiteEvaluator
     examples: Examples
-    announced: int = 0
 
     def values(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
-        """What the measure says of every example under every mask: masks (M, C) to (M, N); it must give one value for each."""
-
-        def measure(few: Tensor) -> Tensor:
-            return self._split.values(few, self.bench.measure, weights=self.bench.weights).to(self._kept)
-
-        return self._by_mask("values", masks, measure, on_measured)
+        """The measure of every example under every mask: masks (M, C) to (M, N); it must give one value for each."""
+        at = self.site_evaluator
+        return self._by_mask("values", masks, lambda few: self._split.values(few, at.measure, weights=at.weights), on_measured)
 
     def means(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
         """The mean over the examples under every mask: masks (M, C) to (M,) float64."""
-
-        def measure(few: Tensor) -> Tensor:
-            return self._split.measure(few, [self.bench.measure], weights=self.bench.weights)[:, 0]
-
-        return self._by_mask("means", masks, measure, on_measured)
+        at = self.site_evaluator
+        return self._by_mask(
+            "means", masks, lambda few: self._split.measure(few, [at.measure], weights=at.weights)[:, 0], on_measured
+        )
 
     def slopes(self, turns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """In every turn, of masks (N, C), the loss of every example n under its own mask n, and its slopes along that mask.
 
         T turns give losses (T, N) and slopes (T, N, C).
         """
-        context, keys = self._context("slopes"), [hashlib.sha256(mask_key(masks.flatten())).digest() for masks in turns]
-        known = dict(zip(keys, self.bench.store.get(context, keys), strict=True))
-        missing = {key: masks for key, masks in zip(keys, turns, strict=True) if known[key] is None}
-        if missing:
-            found = self._split.slopes(list(missing.values()), self.bench.measure)
-            fresh = [torch.cat([one.losses[:, None], one.slopes], 1).cpu().to(self._kept) for one in found]
-            self._keep(context, list(missing), fresh)
-            known.update(zip(missing, fresh, strict=True))
-        values = torch.stack([value for key in keys if (value := known[key]) is not None])
-        return values[..., 0], values[..., 1:]
+        keys = [hashlib.sha256(mask_key(masks.flatten())).digest() for masks in turns]
+        found = torch.stack(
+            self._cached(
+                "slopes", keys, lambda rows: self._split.slopes([turns[row] for row in rows], self.site_evaluator.measure)
+            )
+        )
+        return found[..., 0], found[..., 1:]
 
     def _by_mask(
         self, what: str, masks: Tensor, measure: Callable[[Tensor], Tensor], on_measured: Callable[[int], None] | None
     ) -> Tensor:
-        context, store, rows = self._context(what), self.bench.store, []
+        check_masks(masks, self.site_evaluator.site.channels)
+        found: list[Tensor] = []
         for group in torch.split(masks, MASKS_PER_PASS):
-            keys = [mask_key(mask) for mask in group]
-            known = dict(zip(keys, store.get(context, keys), strict=True))
-            missing = [key for key, value in known.items() if value is None]
-            if missing:
-                found = measure(group[[keys.index(key) for key in missing]]).cpu()
-                self._keep(context, missing, list(found))
-                known.update(zip(missing, found, strict=True))
-            rows += [value for key in keys if (value := known[key]) is not None]
+            found += self._cached(what, [mask_key(mask) for mask in group], lambda rows, group=group: measure(group[rows]))  # type: ignore[misc]
             if on_measured is not None:
-                on_measured(len(rows))
-        return torch.stack(rows)
+                on_measured(len(found))
+        return torch.stack(found)
 
-    def _keep(self, context: str, keys: list[bytes], values: list[Tensor]) -> None:
-        store, form = self.bench.store, self._split.form
-        if form is not None and store.get_fields(self.bench.context, _FORM) is None:
-            # first, so that no value outlives the form that it was measured in
-            store.put_fields(self.bench.context, _FORM, asdict(form))
-        store.put(context, keys, values)
+    def _cached(self, what: str, keys: list[bytes], measure: Callable[[list[int]], Iterable[Tensor]]) -> list[Tensor]:
+        """The value of each key; those of the rows that the cache does not hold are measured and stored together."""
+        context, store = context_of(self.site_evaluator.context, self._examples_digest, what), self.site_evaluator.store
+        known = dict(zip(keys, store.get(context, keys), strict=True))
+        missing = [key for key, value in known.items() if value is None]
+        if missing:
+            dtype = torch.float64 if what == "means" else self._stored_dtype
+            fresh = [value.cpu().to(dtype) for value in measure([keys.index(key) for key in missing])]
+            store.put(context, missing, fresh)
+            known.update(zip(missing, fresh, strict=True))
+        return [value for key in keys if (value := known[key]) is not None]
 
     @cached_property
     def _split(self) -> MaskedNetwork:
-        bench = self.bench
-        kept = bench.store.get_fields(bench.context, _FORM)
-        if kept is not None:
-            try:
-                return self._made(MaskingStrategy(**kept))
-            except InvalidInput:
-                pass  # it was made on another device, which can do what this one cannot
-        return self._made(None)
-
-    def _made(self, form: MaskingStrategy | None) -> MaskedNetwork:
-        bench = self.bench
+        at = self.site_evaluator
         return split_for(
-            bench.graph,
-            bench.site,
+            at.graph,
+            at.site,
             self.examples,
-            batch=bench.batch,
-            device=bench.device,
-            cache_bytes=bench.cache_bytes,
-            form=form,
-            announced=self.announced,
-            unfolded=bench.unfolded,
+            batch=at.batch,
+            device=at.device,
+            cache_bytes=at.cache_bytes,
+            unfolded=at.unfolded,
         )
 
     @property
-    def _kept(self) -> torch.dtype:
-        """What values are kept as: half the space where the network itself computes no finer."""
-        return torch.float64 if _dtype_of(self.bench.graph) == torch.float64 else torch.float32
-
-    def _context(self, what: str) -> str:
-        return context_of(self.bench.context, self._examples_digest, what)
+    def _stored_dtype(self) -> torch.dtype:
+        """Precision of stored values: half the space where the network itself computes no finer."""
+        return torch.float64 if self.site_evaluator.dtype == torch.float64 else torch.float32
 
     @cached_property
     def _examples_digest(self) -> str:
         return self.examples.digest()
-
-
-def _dtype_of(graph: Graph) -> torch.dtype:
-    """The kind of numbers that the network computes with."""
-    return next((p.dtype for p in graph.module.parameters() if p.is_floating_point()), torch.float32)

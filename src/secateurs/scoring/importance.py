@@ -2,13 +2,12 @@
 
 All functions work over leading batch dimensions (many ensembles at once), without a loop over them.
 
-What is fitted: score ≈ intercept + mask · coef, by least squares (Eq. 3). Masks and scores are centred first, and of
-all solutions the one of smallest norm is taken. That settles what the paper's design leaves open: when every mask keeps
-the same number K of filters, adding a constant to all coefficients and taking K times it off the intercept changes no
-prediction, so coefficients are known up to a constant only. The smallest norm is the one whose coefficients add up to
-zero. The paper's fit without an intercept is the same model: its coefficients are these plus intercept / K, in the same
-order. Where masks differ in how many filters they keep, as in the `bernoulli` design, nothing is left open and the
-coefficients are simply those of least squares.
+The model is score ≈ intercept + mask · coef, fitted by least squares (Eq. 3). Masks and scores are centred first, and of all
+solutions the one of smallest norm is taken. That determines what the paper's design leaves open: when every mask keeps the same
+number K of filters, adding a constant to all coefficients and subtracting K times it from the intercept changes no prediction,
+so coefficients are identified up to a constant only. The smallest norm is the one whose coefficients add up to zero. The
+paper's fit without an intercept is the same model: its coefficients are these plus intercept / K, in the same order. Where
+masks differ in how many filters they keep, as in the `bernoulli` design, the coefficients are simply those of least squares.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from secateurs.config import Transform
 from secateurs.errors import InvalidInput, NonFinite, suggest
 
 _SMALLEST_LOSS = 1e-12  # `log` treats smaller losses as this one: a loss that underflows to 0 must not swamp all the others
-_MAX_SWAPS = 1000  # of `best_subset`; every swap raises the prediction, so this ends rounding's circles, not the search
+_MAX_SWAPS = 1000  # of `best_subset`; every swap raises the prediction, so this only ends cycles of rounding
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def fit_pairs(
 
     It has C(C+1)/2 coefficients besides the intercept, and needs that many different masks to tell them all apart: 55
     for 10 filters, 2,080 for 64, 131,328 for 512. With fewer, `ridge` (or, when it is 0, the smallest norm) shares out
-    what is not known, and `r2_held_out` says whether the pairs earn their keep: compare it with that of
+    what is not known, and `r2_held_out` says whether the pairs help: compare it with that of
     `fit_importance`. Masks of equal size, as of the `exact` design, cannot tell them all apart in any number, but do
     for subsets of that size.
     """
@@ -151,7 +150,7 @@ def order(importance: Importance | PairImportance) -> Tensor:
     """Filter ids (..., C) in the order to remove them, least important first; equals by index.
 
     With pairwise terms the worth of a filter depends on what is left, and two filters that work against each other cost
-    much alone and nothing together. So each step finds the two filters that cost least together, and the lesser goes.
+    much alone and nothing together. So each step finds the two filters that cost least together, and removes the lesser.
     """
     if isinstance(importance, Importance):
         return importance.coef.argsort(dim=-1, stable=True)
@@ -161,8 +160,8 @@ def order(importance: Importance | PairImportance) -> Tensor:
 def best_subset(importance: PairImportance, keep: int) -> Tensor:
     """The `keep` filters with the best predicted score, bool (..., C), True = kept.
 
-    Greedy, so that it scales to wide layers: filters go one at a time as in `order`, then a kept one is swapped for a
-    removed one for as long as the best such swap raises the prediction. No single swap improves on the result; a better
+    Greedy, so that it scales to wide layers: filters are removed one at a time as in `order`, then a kept one is swapped for
+    a removed one for as long as the best such swap raises the prediction. No single swap improves on the result; a better
     one may exist.
     """
     channels = importance.linear.shape[-1]
@@ -301,11 +300,11 @@ def _pair_scale(u: Tensor) -> Tensor:
 
 
 def _greedy_order(importance: PairImportance, steps: int) -> Tensor:
-    """The first `steps` filters to go, (..., steps), one at a time."""
+    """The first `steps` filters to remove, (..., steps), one at a time."""
     worth = importance.linear + importance.pairs.sum(-1)
     removed = []
     for left in range(steps, 0, -1):
-        least = _next_to_go(worth, importance.pairs) if left > 1 else worth.argmin(-1, keepdim=True)
+        least = _next_to_remove(worth, importance.pairs) if left > 1 else worth.argmin(-1, keepdim=True)
         removed.append(least)
         partners = importance.pairs.gather(-2, least[..., None].expand(*least.shape, worth.shape[-1])).squeeze(-2)
         worth = (worth - partners).scatter(-1, least, math.inf)
@@ -313,7 +312,7 @@ def _greedy_order(importance: PairImportance, steps: int) -> Tensor:
     return torch.cat([empty, *removed], -1)
 
 
-def _next_to_go(worth: Tensor, pairs: Tensor) -> Tensor:
+def _next_to_remove(worth: Tensor, pairs: Tensor) -> Tensor:
     """Of the two filters that cost least together, the one that costs less alone, (..., 1)."""
     channels = worth.shape[-1]
     itself = torch.eye(channels, dtype=torch.bool, device=worth.device)
@@ -327,7 +326,7 @@ def _swapped(importance: PairImportance, kept: Tensor) -> Tensor:
     """`kept` after the one swap that raises the prediction most, in each ensemble where some swap does."""
     channels = kept.shape[-1]
     worth = importance.linear + (importance.pairs @ kept.to(importance.pairs)[..., None]).squeeze(-1)
-    # Entry (c, d): c goes, d comes. d's worth was counted beside c, so their pair is taken off.
+    # entry (c, d): c is removed, d kept. The worth of d was counted beside c, so their pair is subtracted
     gain = worth[..., None, :] - worth[..., :, None] - importance.pairs
     gain = gain.masked_fill(~(kept[..., :, None] & ~kept[..., None, :]), -math.inf)
     best, place = gain.flatten(-2).max(-1, keepdim=True)

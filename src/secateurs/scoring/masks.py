@@ -1,10 +1,9 @@
-"""Draws the masks of an ensemble: pure, tensors out, the only randomness is the generator it is given.
+"""Step 3 of 9: draws the masks of an ensemble. Pure: tensors out, the only randomness is the given generator.
 
-Three designs, by name. `exact` is the paper's: the same number of filters off in every mask. `bernoulli` switches every
-filter off by its own coin, so the number off varies and the linear model's constant is identified too. `balanced` is
-`exact` with the filters dealt out evenly: each is off equally often over the whole ensemble, and so, as nearly as
-possible, is each pair. An ensemble can be drawn in rounds: each is dealt with those before it in mind, so the ensemble is
-balanced after every one of them.
+Three designs. `exact` is the paper's: the same number of filters off in every mask. `bernoulli` switches every filter off
+independently, so the number off varies and the linear model's constant is identified too. `balanced` is `exact` with every
+filter off equally often over the whole ensemble and, as nearly as possible, every pair. An ensemble can be drawn in rounds, and
+is balanced after each of them.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from secateurs.errors import InvalidInput, suggest
 
 MASKS_PER_FILTER = 10  # the paper's M = 10 C
 
-_PICKS_PER_ROW = 16  # `balanced` looks at the pairs again after each of so many picks; wide rows pick several filters at once
+_PICKS_PER_ROW = 16  # at most: in wide rows `balanced` picks several filters before it counts the pairs again
 
 
 def sample_masks(
@@ -38,7 +37,7 @@ def sample_masks(
     Returns a bool tensor (*batch, count, channels) on the generator's device; True means kept. `exact` and `balanced`
     switch off exactly `filters_off(channels, off)` in every row. `bernoulli` switches off each filter with probability
     `off`; a row that would lose all its filters keeps one of them, drawn at random. `after` (*batch, M, channels) are masks
-    already drawn, which these extend: `balanced` evens out both together, the others need not know.
+    already drawn, which these extend: `balanced` balances both together, the other designs ignore them.
     """
     count = MASKS_PER_FILTER * channels if count is None else count
     _check(channels, count, off, design, batch)
@@ -64,8 +63,7 @@ def _exact(channels: int, rows: tuple[int, ...], off_count: int, generator: torc
 def _bernoulli(channels: int, rows: tuple[int, ...], off: float, generator: torch.Generator) -> Tensor:
     kept = _uniform((*rows, channels), generator) >= off
     spared = torch.randint(channels, (*rows, 1), generator=generator, device=generator.device)
-    # The spared filter is drawn for every row, needed or not, so that one row's luck does not shift the next row's
-    # numbers.
+    # the spared filter is drawn for every row, needed or not, so that no row shifts the random numbers of the next
     only = torch.zeros_like(kept).scatter_(-1, spared, True)
     return torch.where(kept.any(-1, keepdim=True), kept, only)
 
@@ -73,7 +71,7 @@ def _bernoulli(channels: int, rows: tuple[int, ...], off: float, generator: torc
 def _balanced(
     channels: int, count: int, off_count: int, generator: torch.Generator, batch: tuple[int, ...], after: Tensor | None
 ) -> Tensor:
-    """Deal filters to mask after mask: those off least often so far, and among them those least often off together."""
+    """Switch off in mask after mask the filters off least often so far, and among them those least often off together."""
     size = math.prod(batch)
     kept = torch.ones(size, count, channels, dtype=torch.bool, device=generator.device)
     times_off, pairs_off = _times_off(after, size, channels, generator.device)
@@ -83,8 +81,7 @@ def _balanced(
         times_off += dealt
         off = dealt.to(pairs_off)
         pairs_off.baddbmm_(off[:, :, None], off[:, None, :])
-    # Early rows were dealt with fewer pairs to avoid: without a shuffle, halves and folds of the ensemble would differ
-    # in kind.
+    # early rows had fewer pairs to avoid: without a shuffle, halves and folds of the ensemble would differ in kind
     order = torch.randperm(count, generator=generator, device=generator.device)
     return kept[:, order].reshape(*batch, count, channels)
 

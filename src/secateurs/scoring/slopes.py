@@ -1,13 +1,13 @@
 """The linear model mask → score from slopes of the loss. Pure: tensors in, tensors out, float64 inside.
 
-A loss at a random mask tells of all filters that are off together. Its slope along the mask tells of each filter alone: what
-the loss would save if that filter were kept a little more. The mean slope over random masks is therefore an estimate of the
-same coefficients, from far fewer passes. Every example has masks of its own, so that what masks and what examples differ in
-averages out together, with every pass.
+A loss at a random mask depends on all filters that are off together. Its slope along the mask concerns each filter alone: what
+the loss would save if that filter were kept a little more. The mean slope over random masks therefore estimates the same
+coefficients from far fewer passes. Every example has masks of its own, so that the variation between masks and between examples
+averages out together.
 
-A slope is not quite a difference: where removing a filter does the most harm, the last part of the way off is the steepest. The
-losses come with the slopes, and say by themselves, only with more noise, what a filter is worth. So the slopes are believed but
-where the losses contradict them by more than chance does.
+A slope is not quite a difference: where removing a filter does the most harm, the loss is steepest near zero. The losses come
+with the slopes and estimate the same coefficients, with more noise. So the slopes decide, except where the losses contradict
+them by more than chance.
 
 The score here is the loss with its sign turned, not brought to [0, 1] as in Eq. 2: losses of single examples have no common
 smallest and largest. The order of the filters does not depend on it, and coefficients of different sites can be compared.
@@ -28,11 +28,11 @@ from secateurs.graph.cost import cost
 from secateurs.graph.masking import split_at
 from secateurs.scoring.convergence import agreement, has_converged, masks_per_example, resampled_means
 from secateurs.scoring.ensemble import PILOT, ROUNDS, Ensemble, EnsembleJob, EnsembleResult
-from secateurs.scoring.evaluator import CachedEvaluator, SiteEvaluator
+from secateurs.scoring.evaluator import CachedEvaluator
 from secateurs.scoring.importance import Importance, rank_correlation
 
 _PARTS = 5  # of the examples, each predicted from the others
-_DOUBT = 2.5  # standard errors by which losses must contradict slopes to be heard
+_DOUBT = 2.5  # standard errors by which losses must contradict slopes to correct them
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,7 @@ def fit_slopes(pairs: MaskedSlopes) -> Importance:
 
 
 def per_example_coefficients(pairs: MaskedSlopes) -> Tensor:
-    """What each example says of the coefficients, float64 (N, C): their mean is the estimate, their spread its error.
+    """Each example's estimate of the coefficients, float64 (N, C): their mean is the estimate, their spread its error.
 
     An example's mean of -slope. Where the coefficients by losses (least squares on the masks, every example with a level of its
     own) differ from that by more than `_DOUBT` standard errors, the estimate is moved towards them by what is beyond that.
@@ -104,9 +104,9 @@ def per_example_coefficients(pairs: MaskedSlopes) -> Tensor:
 
 
 def _by_losses(pairs: MaskedSlopes) -> tuple[Tensor, Tensor]:
-    """What each example's losses say of the coefficients (N, C), and the projection (C, C) on what its masks can tell.
+    """Each example's estimate of the coefficients from its losses (N, C), and the projection (C, C) on what masks identify.
 
-    Masks that all keep the same number of filters cannot tell a constant that is added to all coefficients.
+    Masks that all keep the same number of filters leave a constant added to all coefficients undetermined.
     """
     z, saved = _within_examples(pairs)
     moments = torch.einsum("nkc,nkd->cd", z, z) / len(z)
@@ -136,85 +136,79 @@ def _explained(pairs: MaskedSlopes, coef: Tensor) -> Tensor:
     return torch.where(total > 0, 1 - unexplained / total, math.nan)
 
 
-_FEWEST = 4  # examples under masks of their own
-_SLICE = 64  # examples at once on a CPU: a round has so few that larger pieces would leave cores without work
-GRADIENT_PASS = 2.4  # what a forward and backward pass costs, in forward passes
+_FEWEST = 4  # examples with masks of their own
+_SLICE = 64  # examples at once on a CPU: a round has so few that larger batches would leave cores without work
+GRADIENT_PASS = 2.4  # cost of a forward and backward pass, in forward passes
 
 
-def by_slopes(work: EnsembleJob) -> EnsembleResult:
-    """Rounds of fresh examples, each under a few masks of its own, until the least important filters are the same twice."""
+def by_slopes(job: EnsembleJob) -> EnsembleResult:
+    """Rounds of new examples, each under a few masks of its own, until the least important filters are the same twice."""
     found: list[MaskedSlopes] = []
     agreements: list[float] = []
-    used, rounds = 0, _rounds_of_pairs(work)
-    for number, pairs in enumerate(rounds):
+    used = 0
+    for number, pairs in enumerate(_rounds(job)):
         found.append(pairs)
         used += pairs.losses.numel()
-        work.told(0, used)
-        if work.scoring.adaptive:
-            agreements.append(_agreement_of_slopes(joined(found), work.resampling(number)))
-        if has_converged(agreements, work.scoring.agreement):
+        job.report_progress(0, used)
+        if job.scoring.adaptive:
+            agreements.append(_agreement(joined(found), job.bootstrap_generator(number)))
+        if has_converged(agreements, job.scoring.agreement):
             break
     whole = joined(found)
-    stable = has_converged(agreements, work.scoring.agreement) if work.scoring.adaptive else None
-    ensemble = Ensemble(work.bench.site.name, whole.masks.flatten(0, 1), whole.losses.double().flatten())
-    importance = fit_slopes(whole)
-    return EnsembleResult(importance, ensemble, used, work.bound, stable, len(whole.losses))
+    stable = has_converged(agreements, job.scoring.agreement) if job.scoring.adaptive else None
+    ensemble = Ensemble(job.evaluator.site.name, whole.masks.flatten(0, 1), whole.losses.double().flatten())
+    return EnsembleResult(fit_slopes(whole), ensemble, used, job.bound, stable, len(whole.losses))
 
 
-def _rounds_of_pairs(work: EnsembleJob) -> Iterator[MaskedSlopes]:
-    """Examples and masks until the bound is reached or the examples are used up."""
-    order = work.order()
-    if len(order) < 2 or work.bound < 2 * _FEWEST:
+def _rounds(job: EnsembleJob) -> Iterator[MaskedSlopes]:
+    """Measure examples under masks until the bound is reached or the examples are used up."""
+    order, bound, evaluator = job.order(), job.bound, job.evaluator
+    if len(order) < 2 or bound < 2 * _FEWEST:
         raise InvalidInput(
-            f"site {work.bench.site.name!r}: {work.bound} masks on {len(order)} examples are too few for slopes: wanted "
+            f"site {evaluator.site.name!r}: {bound} masks on {len(order)} examples are too few for slopes: wanted "
             f"{2 * _FEWEST} masks or more, on 2 examples or more. estimator = 'losses' needs fewer masks."
         )
-    size = min(max(work.bound // (2 * ROUNDS), PILOT), len(order))
-    bench = _in_slices(work.bench)
-    first = bench.on(work.pool.take(order[:size].sort().values))
-    each = _masks_each(work, first, len(order))
-    most = work.bound // each  # examples
+    device = device_of(evaluator.graph.module) if evaluator.device is None else torch.device(evaluator.device)
+    if device.type == "cpu":
+        evaluator = replace(evaluator, batch=min(evaluator.batch, _SLICE))
+    size = min(max(bound // (2 * ROUNDS), PILOT), len(order))
+    first = evaluator.on(job.pool.take(order[:size].sort().values))
+    each = _masks_each(job, first, len(order))
+    most = bound // each  # examples
     for number, start in enumerate(range(0, min(most, len(order)), size)):
         rows = order[start : min(start + size, most)].sort().values
-        measured = first if len(rows) == size and number == 0 else bench.on(work.pool.take(rows))
-        yield _pairs(work, measured, number, each)
+        measured = first if len(rows) == size and number == 0 else evaluator.on(job.pool.take(rows))
+        yield _measured(job, measured, number, each)
 
 
-def _in_slices(bench: SiteEvaluator) -> SiteEvaluator:
-    """The bench with batches small enough to be shared out."""
-    on_cpu = (device_of(bench.graph.module) if bench.device is None else torch.device(bench.device)).type == "cpu"
-    return replace(bench, batch=min(bench.batch, _SLICE)) if on_cpu else bench
-
-
-def _pairs(work: EnsembleJob, measured: CachedEvaluator, number: int, each: int) -> MaskedSlopes:
+def _measured(job: EnsembleJob, evaluator: CachedEvaluator, number: int, each: int) -> MaskedSlopes:
     """One round: its examples under `each` masks of their own."""
-    masks = [work.masks(len(measured.examples), number, turn) for turn in range(each)]
-    losses, slopes = measured.slopes(masks)
+    masks = [job.masks(len(evaluator.examples), number, turn) for turn in range(each)]
+    losses, slopes = evaluator.slopes(masks)
     return MaskedSlopes(torch.stack(masks, 1), losses.transpose(0, 1), slopes.transpose(0, 1))
 
 
-def _masks_each(work: EnsembleJob, first: CachedEvaluator, available: int) -> int:
-    """Masks for each example: as the noise in the first round says, more where the examples would not last.
+def _masks_each(job: EnsembleJob, first: CachedEvaluator, available: int) -> int:
+    """Masks for each example: as the noise in the first round calls for, more where the examples would not last.
 
     At least two, whose losses can be compared.
     """
-    most = work.bound // _FEWEST  # so that some examples are seen, however few masks there may be
-    least = min(max(math.ceil(work.bound / available), 2), most)
-    if work.scoring.examples is not None:
+    most = job.bound // _FEWEST  # so that a few examples are used, however small the bound
+    least = min(max(math.ceil(job.bound / available), 2), most)
+    if job.scoring.examples is not None:
         return least
-    pilot = _pairs(work, first, 0, 2).finite()
+    pilot = _measured(job, first, 0, 2).finite()
     if len(pilot.losses) < 2:
         return least
-    return min(max(least, masks_per_example(pilot.slopes, preparing=_preparing(work.bench))), most)
+    graph = job.evaluator.graph
+    before, whole = cost(split_at(graph, job.evaluator.site).prefix, graph.example).macs, cost(graph).macs
+    preparing = before / (
+        GRADIENT_PASS * max(whole - before, 1)
+    )  # bringing an example to the site, in gradient passes behind it
+    return min(max(least, masks_per_example(pilot.slopes, preparing=preparing)), most)
 
 
-def _preparing(bench: SiteEvaluator) -> float:
-    """What it costs to bring an example to the site, in gradient passes from there on; counted in MACs."""
-    before, whole = cost(split_at(bench.graph, bench.site).prefix, bench.graph.example).macs, cost(bench.graph).macs
-    return before / (GRADIENT_PASS * max(whole - before, 1))
-
-
-def _agreement_of_slopes(pairs: MaskedSlopes, generator: torch.Generator) -> float:
-    """Examples are drawn again with all their masks: as these are their own, that resamples both."""
+def _agreement(pairs: MaskedSlopes, generator: torch.Generator) -> float:
+    """Stability under resampling of the examples with all their masks: as these are their own, both are resampled."""
     each = per_example_coefficients(pairs.finite())
     return agreement(each.mean(0), resampled_means(each, generator=generator)) if len(each) > 1 else 0.0

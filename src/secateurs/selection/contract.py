@@ -1,28 +1,26 @@
-"""The contract: how much accuracy a run may lose, and how sure that must be before a cut is accepted. Pure maths.
+"""Accuracy contract: how much accuracy a run may lose, and how certain that must be before a cut is accepted. Pure maths.
 
-The promise: with probability `confidence`, the true drop of the network (on all images like these, not just on the
-ones at hand) is at most `max_drop`. A network is accepted only if an upper confidence bound on its drop is, and the
-bound is paired: the same images before and after, so that only images whose answer changed carry any noise.
+The promise: with probability `confidence`, the true drop of the network (on all images like the validation images) is at most
+`max_drop`. A network is accepted only if an upper confidence bound on its drop is at most `max_drop`. The bound is paired: it
+compares the same images before and after, so only images whose answer changed add noise.
 
-A run asks about many networks, and which it asks about depends on earlier answers. That is paid for like this:
+A run asks about many networks, and which it asks about depends on earlier answers. The chance of error accounts for that:
 
-- The images are divided once, blindly (`divide_images`). The *search set* may be looked at as often as one likes; it chooses
-  the candidates. The *certification set* only ever answers "yes, within the drop" or "no", and only about candidates that
+- `divide_images` splits the validation images once, at random. The *search set* may be evaluated any number of times; it
+  chooses the candidates. The *certification set* only answers "yes, within the drop" or "no", and only about candidates that
   were chosen without it.
-- A "yes" is free. As long as all answers are yes, the certification set has not influenced what is asked next, so the
-  whole sequence of candidates was fixed before. Let the first bad one in it be number k. The promise can only break if
-  this single candidate gets a yes, and the bound lets that happen with the chance it was given. (If it gets a no, what
-  follows is another sequence: see the next point.) This is fixed-sequence testing: a run that stops at its first "no" may
-  spend all of 1 - confidence on every candidate (`reserve` 0).
-- A "no" changes what is asked next, so a run that goes on after it opens a new sequence, and every sequence that could have
-  been opened needs a chance of its own. All of them share 1 - confidence: a share of 1 - reserve goes to the sequence without
-  a no; one with r of them gets (1 - reserve) · reserve^r, divided over all places at which they could have come by
-  1 / (g (g + 1)) for a no that is the g-th answer since the last one. Added up over all sequences, however long, this is
-  exactly 1 - confidence. Nothing needs to be known beforehand about how many looks there will be.
+- A "yes" costs nothing. As long as all answers are yes, the certification set has not influenced what is asked next, so the
+  whole sequence of candidates was fixed before. The promise can only break if the first bad candidate in it gets a yes,
+  and the bound limits the chance of that. (If it gets a no, another sequence follows: see the next point.) This is
+  fixed-sequence testing: a run that stops at its first "no" may spend all of 1 - confidence on every candidate (`reserve` 0).
+- A "no" changes what is asked next, so a run that continues after it opens a new sequence, and every sequence that could have
+  been opened needs its own chance of error. All of them share 1 - confidence: the sequence without a no gets a share of
+  1 - reserve; one with r of them gets (1 - reserve) · reserve^r, divided over all positions at which they could have come by
+  1 / (g (g + 1)) for a no that is the g-th answer since the last one. Added up over all sequences, of any length, this is
+  exactly 1 - confidence. The number of questions need not be known in advance.
 
-Where the drop counts from the untouched network, the promise is about whatever network the run ends with, whatever the
-number of sites. Where it counts from the start of each site, it is that no site loses more than `max_drop` (all of them
-at once, with the same probability); what they lose together is not bounded.
+Where the drop counts from the untouched network, the promise is about the final network, for any number of sites. Where it
+counts from the start of each site, no site loses more than `max_drop` (with the same probability); the total is not bounded.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal
 
@@ -41,10 +38,9 @@ from secateurs.errors import InvalidInput, NonFinite
 
 How = Literal["pairs", "mean", "estimate"]
 
-_NORMAL = NormalDist()
 _DIGITS = 12  # 0.92 - 0.91 is 0.010000000000000009 in binary: a drop of one point must count as 0.01
-_FEW = 40  # images below this · ln(1 / chance) are too few for limits to be squared and added
-_RARE = 1e-7  # and smaller chances too small
+_FEW = 40  # below this · ln(1 / chance) images, limits must not be squared and added
+_RARE = 1e-7  # nor for chances smaller than this
 _TINY = 1e-300  # stands for a chance that underflows
 _CAUTION = 1.05  # square-and-add uses chance ** this: see `_cautious_slack`
 _SCORE_CHANCES = (0.005, 0.1)  # the score bound was enumerated, and holds, between these chances,
@@ -54,10 +50,10 @@ _SCORE_LARGEST = 0.25  # and up to this drop
 
 @dataclass(frozen=True)
 class DropBound:
-    """What the same images before and after say about the drop."""
+    """Estimate and upper confidence bound of a drop, from the same images before and after."""
 
     estimate: float  # mean of before - after over these images; NaN if the network gives NaN
-    upper: float  # the true drop is at most this, but for a chance of `chance`; inf if the network gives NaN
+    upper: float  # the true drop exceeds this with a chance of at most `chance`; inf if the network gives NaN
     chance: float  # that the true drop is above `upper`; NaN for a point estimate
     images: int
     lost: int  # images that are worse after
@@ -71,21 +67,14 @@ class DropBound:
 
 
 @dataclass(frozen=True)
-class ClassBound:
-    """The class whose upper bound on the drop is the largest."""
-
-    label: int
-    bound: DropBound
-
-
-@dataclass(frozen=True)
 class Verdict:
-    """Whether a network is within a contract, and what decided it."""
+    """Whether a network is within a contract, and the bounds that decided it."""
 
     accepted: bool
     accuracy: float  # mean of `after`
     bound: DropBound
-    worst: ClassBound | None  # None when the contract says nothing of classes
+    worst_class: int | None  # label of the class with the largest upper bound; None: the contract does not limit classes
+    worst_bound: DropBound | None  # the bound of that class
     by_estimate: bool  # whether the point estimates alone would have accepted it
 
     @property
@@ -96,11 +85,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Contract:
-    """What may be lost: `max_drop` over all images, and `worst_class` by any single class, with `confidence`.
+    """Accuracy that may be lost: `max_drop` over all images, and `worst_class` in any single class, with `confidence`.
 
     Drops are fractions (0.01 = 1 point). With `confidence` None the point estimate decides and nothing is promised about
     other images. `reserve` is the share of the chance of error that is kept for candidates after a "no"; with 0 the first
-    "no" is final, nothing is accepted after it.
+    "no" is final, and nothing is accepted after it.
     """
 
     max_drop: float
@@ -112,13 +101,12 @@ class Contract:
         for name, value in (("max_drop", self.max_drop), ("worst_class", self.worst_class)):
             if value is not None and not value >= 0:
                 raise InvalidInput(f"{name}: got {value}, wanted a fraction of 0 or more (0.005 is half a point).")
-        if self.confidence is not None:
-            _check_confidence(self.confidence)
+        _check_confidence(self.confidence)
         if not 0 <= self.reserve < 1:
             raise InvalidInput(f"reserve: got {self.reserve}, wanted a share of 0 or more and less than 1.")
 
     def chance(self, answers: Sequence[bool] = ()) -> float | None:
-        """The chance of error that the next look may take after these answers (True = accepted); None: point estimate."""
+        """Chance of error that the next question may take after these answers (True = accepted); None: point estimate."""
         if self.confidence is None:
             return None
         share, since = 1 - self.reserve, 0
@@ -131,14 +119,12 @@ class Contract:
     def judge(self, before: Tensor, after: Tensor, classes: Tensor | None = None, *, answers: Sequence[bool] = ()) -> Verdict:
         """Whether a network with values `after` (N,) is within the contract, counted from one with `before` (N,).
 
-        `answers` are those that the same images have given before. With a bound on the worst class, `classes` (N,) names
-        every image's class; classes without an image are not judged. A bad network has at least one bound beyond its
-        limit and needs all of them within to be accepted, so every bound may take the whole chance of error.
+        `answers` are the earlier answers of the same images. With `worst_class`, `classes` (N,) holds the class of every
+        image; classes without an image are not judged. A bad network has at least one bound above its limit and needs all
+        of them within to be accepted, so every bound may take the whole chance of error.
         """
         chance = self.chance(answers)
-        bound = _bound(before, after, chance)
-        by_class = [] if self.worst_class is None else _class_bounds(before, after, classes, chance)
-        return self._verdict(after, bound, by_class)
+        return self._verdict(before, after, classes, lambda x, y: _bound(x, y, chance))
 
     def predict(
         self,
@@ -153,57 +139,58 @@ class Contract:
     ) -> Verdict:
         """Predict from the search set, before and after, what `images` certification images with these answers will say.
 
-        The bound is the one that they would give if answers changed at the same rates among them: a guess that steers the
-        search, never a promise. `caution` is how many standard deviations of that guess are added, so that a "no" becomes
-        unlikely. `share` is how far a run has come: the drop is extrapolated to its end, so that a cut is accepted if a run
-        that keeps losing at this pace ends with a network that is within the contract.
+        The bound is the one that they would give if answers changed at the same rates among them. It guides the
+        search and promises nothing. `caution` is how many standard deviations of the prediction are added, so that a "no"
+        becomes unlikely. `share` is the part of a run that is done: the drop is extrapolated to its end, so that a cut is
+        accepted if a run that keeps losing at this pace ends with a network that is within the contract.
         """
         chance, scale = self.chance(answers), images / len(before)
-        bound = _predicted(before, after, chance, scale, share, caution)
-        by_class = []
-        if self.worst_class is not None:
-            for label, mine in _class_members(before, classes):
-                found = _predicted(before[mine], after[mine], chance, scale, share, caution)
-                by_class.append(ClassBound(label, found))
-        return self._verdict(after, bound, by_class)
+        return self._verdict(before, after, classes, lambda x, y: _predicted(x, y, chance, scale, share, caution))
 
-    def _verdict(self, after: Tensor, bound: DropBound, by_class: Sequence[ClassBound]) -> Verdict:
-        limits = [(bound, self.max_drop), *((found.bound, self.worst_class or 0.0) for found in by_class)]
+    def _verdict(
+        self, before: Tensor, after: Tensor, classes: Tensor | None, bound_of: Callable[[Tensor, Tensor], DropBound]
+    ) -> Verdict:
+        bound = bound_of(before, after)
+        by_class: dict[int, DropBound] = {}
+        if self.worst_class is not None:
+            if classes is None or classes.shape != before.shape:
+                got = "none" if classes is None else f"shape {tuple(classes.shape)}"
+                raise InvalidInput(f"classes: got {got}, wanted the class of each of the {len(before)} images for worst_class.")
+            labels = classes.to(before.device)
+            by_class = {x: bound_of(before[labels == x], after[labels == x]) for x in sorted(set(classes.tolist()))}
+        limits = [(bound, self.max_drop), *((each, self.worst_class or 0.0) for each in by_class.values())]
+        worst = max(by_class, key=lambda label: by_class[label].upper, default=None)
         return Verdict(
             accepted=all(_within(each.upper, limit) for each, limit in limits),
             accuracy=float(after.double().mean()),
             bound=bound,
-            worst=max(by_class, key=lambda found: found.bound.upper, default=None),
+            worst_class=worst,
+            worst_bound=None if worst is None else by_class[worst],
             by_estimate=all(_within(each.estimate, limit) for each, limit in limits),
         )
 
 
 class Promise:
-    """A contract, the values that the drop counts from, and the answers that these images have given so far."""
+    """A contract, the baseline values (N,) on its certification images, and the answers that these images have given."""
 
     def __init__(
         self, contract: Contract, before: Tensor, *, classes: Tensor | None = None, answers: Sequence[bool] = ()
     ) -> None:
-        self.contract, self.before, self.classes = contract, before, classes
-        self.answers = tuple(answers)
+        self.contract, self.before, self.classes, self.answers = contract, before, classes, tuple(answers)
 
     def certify(self, after: Tensor) -> Verdict:
-        """Ask once, and remember the answer: a "no" makes all later bounds wider. `after` (N,) must be new to these images."""
+        """Judge `after` (N,) and record the answer: a "no" widens all later bounds. Never ask twice about one network."""
         verdict = self.contract.judge(self.before, after, self.classes, answers=self.answers)
         self.answers = (*self.answers, verdict.accepted)
         return verdict
-
-    def counted_from(self, before: Tensor) -> Promise:
-        """The same contract for the next site, whose drop counts from the network at its start; answers are kept."""
-        return Promise(self.contract, before, classes=self.classes, answers=self.answers)
 
 
 @dataclass(frozen=True)
 class Sides:
     """Positions of images, ascending and disjoint."""
 
-    steering: Tensor  # long, looked at freely
-    certifying: Tensor  # long, only asked about what was chosen without them
+    search: Tensor  # long: the search set, evaluated freely
+    certification: Tensor  # long: the certification set, only asked about what was chosen without it
 
 
 def divide_images(count: int, *, certifying: float = 0.5, seed: int = 0) -> Sides:
@@ -212,28 +199,31 @@ def divide_images(count: int, *, certifying: float = 0.5, seed: int = 0) -> Side
         raise InvalidInput(f"certifying: got {certifying}, wanted a share from 0 to 1.")
     shuffled = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     chosen = round(certifying * count)
-    return Sides(steering=shuffled[chosen:].sort().values, certifying=shuffled[:chosen].sort().values)
+    return Sides(search=shuffled[chosen:].sort().values, certification=shuffled[:chosen].sort().values)
 
 
 def paired_bound(before: Tensor, after: Tensor, confidence: float | None) -> DropBound:
     """Upper confidence bound on the drop in a metric, from its values (N,) on the same images before and after.
 
-    Right or wrong (values 0 and 1): exact (Clopper-Pearson) limits for the share of images that were lost and for the
-    share that was won, combined as `_pairs_slack` says. Other values: the larger of Student's t for the mean difference and
-    Gaffke's limit, which holds for skewed differences too and takes into account what N images cannot show: that a few
+    Right or wrong (values 0 and 1): the score bound for paired proportions, or exact (Clopper-Pearson) limits for the shares
+    of images lost and won, as `_pairs_slack` says. Other values: the larger of Student's t for the mean difference and
+    Gaffke's limit, which holds for skewed differences too and accounts for what N images cannot show: that a few
     of all images lose everything (`_mean_slack`). With `confidence` None the bound is the estimate. A NaN in `after` makes
     the bound infinite; one in `before` is an error.
     """
-    if confidence is not None:
-        _check_confidence(confidence)
+    _check_confidence(confidence)
     return _bound(before, after, None if confidence is None else 1 - confidence)
 
 
-# ---- bounds ----------------------------------------------------------------------------------------------------------
-
-
 def _bound(before: Tensor, after: Tensor, chance: float | None) -> DropBound:
-    x, y = _checked_values(before, after)
+    if before.ndim != 1 or before.shape != after.shape or len(before) == 0:
+        raise InvalidInput(
+            f"before and after: got shapes {tuple(before.shape)} and {tuple(after.shape)}, wanted one value for each of the "
+            f"same images, (N,) with N of 1 or more."
+        )
+    x, y = before.detach().cpu().double(), after.detach().cpu().double()
+    if not bool(x.isfinite().all()):
+        raise NonFinite("before: the network that the drop counts from gives NaN or infinite values. Check its outputs.")
     lost, won, images = int((y < x).sum()), int((y > x).sum()), len(x)
     binary = _is_binary(x) and _is_binary(y)
     how: How = "estimate" if chance is None else ("pairs" if binary else "mean")
@@ -246,8 +236,21 @@ def _bound(before: Tensor, after: Tensor, chance: float | None) -> DropBound:
     return DropBound(estimate, upper, math.nan if chance is None else chance, images, lost, won, how)
 
 
+def _is_binary(values: Tensor) -> bool:
+    return bool(((values == 0) | (values == 1)).all())
+
+
+def _within(drop: float, limit: float) -> bool:
+    return round(drop - limit, _DIGITS) <= 0 if math.isfinite(drop) else drop < limit  # False for NaN
+
+
+def _check_confidence(confidence: float | None) -> None:
+    if confidence is not None and not 0.5 < confidence < 1:
+        raise InvalidInput(f"confidence: got {confidence}, wanted more than 0.5 and less than 1, or None for no bound.")
+
+
 def _pairs_slack(lost: int, won: int, images: int, chance: float) -> float:
-    """How far the true drop may lie above (lost - won) / images: the score bound where it was shown to hold, else a wider one.
+    """How far the true drop may lie above (lost - won) / images: the score bound where it is known to hold, else a wider one.
 
     For chances from 0.005 to 0.1, 100 images or more and drops up to 0.25 all outcomes were enumerated over a grid of true
     rates: the score bound is exceeded with at most the chance it was given (`python -m benchmarks.contract enumerate`).
@@ -262,21 +265,21 @@ def _pairs_slack(lost: int, won: int, images: int, chance: float) -> float:
     if chance < least:
         return max(wide, _pairs_slack(lost, won, images, least))
     estimate, upper = (lost - won) / images, _score_upper(lost, won, images, chance)
-    if lost == 0:  # exact: where a drop is d, no image of N is lost with a chance of at most (1 - d)^N
+    if lost == 0:  # exact: with a true drop of d, none of N images is lost with a chance of at most (1 - d)^N
         upper = min(upper, 1 - math.pow(chance, 1 / images))
     return upper - estimate if upper <= _SCORE_LARGEST else max(upper - estimate, wide)
 
 
 def _score_upper(lost: float, won: float, images: float, chance: float) -> float:
-    """The largest drop that the score test for paired proportions (Tango 1998) does not refuse; half an image is added.
+    """The largest drop that the score test for paired proportions (Tango 1998) does not reject; half an image is added.
 
     For a drop d, the test compares lost - won with its mean N d in standard deviations; the rate of images won, on which
-    the standard deviation depends, is the most likely one given d. Half an image is the correction for continuity that
-    makes up for counts being whole numbers.
+    the standard deviation depends, is the most likely one given d. Half an image is the continuity correction for
+    counts, which are whole numbers.
     """
-    z = _NORMAL.inv_cdf(1 - chance)
+    z = NormalDist().inv_cdf(1 - chance)
 
-    def refused(drop: float) -> bool:
+    def rejected(drop: float) -> bool:
         linear = (2 * images - lost + won) * drop - lost - won
         rate_won = (math.sqrt(linear * linear + 8 * images * won * drop * (1 - drop)) - linear) / (4 * images)
         variance = images * max(2 * rate_won + drop * (1 - drop), 0.0)
@@ -285,28 +288,33 @@ def _score_upper(lost: float, won: float, images: float, chance: float) -> float
     low, high = (lost - won) / images, 1.0
     while high - low > 1e-13:
         middle = (low + high) / 2
-        low, high = (low, middle) if middle > 0 and refused(middle) else (middle, high)
+        low, high = (low, middle) if middle > 0 and rejected(middle) else (middle, high)
     return high
 
 
 def _cautious_slack(lost: int, won: int, images: int, chance: float) -> float:
-    """The wider bound: for few images, small chances, and drops that no contract allows.
+    """The wider bound: for few images, small chances, and drops above 0.25.
 
-    For few images the two exact limits are simply added, each with a part of the chance: always valid, and wide. With
+    For few images the two exact limits are added, each with a part of the chance: always valid, and wide. With
     more they are squared and added (with the correlation of the two counts), which for large counts is the normal bound
-    z · sqrt(lost + won) / images, and for none lost or won the exact one. That is no theorem for counts in between, so
-    all outcomes were enumerated over a grid of true rates: raising the chance to the power 1.05 was needed, and enough,
+    z · sqrt(lost + won) / images, and for none lost or won the exact one. No theorem covers the counts in between, so
+    all outcomes were enumerated over a grid of true rates: raising the chance to the power 1.05 is necessary and sufficient
     for every drop of 0 or more and chances down to 1e-7.
     """
     if chance < _RARE or images < _FEW * math.log(1 / chance):
-        above = _upper_limit(lost, images, 0.75 * chance) - lost / images
-        below = won / images - _lower_limit(won, images, 0.25 * chance)
-        return above + below
-    cautious = math.pow(chance, _CAUTION)
-    p, q = lost / images, won / images
-    above, below = _upper_limit(lost, images, cautious) - p, q - _lower_limit(won, images, cautious)
+        return _rate_slack(lost, images, 0.75 * chance) + _rate_slack(images - won, images, 0.25 * chance)
+    p, q, cautious = lost / images, won / images, math.pow(chance, _CAUTION)
+    above, below = _rate_slack(lost, images, cautious), _rate_slack(images - won, images, cautious)
     correlation = math.sqrt(p * q / ((1 - p) * (1 - q))) if 0 < p < 1 and 0 < q < 1 else 0.0
     return math.sqrt(above**2 + below**2 + 2 * correlation * above * below)
+
+
+def _rate_slack(count: int, images: int, chance: float) -> float:
+    """How far a true rate may lie above count / images: Clopper-Pearson's limit, exact."""
+    from scipy.special import betainccinv  # half a second: only where a bound is asked for
+
+    rate = 1.0 if count == images else float(betainccinv(count + 1, images - count, chance))
+    return (1.0 if math.isnan(rate) else rate) - count / images  # SciPy gives NaN for some chances below 1e-100
 
 
 def _predicted(before: Tensor, after: Tensor, chance: float | None, scale: float, share: float, caution: float) -> DropBound:
@@ -319,8 +327,7 @@ def _predicted(before: Tensor, after: Tensor, chance: float | None, scale: float
     if chance is None or chance == 0 or not math.isfinite(seen.estimate):
         return replace(seen, upper=seen.estimate / share if chance is None else math.inf)
     images, at_end = max(scale * seen.images, 1.0), seen.estimate / share
-    difference = (before - after).double()
-    spread = float(difference.square().mean().sqrt())
+    spread = float((before - after).double().square().mean().sqrt())
     if _is_binary(before) and _is_binary(after):
         changed = max((seen.lost + seen.won) / math.sqrt(share), abs(at_end) * seen.images)
         now = _score_upper(scale * seen.lost, scale * seen.won, images, chance)
@@ -329,31 +336,31 @@ def _predicted(before: Tensor, after: Tensor, chance: float | None, scale: float
     else:
         slack = _mean_slack(before.detach().cpu().double(), after.detach().cpu().double(), chance, repeats=scale)
         now, then = seen.estimate + slack, at_end + slack / math.pow(share, 0.25)
-    unsure = max(spread, math.sqrt(1 / seen.images)) * math.sqrt(1 / seen.images + 1 / images)
-    return replace(seen, upper=max(now + caution * unsure, then), chance=chance, how="pairs" if _is_binary(before) else "mean")
+    deviation = max(spread, math.sqrt(1 / seen.images)) * math.sqrt(1 / seen.images + 1 / images)
+    upper = max(now + caution * deviation, then)
+    return replace(seen, upper=upper, chance=chance, how="pairs" if _is_binary(before) else "mean")
 
 
 def _mean_slack(before: Tensor, after: Tensor, chance: float, *, repeats: float = 1.0) -> float:
     """How far the true drop in a real-valued metric may lie above the mean difference; each image counts `repeats` times.
 
-    The largest of three upper limits: Student's t; Gaffke's, which makes no assumption but that no image loses more than
-    `_largest_loss`; and what no image can have shown, that a share of 1 - chance^(1/N) of all images loses that much.
+    The largest of three upper limits: Student's t; Gaffke's, which only assumes that no image loses more than `largest`;
+    and what no image can have shown, that a share of 1 - chance^(1/N) of all images loses that much.
     """
     if chance == 0:
         return math.inf
-    difference, largest = before - after, _largest_loss(before, after)
+    # an image loses at most all of its value where none is negative, else twice the range of the values seen
+    lowest, highest = float(torch.cat([before, after]).min()), float(torch.cat([before, after]).max())
+    largest = float(before.max()) if lowest >= 0 else 2 * (highest - lowest)
+    difference = before - after
     mean, images = float(difference.mean()), repeats * len(before)
     upper = max(_gaffke_upper(difference, largest, chance, repeats), largest * (1 - math.pow(chance, 1 / images)))
     if len(before) > 1:
-        freedom = max(round(images) - 1, 1)
-        upper = max(upper, mean + _t_quantile(freedom, chance) * float(difference.std()) / math.sqrt(images))
+        from scipy.special import stdtrit
+
+        quantile = -float(stdtrit(max(round(images) - 1, 1), chance))
+        upper = max(upper, mean + quantile * float(difference.std()) / math.sqrt(images))
     return upper - mean
-
-
-def _largest_loss(before: Tensor, after: Tensor) -> float:
-    """What an image may lose at most: all of its value where none is negative, else twice the range of the values seen."""
-    highest, lowest = float(torch.cat([before, after]).max()), float(torch.cat([before, after]).min())
-    return float(before.max()) if lowest >= 0 else 2 * (highest - lowest)
 
 
 def _gaffke_upper(losses: Tensor, largest: float, chance: float, repeats: float) -> float:
@@ -390,119 +397,3 @@ def _gaffke_upper(losses: Tensor, largest: float, chance: float, repeats: float)
         middle = (low + high) / 2
         low, high = (middle, high) if limit_and_tail(middle)[1] > chance else (low, middle)
     return mean + reach * limit_and_tail(high)[0]
-
-
-@lru_cache(maxsize=4096)
-def _upper_limit(count: int, images: int, chance: float) -> float:
-    """Clopper-Pearson: the rate at which `count` or fewer of `images` have this chance."""
-    if count == images:
-        return 1.0
-    return _root(lambda rate: _incomplete_beta(1 - rate, images - count, count + 1), chance, count / images, 1.0)
-
-
-@lru_cache(maxsize=4096)
-def _lower_limit(count: int, images: int, chance: float) -> float:
-    """Clopper-Pearson: the rate at which `count` or more of `images` have this chance."""
-    if count == 0:
-        return 0.0
-    return _root(lambda rate: _incomplete_beta(rate, count, images - count + 1), chance, count / images, 0.0)
-
-
-@lru_cache(maxsize=4096)
-def _t_quantile(freedom: int, chance: float) -> float:
-    """What Student's t exceeds with this chance (below 1/2)."""
-
-    def tail(t: float) -> float:
-        return _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5) / 2
-
-    high = 1.0
-    while tail(high) > chance:
-        high *= 2
-    return _root(tail, chance, 0.0, high)
-
-
-def _root(tail: Callable[[float], float], chance: float, inner: float, outer: float) -> float:
-    """Where `tail` is `chance`: larger at `inner`, smaller at `outer` (false position on logarithms, Illinois)."""
-
-    def excess(x: float) -> float:
-        return math.log(max(tail(x), _TINY)) - math.log(max(chance, _TINY))
-
-    at_inner, at_outer, last = excess(inner), excess(outer), 0.0
-    for _ in range(200):
-        middle = (inner * at_outer - outer * at_inner) / (at_outer - at_inner) if at_outer < 0 < at_inner else outer
-        at_middle = excess(middle)
-        if abs(at_middle) < 1e-11 or abs(outer - inner) < 1e-15:
-            return middle
-        again = 0.5 if at_middle * last > 0 else 1.0  # the end that stays twice counts half
-        last = at_middle
-        if at_middle > 0:
-            inner, at_inner, at_outer = middle, at_middle, at_outer * again
-        else:
-            outer, at_outer, at_inner = middle, at_middle, at_inner * again
-    return outer
-
-
-def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """I_x(a, b), the distribution function of Beta(a, b), by its continued fraction (modified Lentz)."""
-    if x <= 0 or x >= 1:
-        return float(x > 0)
-    if x > (a + 1) / (a + b + 2):  # where the fraction converges fast is on the other side
-        return 1 - _incomplete_beta(1 - x, b, a)
-    scale = math.exp(math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)) / a
-    upper, lower = 1.0, 1 / (1 - (a + b) * x / (a + 1))
-    fraction = lower
-    for k in range(1, 100_000):
-        for term in (
-            k * (b - k) * x / ((a + 2 * k - 1) * (a + 2 * k)),
-            -(a + k) * (a + b + k) * x / ((a + 2 * k) * (a + 2 * k + 1)),
-        ):
-            lower = 1 / ((1 + term * lower) or _TINY)
-            upper = (1 + term / upper) or _TINY
-            fraction *= upper * lower
-        if abs(upper * lower - 1) < 1e-15:
-            break
-    return scale * fraction
-
-
-# ---- classes and checks ----------------------------------------------------------------------------------------------
-
-
-def _class_bounds(before: Tensor, after: Tensor, classes: Tensor | None, chance: float | None) -> list[ClassBound]:
-    members = _class_members(before, classes)
-    return [ClassBound(label, _bound(before[mine], after[mine], chance)) for label, mine in members]
-
-
-def _class_members(before: Tensor, classes: Tensor | None) -> list[tuple[int, Tensor]]:
-    """Every class that has an image, ascending, and which images (N,) are of it."""
-    if classes is None or classes.shape != before.shape:
-        got = "none" if classes is None else f"shape {tuple(classes.shape)}"
-        raise InvalidInput(f"classes: got {got}, wanted the class of each of the {len(before)} images for worst_class.")
-    labels = classes.to(before.device)
-    return [(label, labels == label) for label in sorted(set(classes.tolist()))]
-
-
-def _within(drop: float, limit: float) -> bool:
-    return round(drop - limit, _DIGITS) <= 0 if math.isfinite(drop) else drop < limit  # False for NaN
-
-
-def _is_binary(values: Tensor) -> bool:
-    return bool(((values == 0) | (values == 1)).all())
-
-
-def _checked_values(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-    if before.ndim != 1 or before.shape != after.shape or len(before) == 0:
-        raise InvalidInput(
-            f"before and after: got shapes {tuple(before.shape)} and {tuple(after.shape)}, wanted one value for each of the "
-            f"same images, (N,) with N of 1 or more."
-        )
-    x, y = before.detach().cpu().double(), after.detach().cpu().double()
-    if not bool(x.isfinite().all()):
-        raise NonFinite("before: the network that the drop counts from gives NaN or infinite values. Check its outputs.")
-    return x, y
-
-
-def _check_confidence(confidence: float) -> None:
-    if not 0.5 < confidence < 1:
-        raise InvalidInput(
-            f"confidence: got {confidence}, wanted more than 0.5 and less than 1, or None for the point estimate."
-        )

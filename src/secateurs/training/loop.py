@@ -1,4 +1,4 @@
-"""Random crops and mirror images of whole batches, as tensors."""
+"""The training loop: SGD on augmented batches, with distillation if wanted; deterministic, resumable after every epoch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import isfinite
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from secateurs._util.modules import Device, keeping_modes, on_device
 from secateurs.config import Augment, TrainSettings
 from secateurs.data.dataset import Batch, Examples, generator_for, map_targets, seeded
+from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
@@ -33,7 +35,7 @@ from secateurs.training.state import (
 
 
 def augment(images: Tensor, kind: Augment, *, pad: int, generator: torch.Generator) -> Tensor:
-    """The images (N, C, H, W) as `kind` says, each changed on its own; "none" gives them as they are."""
+    """Augment images (N, C, H, W) as `kind` says, each independently; "none" returns them unchanged."""
     if kind == "none":
         return images
     if images.ndim != 4:
@@ -45,7 +47,7 @@ def augment(images: Tensor, kind: Augment, *, pad: int, generator: torch.Generat
 
 
 def random_crop(images: Tensor, *, pad: int, generator: torch.Generator) -> Tensor:
-    """A window of the original size out of each image padded by `pad` zeros; all (2·pad + 1)² are equally likely."""
+    """Crop each image, padded by `pad` zeros, to its original size; all (2·pad + 1)² windows are equally likely."""
     if pad == 0:
         return images
     # drawn on the CPU, so that every device sees the same crops
@@ -62,7 +64,7 @@ def crop_at(images: Tensor, pad: int, top: Tensor, left: Tensor) -> Tensor:
 
 
 def random_flip(images: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Each image as it is or mirrored left to right, with equal chances."""
+    """Mirror each image left to right with probability 1/2."""
     mirrored = torch.randint(2, (len(images),), generator=generator).bool().to(images.device)
     return torch.where(mirrored[:, None, None, None], images.flip(3), images)
 
@@ -72,7 +74,7 @@ Objective = Callable[[Tensor, Any, Any], Tensor]
 
 
 def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None) -> Objective:
-    """The mean loss that `settings` ask for; the teacher is asked only where they distil from it."""
+    """The mean loss that `settings` ask for; the teacher runs only where they distil from it."""
     plain = _plain_loss(settings, loss_fn)
     if settings.distill == 0:
         return lambda inputs, outputs, targets: plain(outputs, targets).mean()
@@ -137,7 +139,7 @@ def recalibrate_(
 
 @contextmanager
 def _averaging(module: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Inside the block the norms average what they see from nothing; all else is in eval mode."""
+    """Inside the block the norms average their inputs from scratch; all else is in eval mode."""
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     with keeping_modes(module):
         module.eval()
@@ -156,7 +158,7 @@ def _averaging(module: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
 
 def train_(
     module: nn.Module,
-    examples: Examples,
+    examples: Examples | Stream,
     settings: TrainSettings,
     *,
     search: Examples | None = None,
@@ -173,15 +175,19 @@ def train_(
     """Train the module in place; ends with the same weights however often it was stopped and resumed after an epoch.
 
     The loss is cross-entropy and the metric accuracy unless others are given (with a loss of your own and no metric,
-    only losses are recorded). `search` is measured after every epoch and changes nothing. `teacher` is asked only where
-    `settings.distill` is above 0. `momentum` (by parameter name) starts the optimiser. After every epoch `save` gets
-    the state that `resume` takes, then `on_epoch` its record; `on_step` gets the number of optimiser steps done and of
-    those planned. The user's random state, the module's mode and device are as before afterwards; after an error the
-    weights are those of the start of its epoch.
+    only losses are recorded). `search` (the validation set) is measured after every epoch and changes nothing. `teacher`
+    runs only where `settings.distill` is above 0. `momentum` (by parameter name) starts the optimiser. After every epoch
+    `save` gets the state that `resume` takes, then `on_epoch` its record; `on_step` gets the number of optimiser steps
+    done and of those planned. The user's random state, the module's mode and device are as before afterwards; after an
+    error the weights are those of the start of its epoch.
     """
     if teacher is module:
         raise InvalidInput("the teacher is the network that is trained: give a copy of it from before")
-    if len(examples) == 0:
+    if isinstance(examples, Stream) and examples.length is None:
+        raise InvalidInput(
+            f"training on the {examples.name} loader, which has no length: give a loader with one, or a finetune of your own."
+        )
+    if isinstance(examples, Examples) and len(examples) == 0:
         raise InvalidInput("training on no examples: wanted at least one")
     shown = metric if metric is not None or loss_fn is not None else correct
     objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
@@ -210,7 +216,7 @@ class _Loop:
     def __init__(
         self,
         module: nn.Module,
-        examples: Examples,
+        examples: Examples | Stream,
         settings: TrainSettings,
         objective: Objective,
         metric: Measure | None,
@@ -219,7 +225,8 @@ class _Loop:
     ) -> None:
         self.module, self.examples, self.settings, self.place = module, examples, settings, place
         self.objective, self.metric, self.on_step = objective, metric, on_step
-        self.per_epoch = steps_in_epoch(len(examples), settings.batch)
+        self.count = examples.length or 0 if isinstance(examples, Stream) else len(examples)
+        self.per_epoch = self.count if isinstance(examples, Stream) else steps_in_epoch(self.count, settings.batch)
         self.planned = total_steps(settings, self.per_epoch)
         self.step = 0
         self.trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
@@ -232,17 +239,17 @@ class _Loop:
             weight_decay=settings.weight_decay,
             nesterov=settings.nesterov,
         )
-        # not all need to be: an attention mask, for one, is a buffer with infinities
+        # not all need to be: an attention mask, for example, is a buffer with infinities
         self.finite = _finite(module)
         # float16 gradients underflow unless the loss is scaled up for the backward pass
         self.scaler = torch.amp.GradScaler(place.type, enabled=settings.precision == "float16")
 
     def start(self, resume: TrainState | None, momentum: Mapping[str, Tensor] | None) -> list[EpochRecord]:
-        """Take up the given state or momentum; gives the epochs that lie behind."""
+        """Continue from the given state or momentum; returns the epochs already done."""
         if resume is None:
             self._set_momentum(momentum or {})
             return []
-        check_fits(resume, self.settings, examples=len(self.examples))
+        check_fits(resume, self.settings, examples=self.count)
         restore_(self.module, resume)
         self._set_momentum(resume.momentum())
         if resume.meta["scaler"]:
@@ -252,7 +259,7 @@ class _Loop:
         return records
 
     def epoch(self, number: int, measure: Callable[[], tuple[float | None, float | None]]) -> EpochRecord:
-        """One pass over the examples; an error within leaves the weights as they were before it."""
+        """Train for one pass over the examples; after an error the weights are those before it."""
         with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number):
             self.module.train()
             sums = _Sums()
@@ -276,7 +283,7 @@ class _Loop:
     def state(self, records: list[EpochRecord]) -> TrainState:
         """A copy of all that the next epoch depends on."""
         scaler = self.scaler.state_dict()
-        return capture(self.module, self.momentum(), records, self.settings, examples=len(self.examples), scaler=scaler)
+        return capture(self.module, self.momentum(), records, self.settings, examples=self.count, scaler=scaler)
 
     def _set_momentum(self, momentum: Mapping[str, Tensor]) -> None:
         if self.settings.momentum == 0:
@@ -291,9 +298,15 @@ class _Loop:
     def _batches(self, number: int) -> Iterator[Batch]:
         """The examples of one epoch in its own order, augmented; a function of seed and epoch alone."""
         settings, examples = self.settings, self.examples
+        steps = min(self.per_epoch, self.planned - number * self.per_epoch)
+        if isinstance(examples, Stream):  # the user's loader augments and shuffles
+            with seeded_everywhere(settings.seed, "stream", number):
+                for inputs, targets in islice(examples.batches(device=self.place), steps):
+                    wanted = torch.channels_last if settings.channels_last and inputs.ndim == 4 else torch.preserve_format
+                    yield Batch(inputs.contiguous(memory_format=wanted) if inputs.ndim == 4 else inputs, targets)
+            return
         order = torch.randperm(len(examples), generator=generator_for(settings.seed, "order", number))
         crops = generator_for(settings.seed, "augment", number)
-        steps = min(self.per_epoch, self.planned - number * self.per_epoch)
         for place in range(steps):
             start = place * settings.batch
             end = len(examples) if place == self.per_epoch - 1 else start + settings.batch

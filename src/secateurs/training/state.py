@@ -1,11 +1,11 @@
-"""Where a training stands after an epoch: plain tensors and plain numbers, fit to be written to disk."""
+"""The state of a training after an epoch as plain tensors and numbers, fit to be written to disk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from secateurs.config import TrainSettings
 from secateurs.errors import TrainingError
 from secateurs.graph.channels import Kept, take
+from secateurs.graph.trace import Graph
 
 _WEIGHTS, _MOMENTUM = "weights/", "momentum/"
 
@@ -26,8 +27,10 @@ class EpochRecord:
     lr: float  # of the last step
     loss: float  # mean of what was minimised, while it was
     accuracy: float | None  # on the training batches as augmented, while the weights moved
-    search_loss: float | None = None
+    search_loss: float | None = None  # on the validation set
     search_accuracy: float | None = None
+    phase: str = "train"  # within a pruning run: "finetune" or "retrain"
+    step: int = 0  # of the run that it belongs to
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +50,11 @@ class TrainState:
 
     @property
     def epochs_done(self) -> int:
-        """How many epochs lie behind."""
+        """How many epochs are done."""
         return len(self.meta["epochs"])
 
     def records(self) -> list[EpochRecord]:
-        """The epochs that lie behind."""
+        """The epochs that are done."""
         return [EpochRecord(**record) for record in self.meta["epochs"]]
 
     def momentum(self) -> dict[str, Tensor]:
@@ -60,15 +63,14 @@ class TrainState:
 
 
 class StateMeta(TypedDict):
-    """The plain values of a checkpoint, and what its run or method adds to them."""
+    """The plain values of a checkpoint, and the training within a run that it belongs to."""
 
     epochs: list[EpochRecord]
     settings: dict[str, Any]
     examples: int
     scaler: dict[str, Any]
-    phase: NotRequired[str]
-    step: NotRequired[int]
-    stretch: NotRequired[int]
+    phase: str
+    step: int
 
 
 def capture(
@@ -104,13 +106,13 @@ def restore_(module: nn.Module, state: TrainState) -> None:
 
 
 def check_fits(state: TrainState, settings: TrainSettings, *, examples: int) -> None:
-    """Refuse to go on from a checkpoint that was made with other settings or on another number of examples."""
+    """Refuse a checkpoint that was made with other settings or on another number of examples."""
     then, now = {**state.meta["settings"]}, settings_record(settings)
     changed = [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in now if then.get(key) != now[key]]
     if state.meta["examples"] != examples:
         changed.append(f"there were {state.meta['examples']} training examples, there are {examples}")
     if changed:
-        raise TrainingError(f"cannot go on from a checkpoint of another training: {'; '.join(changed)}. Start anew.")
+        raise TrainingError(f"cannot resume from a checkpoint of another training: {'; '.join(changed)}. Start a new training.")
 
 
 def settings_record(settings: TrainSettings) -> dict[str, Any]:
@@ -158,3 +160,33 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _copy(tensor: Tensor) -> Tensor:
     # contiguous: a channels-last copy could not be written as safetensors
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def carry_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, after: Graph) -> torch.optim.Optimizer:
+    """Give a narrower network an optimiser of the same class, options and state as that of the network it was cut from.
+
+    `after` is what `compact` made of the network whose module is `before`. State of the shape of its parameter (momentum,
+    Adam's moments) is narrowed with it, other state (step counts) is copied. Parameters that are new have no state.
+    """
+    names = {id(parameter): name for name, parameter in before.named_parameters()}
+    parameters = dict(after.module.named_parameters())
+    groups = []
+    for group in optimizer.param_groups:
+        known = [names.get(id(parameter)) for parameter in group["params"]]
+        if None in known:
+            raise TrainingError("the optimiser holds parameters that `before` has not: give the network it was made for.")
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append({**options, "params": [parameters[str(name)] for name in known if name in parameters]})
+    make: Any = type(optimizer)
+    carried: torch.optim.Optimizer = make(groups)
+    for old, state in optimizer.state.items():
+        name = names[id(old)]
+        if name in parameters:
+            carried.state[parameters[name]] = {key: _narrowed(value, old, after.kept.get(name)) for key, value in state.items()}
+    return carried
+
+
+def _narrowed(value: Any, parameter: Tensor, kept: Kept | None) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return take(value, kept).clone() if kept is not None and value.shape == parameter.shape else value.clone()

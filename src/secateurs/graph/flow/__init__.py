@@ -1,9 +1,8 @@
-"""How channels flow: one rule per op (`rules`), made of few kinds of flow (`kinds`), and what masks kill (`liveness`)."""
+"""How channels flow: one rule per op (`rules`), a few kinds of flow (`kinds`), and dead channels under masks (`liveness`)."""
 
 from secateurs.graph.flow.kinds import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
 from secateurs.graph.flow.liveness import Flows, Liveness, analyse, find_flows, revivals
-from secateurs.graph.flow.rules import channelwise, opaque
-from secateurs.graph.flow.table import Op, rule
+from secateurs.graph.flow.table import Op, channelwise, opaque, rule
 
 __all__ = [
     "Blocks",

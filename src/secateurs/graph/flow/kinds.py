@@ -1,8 +1,8 @@
-"""How channels pass through an op: the few kinds of flow that all rules are made of.
+"""How channels pass through an op: the kinds of flow that rules return.
 
 A flow answers two questions about bool vectors over channels. Forward, `zeros`: which channels of the output are zero
-for every input. Backward, `needs`: which channels of each input somebody wants, given those wanted of the output.
-An input whose channel axis is unknown has no vector (None): all of it is there, none of it known to be zero.
+for every input. Backward, `needs`: which channels of each input are needed, given those needed of the output.
+An input whose channel axis is unknown has no vector (None): all of it is present, none of it known to be zero.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ResizeArgs = Callable[[fx.Node, int], None]
 
 @dataclass(frozen=True)
 class Source:
-    """Starts a tensor: a placeholder, a constant of the model."""
+    """A tensor without tensor inputs: a placeholder, a constant of the model."""
 
     axis: int | None = None
     width: int = 0
@@ -41,9 +41,9 @@ class Channelwise:
     """Channel i of the output depends on channel i of the input alone.
 
     `keeps_zero`: f(0) = 0. `pointwise`: acts on every value alone, so that a constant stays one. `activation`: a
-    nonlinearity that follows a layer. `params`: parameters and buffers with one entry a channel in their first dimension;
+    nonlinearity that follows a layer. `params`: parameters and buffers whose first dimension counts channels;
     `count`: the module's attribute that holds the number of channels. `resize` corrects sizes among the op's arguments.
-    `revived`: if only some channels are made something else of zero, those (width,).
+    `revived`: the channels (width,) that do not keep zero, if only some do not.
     """
 
     axis: int | None
@@ -64,7 +64,7 @@ class Channelwise:
         return ins[0] if self.keeps_zero and ins[0] is not None else none_of(self.width)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
-        """Each wanted channel wants its own."""
+        """Each needed channel needs the same channel of the input."""
         return [out]
 
 
@@ -94,7 +94,7 @@ class Layer:
         return zero.view(self.groups, -1).all(1).repeat_interleave(self.filters // self.groups)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
-        """A group with a wanted filter wants all its inputs."""
+        """A group with a needed filter needs all its inputs."""
         if self.reads_all:
             return [None]
         wanted = (out & ~zero).view(self.groups, -1).any(1)
@@ -118,24 +118,21 @@ class Join:
 
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Combined as `zero_if` says."""
-        vectors = [self._broadcast(v) for v in ins]
+        vectors = [none_of(self.width) if v is None else v.expand(self.width) for v in ins]
         if self.zero_if == "first":
             return vectors[0]
         stacked = torch.stack(vectors)
         return stacked.all(0) if self.zero_if == "all" else stacked.any(0)
 
-    def _broadcast(self, zero: Vector) -> Tensor:
-        return none_of(self.width) if zero is None else zero.expand(self.width)
-
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
-        """Wanted of each input as of the output, less what is zero anyway."""
+        """Needed of each input as of the output, without the channels that are zero in the output."""
         wanted = out & ~zero if self.zero_if == "any" else out
         return [wanted if width == self.width else wanted.any().expand(width) for width in self.widths]
 
 
 @dataclass(frozen=True)
 class Concat:
-    """Inputs one behind the other along the channel axis."""
+    """Inputs that follow one another along the channel axis."""
 
     axis: int
     widths: tuple[int, ...]
@@ -146,11 +143,11 @@ class Concat:
         return sum(self.widths)
 
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
-        """The inputs' zeros, one behind the other."""
+        """The inputs' zeros, in order."""
         return torch.cat([none_of(w) if v is None else v for v, w in zip(ins, self.widths, strict=True)])
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
-        """Each input gets its part."""
+        """Each input is needed where its part of the output is."""
         return list(torch.split(out, list(self.widths)))
 
 
@@ -158,9 +155,9 @@ class Concat:
 class Moved:
     """Output channel j is input channel `index[j]`, or zero where that is -1: slices, chunks, pads of channels, flatten.
 
-    `how` says what carries it out on a narrower tensor: "gather" replaces the op, "before" gathers ahead of the op (whose
-    arguments `resize` then corrects), "same" is the op itself, which spreads each channel over a block of equal size.
-    `added`: an earlier cut put it there, so what it leaves out is dead, not just unread.
+    `how` says how a narrower tensor is handled: "gather" replaces the op by a gather, "before" gathers ahead of the op (whose
+    arguments `resize` then corrects), "same" keeps the op, which spreads each channel over a block of equal size.
+    `added`: an earlier cut inserted it, so what it leaves out is dead, not just unused.
     """
 
     axis: int
@@ -182,7 +179,7 @@ class Moved:
         return torch.cat([source, all_of(1)])[self.index]
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
-        """A source is wanted where any of its copies is."""
+        """An input channel is needed where any of its copies is."""
         wanted = none_of(self.inputs + 1)
         wanted[self.index[out]] = True
         return [wanted[:-1]]
@@ -203,13 +200,13 @@ class Blocks:
         return none_of(self.width) if ins[0] is None else ins[0].view(self.width, self.size).all(1)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
-        """All features of a wanted block."""
+        """All features of a needed block."""
         return [out.repeat_interleave(self.size)]
 
 
 @dataclass(frozen=True)
 class Opaque:
-    """Nothing is known of how channels pass: the op gets its inputs at full width. `reason` is told to the user."""
+    """Unknown flow: the op gets its inputs at full width. `reason` is shown to the user."""
 
     reason: str
     axis: None = None

@@ -1,6 +1,6 @@
-"""Dead-channel analysis, as in a compiler: forward, what is zero for every input; backward, what nobody reads.
+"""Dead-channel analysis, as in a compiler: forward, which channels are zero for every input; backward, which are not needed.
 
-Both passes visit only what the masks reach: a node that is not mentioned has no zero and no dead channel.
+Both passes visit only nodes that the masks reach: a node without an entry has no zero and no dead channel.
 """
 
 from __future__ import annotations
@@ -15,74 +15,71 @@ from torch.nn.utils import parametrize
 
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.flow import rules
-from secateurs.graph.flow.kinds import Channelwise, Flow, Layer, Opaque, Source
+from secateurs.graph.flow.kinds import Channelwise, Flow, Layer, Moved, Opaque, Source
 from secateurs.graph.flow.table import Op, describe, rule_for
-from secateurs.graph.trace import shape_of
+from secateurs.graph.node_info import called_module, dims_of, info, label_of, shape_of
 
 
 @dataclass(frozen=True)
 class Flows:
-    """The flow of every node of a graph, and the tensor inputs that it speaks of, in order."""
+    """The flow of every node of a graph, with the tensor inputs that it refers to, in order, and their users."""
 
     of: Mapping[fx.Node, Flow]
     inputs: Mapping[fx.Node, tuple[fx.Node, ...]]
     users: Mapping[fx.Node, tuple[fx.Node, ...]]
 
     def width(self, node: fx.Node) -> int:
-        """Channels of what `node` gives."""
+        """Return the number of channels of the output of `node`."""
         axis = self.of[node].axis
-        dims = shape_of(node).dims
-        assert axis is not None and dims is not None
-        return dims[axis]
+        assert axis is not None
+        return dims_of(node)[axis]
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """For the nodes that masks reach: channels that are always zero, and channels that somebody needs."""
+    """For the nodes that masks reach: channels that are always zero, and channels that some consumer needs."""
 
     zero: Mapping[fx.Node, Tensor]
     need: Mapping[fx.Node, Tensor]
 
     def live(self, node: fx.Node, width: int) -> Tensor:
-        """Needed by somebody and not always zero, bool (width,)."""
-        need = self.need.get(node)
-        zero = self.zero.get(node)
-        live = all_of(width) if need is None else need.clone()
-        return live if zero is None else live & ~zero
+        """Return which channels are needed and not always zero, bool (width,)."""
+        live = self.need.get(node, all_of(width))
+        return live & ~self.zero[node] if node in self.zero else live.clone()
 
 
 def find_flows(module: fx.GraphModule) -> Flows:
-    """Apply the table of rules to every node, in order: a rule sees where its inputs' channels lie."""
+    """Apply the table of rules to every node, in order: a rule sees the channel axes of its inputs."""
     shared = _shared_modules(module)
     flows: dict[fx.Node, Flow] = {}
     inputs: dict[fx.Node, tuple[fx.Node, ...]] = {}
     users: dict[fx.Node, list[fx.Node]] = {}
     for node in module.graph.nodes:
-        if _is_size_query(node, flows) or _is_read_through(node) or not _touches_tensors(node):
+        sources = tuple(_tensor_inputs(node))
+        if _is_size_query(node, flows) or _is_read_through(node) or not (shape_of(node).is_tensor or sources):
             continue
-        inputs[node] = tuple(_tensor_inputs(node))
+        inputs[node] = sources
         axes = tuple(flows[i].axis for i in inputs[node])
-        called = module.get_submodule(str(node.target)) if node.op == "call_module" else None
-        flows[node] = _flow_at_all_sizes(Op(node, called, inputs[node], axes), shared)
+        flows[node] = _flow_at_all_sizes(Op(node, called_module(module, node), inputs[node], axes), shared)
         for source in inputs[node]:
             users.setdefault(source, []).append(node)
     return Flows(flows, inputs, {node: tuple(found) for node, found in users.items()})
 
 
 def _flow_at_all_sizes(op: Op, shared: Mapping[str, str]) -> Flow:
-    """The flow of an op, which must be the same for every size of input; where it is not, that is noted for good."""
-    varies = op.node.meta.get("varies")
+    """Return the flow of an op if it is the same for every size of input; otherwise opaque, which is recorded at the node."""
+    varies = info(op.node).get("varies")
     if varies is None:
         flow = _flow(op, shared)
-        sizes = 0 if isinstance(flow, Opaque | Source) else len(op.node.meta.get("other_shapes", ()))
+        sizes = 0 if isinstance(flow, Opaque | Source) else len(info(op.node).get("other_shapes", ()))
         if all(_same(flow, _flow(replace(op, size=size), shared)) for size in range(1, sizes + 1)):
             return flow
-        varies = op.node.meta["varies"] = f"{op.label} treats channels differently for another batch or image size"
+        varies = info(op.node)["varies"] = f"{op.label} treats channels differently for another batch or image size"
     return Opaque(varies)
 
 
 def _same(one: Flow, other: Flow) -> bool:
-    """Whether two flows say the same of channels; how arguments are corrected is not compared."""
+    """Whether two flows treat channels alike; how arguments are corrected is not compared."""
     if type(one) is not type(other):
         return False
     for field in fields(one):
@@ -120,7 +117,7 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _shared_modules(module: fx.GraphModule) -> dict[str, str]:
-    """Modules with weights that are called twice, or whose weights belong to another module or call as well."""
+    """Return why modules are opaque that are called several times, or share weights with another module or call."""
     calls: dict[str, int] = {}
     owners: dict[int, set[str]] = {}
     for node in module.graph.nodes:
@@ -130,7 +127,8 @@ def _shared_modules(module: fx.GraphModule) -> dict[str, str]:
             for tensor in module.get_submodule(name).parameters():
                 owners.setdefault(id(tensor), set()).add(name)
         elif node.op == "get_attr":
-            owners.setdefault(id(_attribute(module, str(node.target))), set()).add(str(node.target))
+            tensor = operator.attrgetter(str(node.target))(module)
+            owners.setdefault(id(tensor), set()).add(str(node.target))
     found: dict[str, str] = {}
     for name, count in calls.items():
         called = module.get_submodule(name)
@@ -142,17 +140,8 @@ def _shared_modules(module: fx.GraphModule) -> dict[str, str]:
     return found
 
 
-def _attribute(module: nn.Module, path: str) -> object:
-    *parents, name = path.split(".")
-    return getattr(module.get_submodule(".".join(parents)), name)
-
-
-def _touches_tensors(node: fx.Node) -> bool:
-    return shape_of(node).is_tensor or any(True for _ in _tensor_inputs(node))
-
-
 def _tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """The tensors that `node` reads, once for each mention; a part of a split reads what was split."""
+    """Yield the tensors that `node` reads, once for each mention; a part of a split reads the whole tensor."""
     for source in mentioned(node):
         if _asks_kind_or_size(source):
             continue
@@ -163,19 +152,14 @@ def _tensor_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def mentioned(node: fx.Node) -> list[fx.Node]:
-    """The nodes among a node's arguments, once for each mention."""
+    """Return the nodes among a node's arguments, once for each mention."""
     found: list[fx.Node] = []
-
-    def note(argument: fx.Node) -> fx.Node:
-        found.append(argument)
-        return argument
-
-    fx.map_arg((node.args, node.kwargs), note)
+    fx.map_arg((node.args, node.kwargs), found.append)
     return found
 
 
 def _is_plain(value: object) -> bool:
-    """A number, or a size: nothing that holds tensors."""
+    """Whether a value is a number or a size and holds no tensors."""
     if isinstance(value, tuple):
         return all(_is_plain(v) for v in value)
     return isinstance(value, int | float | bool | str)
@@ -188,9 +172,9 @@ def _asks_kind_or_size(node: fx.Node) -> bool:
 
 
 def _is_size_query(node: fx.Node, flows: Mapping[fx.Node, Flow]) -> bool:
-    """Asks for kinds or single sizes, not for values: x.dtype, x.shape[0], x.size(0), x.shape[2:]; nothing is read then.
+    """Whether a node asks for a dtype, a device or sizes other than the channels', and reads no values: x.dtype, x.shape[2:].
 
-    Who takes all sizes at once, the channels' among them, reads the tensor as it is.
+    A node that takes all sizes at once, the channels' among them, counts as a consumer of the tensor.
     """
     if not _asks_kind_or_size(node):
         return False
@@ -198,31 +182,29 @@ def _is_size_query(node: fx.Node, flows: Mapping[fx.Node, Flow]) -> bool:
     if not takes_all and not (node.target is getattr and node.args[1] == "shape"):
         return True
     (source,) = node.all_input_nodes
-    axis, dims = flows[source].axis, shape_of(source).dims
-    rank = len(dims or ())
-    return all(_leaves_out(user, axis, rank) for user in node.users)
+    axis, rank = flows[source].axis, len(shape_of(source).dims or ())
 
+    def leaves_out_channels(user: fx.Node) -> bool:
+        if user.target is not operator.getitem:
+            return axis is None
+        item = user.args[1]
+        return isinstance(item, int) or (isinstance(item, slice) and axis not in range(rank)[item])
 
-def _leaves_out(user: fx.Node, axis: int | None, rank: int) -> bool:
-    """Takes a single size, or a range of them without the channels'."""
-    if user.target is not operator.getitem:
-        return axis is None
-    item = user.args[1]
-    return isinstance(item, int) or (isinstance(item, slice) and axis not in range(rank)[item])
+    return all(map(leaves_out_channels, node.users))
 
 
 def _is_read_through(node: fx.Node) -> bool:
-    """A split of which only single parts are taken."""
+    """Whether a node is a split of which only single parts are used."""
     if node.op not in ("call_function", "call_method") or node.target not in rules.SPLITS:
         return False
     return all(user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
 
 
 def analyse(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> Liveness:
-    """What masks (True = kept) behind the given nodes make zero further on, and unneeded further back.
+    """Find the channels that masks (True = kept) behind the given nodes make zero downstream and unneeded upstream.
 
-    A channel that nothing reads even without masks stays: only what the masks make dead is dead, so that the masks
-    say all that there is to say about a cut.
+    A channel that has no consumer even without masks stays: only what the masks make dead is dead, so the masks describe a cut
+    completely.
     """
     zero = _find_zeros(flows, masks)
     return Liveness(zero, _find_needs(flows, masks, zero))
@@ -234,19 +216,13 @@ def _find_zeros(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> dict[fx.Node, 
         if flow.axis is None:
             continue
         ins = flows.inputs[node]
-        reached = any(i in zero for i in ins) or _makes_zeros(flow)
+        reached = any(i in zero for i in ins) or (isinstance(flow, Moved) and bool((flow.index < 0).any()))
         found = flow.zeros([zero.get(i) for i in ins]) if reached else None
         if node in masks:
             found = ~masks[node] if found is None else found | ~masks[node]
         if found is not None and bool(found.any()):
             zero[node] = found
     return zero
-
-
-def _makes_zeros(flow: Flow) -> bool:
-    """A pad of channels gives zeros of its own."""
-    index = getattr(flow, "index", None)
-    return index is not None and bool((index < 0).any())
 
 
 def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
@@ -256,13 +232,14 @@ def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.
         users = flows.users.get(node, ())
         if flow.axis is None or not (users or node in masks):
             continue
-        if node not in masks and not any(u in need or u in zero or _narrows(flows.of[u]) for u in users):
+        if node not in masks and not any(u in need or u in zero or isinstance(flows.of[u], Moved) for u in users):
             continue
         width = flows.width(node)
         wanted, read = none_of(width), none_of(width)
         for user in users:
             wanted = wanted | _wanted_by(flows, user, node, need, zero, width)
-            added = getattr(flows.of[user], "added", False)
+            flow = flows.of[user]
+            added = isinstance(flow, Moved) and flow.added
             read = read | (all_of(width) if added else _wanted_by(flows, user, node, {}, {}, width))
         if bool(wanted.any()) or not users:
             wanted = wanted | ~read
@@ -281,19 +258,14 @@ def _wanted_by(
     zero: Mapping[fx.Node, Tensor],
     width: int,
 ) -> Tensor:
-    """The channels of `node` that one of its users needs."""
+    """Return the channels of `node` that one of its users needs."""
     flow, ins = flows.of[user], flows.inputs[user]
     if isinstance(flow, Opaque | Source) or flow.axis is None:
         return all_of(width)
-    if user not in need and user not in zero and not _narrows(flow):
+    if user not in need and user not in zero and not isinstance(flow, Moved):
         return all_of(width)
-    out = need.get(user)
     made = flows.width(user)
-    answers = flow.needs(
-        all_of(made) if out is None else out,
-        [zero.get(i) for i in ins],
-        zero.get(user, none_of(made)),
-    )
+    answers = flow.needs(need.get(user, all_of(made)), [zero.get(i) for i in ins], zero.get(user, none_of(made)))
     total = none_of(width)
     for position, source in enumerate(ins):
         if source is node:
@@ -304,15 +276,10 @@ def _wanted_by(
     return total
 
 
-def _narrows(flow: Flow) -> bool:
-    """Takes only some of its input's channels, whatever happens elsewhere: a slice."""
-    return hasattr(flow, "index")
-
-
 def revivals(flows: Flows, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-    """Where a channel that is zero behind `start` stops being zero without having been read, or meets an opaque op.
+    """Yield the nodes, with reasons, where a channel that is zero behind `start` is revived before it is read, or is opaque.
 
-    Filters that mix channels read them, so the search ends there; a depthwise filter only hands its channel on.
+    Filters that mix channels read them, so the search ends there; a depthwise filter passes its channel on.
     """
     zero = {start: all_of(flows.width(start))}
     for node, flow in flows.of.items():
@@ -323,18 +290,16 @@ def revivals(flows: Flows, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
             yield node, flow.reason
         elif isinstance(flow, Layer) and flow.reads_all:
             yield node, f"{node.target!s} reads along another axis than the channels'"
-        elif isinstance(flow, Layer) and not node.meta.get("filters_a_channel", flow.depthwise):
+        elif isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise):
             continue
         elif flow.axis is not None:
             found = flow.zeros([zero.get(i) for i in ins])
-            if _revives(flow, zero.get(ins[0]), found):
-                yield node, f"{node.meta.get('name', node.target)!s} turns zero channels into something else"
+            before = zero.get(ins[0])
+            if isinstance(flow, Layer):
+                revived = before is not None and bool(before.any()) and flow.bias
+            else:
+                revived = isinstance(flow, Channelwise) and before is not None and bool((before & ~found).any())
+            if revived:
+                yield node, f"{label_of(node)} turns zero channels into something else"
             if bool(found.any()):
                 zero[node] = found
-
-
-def _revives(flow: Flow, before: Tensor | None, after: Tensor) -> bool:
-    """Whether an op that hands channels on one by one makes something of a zero one."""
-    if isinstance(flow, Layer):
-        return bool((before is not None) and before.any()) and flow.bias
-    return isinstance(flow, Channelwise) and before is not None and bool((before & ~after).any())

@@ -1,4 +1,4 @@
-"""The table of rules, and how an op looks to one."""
+"""The table of rules, an op as its rule sees it, and the flows that most rules return."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from secateurs.graph.flow.kinds import Flow
-from secateurs.graph.trace import RULED, Shape, ruled_class, shape_of
+from secateurs.graph.flow.kinds import Channelwise, Flow, Opaque
+from secateurs.graph.node_info import Shape, info, shape_of
+from secateurs.graph.trace import RULED, ruled_class
 
 
 @dataclass(frozen=True)
 class Op:
-    """One node as its rule sees it: the module it calls, if any, its tensor inputs with their shapes and channel axes.
+    """One node as its rule sees it: the module that it calls, if any, its tensor inputs with their shapes and channel axes.
 
-    `size` says for which input shapes are told: 0 for the example, 1 and more for inputs of other sizes. A rule is asked
-    about each of them and must give the same answer.
+    `size` selects the network input that shapes are for: 0 is the example, 1 and more are inputs of other sizes. A rule is
+    called for each of them and must return the same flow.
     """
 
     node: fx.Node
@@ -27,7 +28,7 @@ class Op:
     size: int = 0
 
     def shape_of(self, node: fx.Node) -> Shape:
-        """What any node of the network gives."""
+        """Return the output shape of any node of the network."""
         return shape_of(node, self.size)
 
     @property
@@ -53,29 +54,25 @@ class Op:
         return 0 if self.axis is None else self.shapes[0][self.axis]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument by position (0 is the tensor the op is called on) or name; nodes that give numbers as their value."""
+        """Return an argument by position (0 is the tensor that the op is called on) or name, with numbers in place of nodes."""
         node = self.node
-        value = node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-        return resolved(value, self.size)
+
+        def resolved(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                shape = self.shape_of(value)
+                return value if shape.is_tensor else shape.value
+            return tuple(map(resolved, value)) if isinstance(value, tuple | list) else value
+
+        return resolved(node.args[position] if len(node.args) > position else node.kwargs.get(name, default))
 
     @property
     def label(self) -> str:
-        """What the op is called in messages."""
+        """Name of the op in messages."""
         return describe(self.node, self.module)
 
 
-def resolved(value: Any, size: int = 0) -> Any:
-    """Arguments with the numbers that nodes gave in place of those nodes; tensor nodes stay."""
-    if isinstance(value, fx.Node):
-        shape = shape_of(value, size)
-        return value if shape.is_tensor else shape.value
-    if isinstance(value, tuple | list):
-        return tuple(resolved(v, size) for v in value)
-    return value
-
-
 def call_on(node: fx.Node, module: nn.Module | None, value: Tensor, size: int = 0) -> Any:
-    """What the op gives for `value` in place of its tensor input, its other arguments as they are for inputs of `size`."""
+    """Call the op on `value` instead of its tensor input; its other arguments are those for inputs of `size`."""
     if module is not None:
         return module(value)
 
@@ -90,25 +87,35 @@ def call_on(node: fx.Node, module: nn.Module | None, value: Tensor, size: int = 
 
 
 def describe(node: fx.Node, module: nn.Module | None) -> str:
-    """E.g. "GroupNorm at node 'layer1.0.norm'"."""
+    """Return the op's name and place, e.g. "GroupNorm at node 'layer1.0.norm'"."""
     if module is not None:
         return f"{type(module).__name__} at node {str(node.target)!r}"
     word = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    return f"{word} at node {node.meta.get('name', node.name)!r}"
+    return f"{word} at node {info(node).get('name', node.name)!r}"
+
+
+def channelwise(op: Op, *, keeps_zero: bool, pointwise: bool = False, activation: bool = False) -> Flow:
+    """Return the flow of an op without weights that treats every channel alone, along whatever axis the channels lie."""
+    return Channelwise(op.axis, op.axis, op.width, keeps_zero, pointwise, activation)
+
+
+def opaque(op: Op, why: str) -> Opaque:
+    """Return the flow of an op that needs all channels of its inputs; `why` completes the sentence "<op> ..."."""
+    return Opaque(f"{op.label} {why}")
 
 
 Rule = Callable[[Op], Flow]
 Key = type[nn.Module] | Callable[..., Any] | str
-"""What a rule is for: a module class, a function, or a string: the name of a tensor method, or 'package.module:function'
-for a function of a package that need not be installed."""
+"""The op that a rule is for: a module class, a function, the name of a tensor method, or 'package.module:function' for a
+function of a package that need not be installed."""
 
 RULES: dict[Key, Rule] = {}
 
 
 def rule(*keys: Key) -> Callable[[Rule], Rule]:
-    """Decorator: the function below says how channels flow through these module classes, functions or tensor methods.
+    """Register the decorated function as the rule for these module classes, functions or tensor methods.
 
-    It gets the `Op` and returns a flow of `secateurs.graph.flow`. Tracing leaves module classes with a rule whole.
+    A rule takes an `Op` and returns a flow of `secateurs.graph.flow`. Tracing does not enter module classes with a rule.
 
         @rule(MyActivation)
         def my_activation(op: Op) -> Flow:
@@ -126,9 +133,9 @@ def rule(*keys: Key) -> Callable[[Rule], Rule]:
 
 
 def rule_for(node: fx.Node, module: nn.Module | None) -> Rule | None:
-    """The rule of what `node` calls, or None.
+    """Return the rule of the op that `node` calls, or None.
 
-    A module's class must be in the table, or be a subclass that changes nothing about the forward pass.
+    A module's class must be in the table, or a subclass of one that does not override its forward pass.
     """
     if module is not None:
         kind = ruled_class(type(module))

@@ -1,36 +1,70 @@
-"""Figures on disk: the same bytes for the same figure."""
+"""What is made of the rows of a comparison: tables, figures by matplotlib (the extra `figures`), and the HTML page."""
 
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from secateurs._util.files import write_bytes, write_text
 from secateurs._util.format import plural
-from secateurs._util.tables import Sheet
-from secateurs.errors import RunError
+from secateurs.errors import InvalidInput, RunError
 from secateurs.methods.compare.rows import Row, budget_words, budgets_of, comparison_rows, methods_of
 from secateurs.methods.compare.run import ROWS
-from secateurs.methods.compare.tables import Summary, best_words, conditions, rows_sheet, sheets_of, summaries, tables_text
-from secateurs.report.comparison import Contest, ContestTable, CurvePoint, MethodCurve, Round, closer_look, write_contest
+from secateurs.methods.compare.tables import best_words, conditions, rows_sheet, sheets_of, summaries, tables_text
+from secateurs.report.comparison import (
+    BudgetComparison,
+    CurvePoint,
+    MethodComparison,
+    MethodCurve,
+    closer_look,
+    write_method_comparison,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TABLES, PAGE = "tables.md", "comparison.html"
+
+# Okabe and Ito's colours, which people with any colour vision can distinguish; the yellow is too pale for a line on white
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+_RANDOM = {"color": "#8c8c8c", "marker": "x", "linestyle": "-"}
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*")
+_LINES = ("-", "--", ":", "-.")
+_MISSING = (
+    "figures need matplotlib, which is not installed: pip install 'secateurs[figures]'. "
+    "Rows, tables and pages are written without it."
+)
+
+
+def can_draw(out: Path) -> bool:
+    """Return whether matplotlib is installed; if not, log one line that says what is missing in the folder `out`."""
+    found = find_spec("matplotlib") is not None
+    if not found:
+        logging.getLogger(__name__).warning("%s: %s", out, _MISSING)
+    return found
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """Return an empty figure, sizes in inches."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidInput(_MISSING) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def save_figure(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as `stem`.png and `stem`.svg; gives both paths."""
+    """Write a figure as `stem`.png and `stem`.svg, the same bytes for the same figure; returns both paths."""
+    import matplotlib
+
     files = []
     # without a fixed salt and date the same figure would be another file each time
     with matplotlib.rc_context({"svg.hashsalt": "secateurs", "svg.fonttype": "path"}):
@@ -42,35 +76,33 @@ def save_figure(figure: Figure, stem: Path) -> list[Path]:
     return files
 
 
-# Okabe and Ito's colours, which people with any colour vision can tell apart; the yellow is too pale for a line on white
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
-_RANDOM = "#8c8c8c"
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h", "*")
-_LINES = ("-", "--", ":", "-.")
-
-
-def draw_budget(rows: Sequence[Row], budget: str, stem: Path) -> list[Path]:
-    """Write the figure of one budget as `stem`.png and `stem`.svg; gives both paths."""
-    return save_figure(budget_figure(rows, budget), stem)
-
-
 def budget_figure(rows: Sequence[Row], budget: str) -> Figure:
-    """A curve for each method: means over seeds, bars of one standard deviation."""
-    here = [row for row in rows if row.budget_name == budget]
+    """Draw a curve for each method: means over seeds, bars of one standard deviation."""
+    here = [row for row in rows if row.budget.name == budget]
     found, start = summaries(rows, budget), here[0].test.before
-    floor = closer_look(start, [[one.test for one in found if one.method == method] for method in methods_of(here)])
+    curves = {method: [point for point in found if point.method == method] for method in methods_of(here)}
+    floor = closer_look(start, [[point.test for point in points] for points in curves.values()])
     panels = 1 if floor is None else 2
     figure = new_figure(5.6 * panels + 2.4, 4.6)
     axes = [figure.add_subplot(1, panels, place + 1) for place in range(panels)]
     styles = _styles(methods_of(rows))
     for panel in axes:
-        for method in methods_of(here):
-            _curve(panel, [one for one in found if one.method == method], start, styles[method])
+        for method, points in curves.items():
+            panel.errorbar(
+                [0.0, *(100 * point.macs_removed for point in points)],
+                [100 * start, *(100 * point.test for point in points)],
+                yerr=[0.0, *(100 * point.test_spread for point in points)],
+                label=method,
+                linewidth=1.5,
+                markersize=5,
+                capsize=3,
+                **styles[method],
+            )
         panel.axhline(100 * start, color="0.6", linewidth=0.8, zorder=0)
         panel.set(xlabel="MACs removed, %", ylabel="test accuracy, %")
         panel.grid(alpha=0.3)
     if floor is not None:
-        highest = max([start, *(one.test + one.test_spread for one in found)])
+        highest = max([start, *(point.test + point.test_spread for point in found)])
         axes[1].set_ylim(100 * floor, 100 * (highest + 0.06 * (highest - floor)))
         axes[0].set_title("all of it", fontsize=10)
         axes[1].set_title("the upper part", fontsize=10)
@@ -81,99 +113,70 @@ def budget_figure(rows: Sequence[Row], budget: str) -> Figure:
 
 
 def _styles(methods: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Colour, marker and line of each method; only chance is grey."""
+    """Return colour, marker and line of each method; only random is grey."""
     chosen = zip(cycle(_COLOURS), cycle(_MARKERS), [line for line in _LINES for _ in _COLOURS] * len(methods), strict=False)
-    styles = {}
-    for method in methods:
-        if method.startswith("random"):
-            styles[method] = {"color": _RANDOM, "marker": "x", "linestyle": "-"}
-        else:
-            colour, marker, line = next(chosen)
-            styles[method] = {"color": colour, "marker": marker, "linestyle": line}
-    return styles
-
-
-def _curve(panel: Any, found: Sequence[Summary], start: float, style: dict[str, Any]) -> None:
-    panel.errorbar(
-        [0.0, *(100 * one.macs_removed for one in found)],
-        [100 * start, *(100 * one.test for one in found)],
-        yerr=[0.0, *(100 * one.test_spread for one in found)],
-        label=found[0].method,
-        linewidth=1.5,
-        markersize=5,
-        capsize=3,
-        **style,
-    )
-
-
-TABLES, PAGE = "tables.md", "comparison.html"
+    names = ("color", "marker", "linestyle")
+    return {m: _RANDOM if m.startswith("random") else dict(zip(names, next(chosen), strict=True)) for m in methods}
 
 
 def render(out: Path) -> list[Path]:
-    """Write tables.md, a figure of each budget (PNG, SVG) and comparison.html beside `out`/rows.jsonl; gives their paths."""
+    """Write tables.md, a figure of each budget (PNG, SVG) and comparison.html beside `out`/rows.jsonl; returns their paths.
+
+    Without matplotlib there are no figures, and a line is logged that says so.
+    """
     rows = comparison_rows(out / ROWS)
     if not rows:
-        raise RunError(f"{out / ROWS}: no row is there yet. Make some with: secateurs compare --out {out} …")
-    text = tables_text(rows)  # first: it refuses rows that cannot be compared
-    pass
-
-    write_text(out / TABLES, text)
-    figures = [file for budget in budgets_of(rows) for file in draw_budget(rows, budget, out / f"accuracy-{budget}")]
-    return [out / TABLES, *figures, write_contest(contest_of(rows), out / PAGE)]
+        raise RunError(f"{out / ROWS}: no rows yet. Make some with: secateurs compare --out {out} …")
+    write_text(out / TABLES, tables_text(rows))  # first: it refuses rows that cannot be compared
+    drawn = budgets_of(rows) if can_draw(out) else ()
+    figures = [file for budget in drawn for file in save_figure(budget_figure(rows, budget), out / f"accuracy-{budget}")]
+    return [out / TABLES, *figures, write_method_comparison(comparison_of_methods(rows), out / PAGE)]
 
 
-def contest_of(rows: Sequence[Row]) -> Contest:
-    """What the page says of the rows."""
+def comparison_of_methods(rows: Sequence[Row]) -> MethodComparison:
+    """Return the content of the page."""
     first = rows[0]
-    count = len(methods_of(rows))
-    return Contest(
-        title=f"{count} ways to make {first.model} smaller",
+    return MethodComparison(
+        title=f"{len(methods_of(rows))} ways to make {first.model} smaller",
         headline=(
             f"On {first.data}: {first.model} is right on {100 * first.test.before:.2f} % of {first.test.count:,} test images "
             f"before anything is removed; same weights, data and training for every method."
         ),
         start=first.test.before,
         notes=tuple(conditions(rows)),
-        troubles=tuple(_troubles(rows)),
-        rounds=tuple(_round(rows, budget) for budget in budgets_of(rows)),
-        every=_table(rows_sheet(rows)),
+        warnings=tuple(_weaknesses(rows)),
+        budgets=tuple(_budget(rows, budget) for budget in budgets_of(rows)),
+        every=rows_sheet(rows),
     )
 
 
-def _round(rows: Sequence[Row], budget: str) -> Round:
-    found = summaries(rows, budget)
-    curves = {
-        method: tuple(CurvePoint(s.macs_removed, s.test, s.test_spread, s.seeds) for s in found if s.method == method)
-        for method in dict.fromkeys(one.method for one in found)
-    }
-    words = budget_words(next(row.budget for row in rows if row.budget_name == budget))
-    return Round(
+def _budget(rows: Sequence[Row], budget: str) -> BudgetComparison:
+    curves: dict[str, list[CurvePoint]] = {}
+    for point in summaries(rows, budget):
+        shown = CurvePoint(point.macs_removed, point.test, point.test_spread, point.seeds)
+        curves.setdefault(point.method, []).append(shown)
+    return BudgetComparison(
         budget,
-        words,
+        budget_words(next(row.budget for row in rows if row.budget.name == budget)),
         best_words(rows, budget),
-        tuple(MethodCurve(method, points) for method, points in curves.items()),
-        tuple(_table(sheet) for sheet in sheets_of(rows, budget)),
+        tuple(MethodCurve(method, tuple(points)) for method, points in curves.items()),
+        tuple(sheets_of(rows, budget)),
     )
 
 
-def _troubles(rows: Sequence[Row]) -> list[str]:
-    """What makes the comparison weaker than it looks."""
+def _weaknesses(rows: Sequence[Row]) -> list[str]:
+    """Name what makes the comparison weaker than it looks."""
     found = []
-    seeds = {key: {row.seed for row in rows if (row.method, row.budget_name, row.target) == key} for key in _cells(rows)}
+    seeds: dict[tuple[str, str, float], set[int]] = {}
+    for row in rows:
+        seeds.setdefault((row.method, row.budget.name, row.target), set()).add(row.seed)
     if len({frozenset(some) for some in seeds.values()}) > 1:
         found.append("Not every method has every seed at every target: some means are of fewer networks than others.")
     elif max(len(some) for some in seeds.values()) < 2:
         found.append("One seed only: differences may be chance.")
     missed = [row for row in rows if not row.reached]
     if missed:
-        names = ", ".join(methods_of(missed))
-        found.append(f"More MACs were kept than was asked by {plural(len(missed), 'network')} ({names}).")
+        found.append(
+            f"{plural(len(missed), 'network')} kept more MACs than the target allows ({', '.join(methods_of(missed))})."
+        )
     return found
-
-
-def _cells(rows: Sequence[Row]) -> set[tuple[str, str, float]]:
-    return {(row.method, row.budget_name, row.target) for row in rows}
-
-
-def _table(sheet: Sheet) -> ContestTable:
-    return ContestTable(sheet.title, sheet.columns, sheet.lines)

@@ -1,4 +1,4 @@
-"""Rows of results: JSON lines, appended one by one as runs end, from which all tables and figures are made."""
+"""Rows of results as JSON lines, the training budgets that they name, and the check that they can be compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import ceil, isclose
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,9 +19,11 @@ from secateurs.errors import InvalidInput, RecipeError, RunError, suggest
 from secateurs.methods import NO_TRAINING, Budget
 from secateurs.training.schedule import steps_in_epoch
 
+# ---- files of rows ---------------------------------------------------------------------------------------------------
 
-def read_rows(path: Path, kind: Any = dict[str, Any]) -> list[dict[str, Any]]:
-    """Read all rows of the file, in order, each of the type `kind`; none where there is no file.
+
+def read_rows(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
+    """Read all rows of the file, in order, each as a `kind`; none if there is no file.
 
     A last line that a killed run left unfinished is skipped.
     """
@@ -31,32 +33,30 @@ def read_rows(path: Path, kind: Any = dict[str, Any]) -> list[dict[str, Any]]:
         data = path.read_bytes()
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}).") from error
-    rows: list[dict[str, Any]] = []
+    rows: list[Any] = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].split(b"\n"), 1):
-        if not line:
-            continue
         try:
-            rows.append(decode_json(line, kind))
+            rows += [decode_json(line, kind)] if line else []
         except Malformed as error:
-            raise RunError(f"{path}, line {number}: damaged ({error}). Remove the line: its run will be done again.") from error
+            raise RunError(
+                f"{path}, line {number}: damaged ({error}). Remove the line and give the command again: it makes the row again."
+            ) from error
     return rows
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Add one row; on return it is on the disk. Processes may share the file: a line is one write."""
+    """Append one row as a JSON line and sync it to disk. Processes may share the file: a line is one write."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _drop_half_line(path)
+    content = path.read_bytes() if path.exists() else b""
+    if content and not content.endswith(b"\n"):  # a killed run left half a line
+        os.truncate(path, content.rfind(b"\n") + 1)
     with path.open("ab") as file:
         file.write(json.dumps(row, sort_keys=True).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
 
 
-def _drop_half_line(path: Path) -> None:
-    content = path.read_bytes() if path.exists() else b""
-    if content and not content.endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
-
+# ---- budgets of training ---------------------------------------------------------------------------------------------
 
 NAMES = ("none", "short", "2core", "paper")
 SYNONYMS = {"full": "paper"}
@@ -65,30 +65,38 @@ _BETWEEN_2CORE = 1.7  # epochs: 598 steps of 128 over 45,000 images
 
 
 def named_budget(name: str, examples: Examples, *, sites: int) -> Budget:
-    """The budget of that name (or in that TOML file, tables `between` and `after`) on these training examples.
+    """Return the budget of that name (or in that TOML file, tables `between` and `after`) for these training examples.
 
     "none"; "short": 1 epoch after the cuts; "2core": 1.7 epochs between the cuts and 2 after, which fits ResNet-20 on CIFAR-10
     into 25 minutes of two cores; "paper" (or "full"): 10 epochs for each of the network's `sites`, and 80 at the end. Colour
     images are cropped and flipped at random.
     """
     if name.endswith(".toml"):
-        return read_budget(Path(name))
+        return _read_budget(Path(name))
     name = SYNONYMS.get(name, name)
     if name not in NAMES:
         raise InvalidInput(f"no budget {name!r}.{suggest(name, (*NAMES, *SYNONYMS))} A file of your own ends in .toml.")
     if name == "none":
         return NO_TRAINING
     if name == "short":
-        return Budget(name, after=_suited(TrainSettings(epochs=1, lr=0.01), examples))
-    if name == "2core":
-        between, after = _suited(PAPER_FINETUNE, examples), _suited(TrainSettings(epochs=2, lr=0.02), examples)
-        return Budget(name, lasting(between, _BETWEEN_2CORE, examples), after)
-    between = lasting(_suited(PAPER_FINETUNE, examples), PAPER_FINETUNE.epochs * max(sites, 1), examples)
-    return Budget(name, between, _suited(PAPER_RETRAIN, examples))
+        return Budget(name, after=_with_augmentation(TrainSettings(epochs=1, lr=0.01), examples))
+    between = _with_augmentation(PAPER_FINETUNE, examples)
+    after = TrainSettings(epochs=2, lr=0.02) if name == "2core" else PAPER_RETRAIN
+    epochs = _BETWEEN_2CORE if name == "2core" else PAPER_FINETUNE.epochs * max(sites, 1)
+    steps = max(1, round(epochs * steps_in_epoch(len(examples), between.batch)))
+    return Budget(name, replace(between, epochs=ceil(epochs), steps=steps), _with_augmentation(after, examples))
 
 
-def read_budget(path: Path) -> Budget:
-    """The budget in a TOML file, named as the file is; `between` says its `steps`, and has a constant rate."""
+def _with_augmentation(settings: TrainSettings, examples: Examples) -> TrainSettings:
+    """Add the paper's crops and flips for colour images, and none for others: a flipped digit is another digit."""
+    shape = examples.inputs.shape[1:]
+    if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 8:
+        return replace(settings, augment="crop-flip", pad=min(shape[1:]) // 8)
+    return replace(settings, augment="none")
+
+
+def _read_budget(path: Path) -> Budget:
+    """Read a TOML file into a budget with the file's name; `between` gives its `steps` and has a constant learning rate."""
     try:
         tables: dict[str, Any] = decode_toml(read_text_file(path, max_bytes=MAX_TOML_BYTES))
     except OSError as error:
@@ -100,58 +108,26 @@ def read_budget(path: Path) -> Budget:
         raise RecipeError(
             f"{path}: got {brief(', '.join(map(repr, unknown or tables)))}, wanted the tables 'between' and 'after'."
         )
-    between = tables.get("between")
+    if "between" in tables:  # its steps decide when it ends
+        tables["between"] = {"schedule": "constant", "epochs": tables["between"].get("steps", 1), **tables["between"]}
+    return Budget(path.stem, **{name: settings_from(table, where=f"{path}, {name}") for name, table in tables.items()})
+
+
+def budget_words(budget: Budget) -> str:
+    """Describe the budget in a line."""
+    parts, between, after = [], budget.between, budget.after
     if between is not None:
-        between = {"schedule": "constant", "epochs": between.get("steps", 1), **between}  # the steps say when it ends
-    return Budget(
-        path.stem,
-        None if between is None else settings_from(between, where=f"{path}, between"),
-        None if "after" not in tables else settings_from(tables["after"], where=f"{path}, after"),
-    )
-
-
-def budget_fields(budget: Budget) -> dict[str, Any]:
-    """The budget as plain values, every setting in full."""
-    return {
-        "name": budget.name,
-        "between": None if budget.between is None else _plain(budget.between),
-        "after": None if budget.after is None else _plain(budget.after),
-    }
-
-
-def budget_words(fields: dict[str, Any]) -> str:
-    """What the fields of a budget say, in a line."""
-    parts = []
-    if fields["between"] is not None:
-        asked = fields["between"]
-        parts.append(f"{asked['steps']:,} steps of {asked['batch']} between the cuts at learning rate {asked['lr']:g}")
-    if fields["after"] is not None:
-        asked = fields["after"]
-        epochs = f"{asked['epochs']} epoch{'s' if asked['epochs'] != 1 else ''}"
-        length = epochs if asked["steps"] is None else f"at most {asked['steps']:,} steps"
-        parts.append(f"{length} after the cuts from learning rate {asked['lr']:g} ({asked['schedule']})")
-    augment = {asked["augment"] for asked in (fields["between"], fields["after"]) if asked} - {"none"}
+        parts.append(f"{between.steps:,} steps of {between.batch} between the cuts at learning rate {between.lr:g}")
+    if after is not None:
+        epochs = f"{after.epochs} epoch{'s' if after.epochs != 1 else ''}"
+        length = epochs if after.steps is None else f"at most {after.steps:,} steps"
+        parts.append(f"{length} after the cuts from learning rate {after.lr:g} ({after.schedule})")
+    augment = {settings.augment for settings in (between, after) if settings} - {"none"}
     tail = f"; images augmented by {' and '.join(sorted(augment))}" if augment else ""
     return ", ".join(parts) + tail if parts else "no training"
 
 
-def lasting(settings: TrainSettings, epochs: float, examples: Examples) -> TrainSettings:
-    """The settings for so many epochs, also fractions of one, told in steps."""
-    steps = max(1, round(epochs * steps_in_epoch(len(examples), settings.batch)))
-    return replace(settings, epochs=ceil(epochs), steps=steps)
-
-
-def _suited(settings: TrainSettings, examples: Examples) -> TrainSettings:
-    """With the paper's crops and flips where the examples are colour images, and none elsewhere: a flipped digit is another."""
-    shape = examples.inputs.shape[1:]
-    if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 8:
-        return replace(settings, augment="crop-flip", pad=min(shape[1:]) // 8)
-    return replace(settings, augment="none")
-
-
-def _plain(settings: TrainSettings) -> dict[str, Any]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(settings).items()}
-
+# ---- a row of a comparison -------------------------------------------------------------------------------------------
 
 CONVENTION = (
     "counted on the compacted network; MACs: convolutions, linear layers and matrix products for one example, 1 MAC = 2 FLOPs; "
@@ -162,20 +138,20 @@ Key = tuple[str, str, float, int]
 
 @dataclass(frozen=True)
 class Count:
-    """Of something before and after."""
+    """A count before and after pruning."""
 
-    before: int
-    after: int
+    before: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    after: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
     @property
     def removed(self) -> float:
-        """The share that is gone."""
-        return 1 - self.after / self.before if self.before else 0.0
+        """The share that was removed."""
+        return 1 - self.after / self.before
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Of one set of examples: how many are right before and after, as shares and as numbers."""
+    """Accuracy and number of right answers on one set of examples, before and after pruning."""
 
     before: float
     after: float
@@ -185,20 +161,38 @@ class Answers:
 
 
 @dataclass(frozen=True)
+class Base:
+    """The network, weights, data and mask position that all rows of a comparison share."""
+
+    model: str
+    weights_sha256: str
+    data_sha256: str
+    shortcut: str
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What a comparison was started with: its base, and the settings of its budgets by name."""
+
+    base: Base
+    budgets: dict[str, Budget]
+
+
+@dataclass(frozen=True)
 class Row:
     """One network that one method made of the base network, under one budget."""
 
     model: str
     model_options: dict[str, Any]
-    weights: str  # what they are called
+    weights: str  # display name
     weights_sha256: str
     data: str
     data_sha256: str
     images: dict[str, int]  # by set
     shortcut: str
     method: str
-    budget: dict[str, Any]  # every setting
-    target: float  # share of the MACs that was to go
+    budget: Budget
+    target: float  # share of the MACs to remove
     seed: int
     macs: Count
     parameters: Count
@@ -208,7 +202,7 @@ class Row:
     test: Answers
     images_trained: int
     rate_sum: float  # learning rate times images, added up
-    passes: int  # images brought through a network to decide what goes
+    passes: int  # forward passes of one image to decide what to remove
     search_seconds: float
     training_seconds: float
     network_sha256: str  # of the file that holds the smaller network
@@ -219,94 +213,78 @@ class Row:
 
     @property
     def budget_name(self) -> str:
-        """What the budget is called."""
-        return str(self.budget["name"])
+        """The name of the budget."""
+        return self.budget.name
 
     @property
     def key(self) -> Key:
-        """What tells this row from the others of its comparison."""
-        return self.method, self.budget_name, self.target, self.seed
+        """What identifies this row in its comparison."""
+        return self.method, self.budget.name, self.target, self.seed
 
     @property
     def reached(self) -> bool:
-        """Whether so much is gone as was to go."""
+        """Whether the target share of the MACs was removed."""
         return self.macs.removed >= self.target - 1e-9
+
+    @property
+    def conditions(self) -> Conditions:
+        """What this row was made with."""
+        base = Base(self.model, self.weights_sha256, self.data_sha256, self.shortcut)
+        return Conditions(base, {self.budget.name: self.budget})
 
 
 def row_fields(row: Row) -> dict[str, Any]:
-    """The row as plain values."""
-    fields: dict[str, Any] = msgspec.to_builtins(asdict(row))
-    return fields
+    """Return the row as plain values."""
+    return asdict(row)
 
 
 def comparison_rows(path: Path) -> list[Row]:
-    """All rows of a comparison's file, in order; of those with one key, the latest."""
-    rows = [_row_from(fields, f"{path}, row {number}") for number, fields in enumerate(read_rows(path), 1)]
+    """Read the rows of a comparison, in order; of several with one key, the latest."""
+    rows: list[Row] = read_rows(path, Row)
     return list({row.key: row for row in rows}.values())
 
 
-def check_comparable(rows: Sequence[Row]) -> None:
-    """Refuse rows of different networks or data, and methods that were not trained alike under one budget."""
-    if not rows:
-        return
-    for row in rows:
-        check_base(row, base_of(rows[0]), "the rows")
-    for name in budgets_of(rows):
-        _check_budget(name, [row for row in rows if row.budget_name == name])
-
-
-def base_of(row: Row) -> dict[str, str]:
-    """What all rows of a comparison have in common."""
-    return {name: getattr(row, name) for name in ("model", "weights_sha256", "data_sha256", "shortcut")}
-
-
-def check_base(found: Row | Mapping[str, str], wanted: Mapping[str, str], where: str) -> None:
-    """Refuse what was made of another network, other weights, other data or with masks elsewhere."""
-    known = base_of(found) if isinstance(found, Row) else found
-    for name, value in wanted.items():
-        if known[name] != value:
-            what = {"weights_sha256": "weights", "data_sha256": "data or split"}.get(name, name)
-            raise RunError(
-                f"{where}: was made with another {what} ({_short(known[name])}, now {_short(value)}): rows of one comparison "
-                f"have one base. Give what it was started with, or another --out."
-            )
-
-
 def methods_of(rows: Iterable[Row]) -> tuple[str, ...]:
-    """The methods of the rows, in the order they first came."""
+    """Return the methods of the rows, in order of first appearance."""
     return tuple(dict.fromkeys(row.method for row in rows))
 
 
 def budgets_of(rows: Iterable[Row]) -> tuple[str, ...]:
-    """The names of their budgets, in the order they first came."""
-    return tuple(dict.fromkeys(row.budget_name for row in rows))
+    """Return the names of the budgets, in order of first appearance."""
+    return tuple(dict.fromkeys(row.budget.name for row in rows))
 
 
-def _check_budget(name: str, rows: Sequence[Row]) -> None:
-    first = rows[0]
+# ---- what can be compared --------------------------------------------------------------------------------------------
+
+
+def check_conditions(where: str | Path, found: Conditions, wanted: Conditions) -> None:
+    """Raise if what was `found` at `where` was made of another base, or with other settings under the name of a budget."""
+    started, now = asdict(found.base), asdict(wanted.base)
+    for name in started:
+        if started[name] != now[name]:
+            what = {"weights_sha256": "weights", "data_sha256": "data or split"}.get(name, name)
+            raise RunError(
+                f"{where}: was made with different {what} ({started[name]:.24}, now {now[name]:.24}), but all rows of a "
+                f"comparison share one base. Give what it was started with, or another --out and --runs."
+            )
+    for name in found.budgets.keys() & wanted.budgets.keys():
+        if found.budgets[name] != wanted.budgets[name]:
+            raise RunError(f"{where}: budget {name!r} had other settings there. Give the changed budget another name.")
+
+
+def check_comparable(rows: Sequence[Row]) -> None:
+    """Raise if rows have different networks or data, or if methods were not trained alike under one budget."""
+    first = {row.budget.name: row for row in reversed(rows)}
     for row in rows:
-        if row.budget != first.budget:
+        one = first[row.budget.name]
+        check_conditions(f"the row of {_name(row)}", row.conditions, replace(one.conditions, base=rows[0].conditions.base))
+        if row.images_trained != one.images_trained or not isclose(row.rate_sum, one.rate_sum, rel_tol=1e-6):
             raise RunError(
-                f"budget {name!r}: {_who(row)} had other settings than {_who(first)}: give changed budgets new names."
-            )
-        if row.images_trained != first.images_trained or not isclose(row.rate_sum, first.rate_sum, rel_tol=1e-6):
-            raise RunError(
-                f"budget {name!r}: {_who(row)} was trained on {row.images_trained:,} images (learning rates add up to "
-                f"{row.rate_sum:.6g}), {_who(first)} on {first.images_trained:,} ({first.rate_sum:.6g}): a comparison wants "
-                f"the same training for all. Remove the rows that are wrong; they will be made again."
+                f"budget {row.budget.name!r}: {_name(row)} was trained on {row.images_trained:,} images (learning rates add up "
+                f"to {row.rate_sum:.6g}), {_name(one)} on {one.images_trained:,} ({one.rate_sum:.6g}), but a comparison needs "
+                f"the same training for all. Remove the wrong rows and give the command again: it makes them again."
             )
 
 
-def _row_from(fields: dict[str, Any], where: str) -> Row:
-    try:
-        return msgspec.convert(fields, Row)
-    except msgspec.ValidationError as error:
-        raise RunError(f"{where}: is no row of a comparison ({brief(error)}). Remove it: it will be made again.") from error
-
-
-def _who(row: Row) -> str:
+def _name(row: Row) -> str:
     return f"{row.method} (target {row.target:g}, seed {row.seed})"
-
-
-def _short(value: str) -> str:
-    return value[:12] if len(value) == 64 else repr(value)

@@ -1,7 +1,7 @@
-"""Many methods on one network and data: every combination of method, budget, target and seed makes one row, once.
+"""Compare methods on one network and its data: each combination of method, budget, target and seed makes one row, once.
 
-A row that is there is never made again, a method that was killed goes on from its folder, and processes that are given the same
-comparison share the work.
+An existing row is never made again, a killed method resumes from its folder, and processes that run the same comparison share
+the work.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from torch import nn
 
@@ -34,46 +34,25 @@ from secateurs.graph.trace import Graph, trace
 from secateurs.methods import Budget, Method, Pruned, Task, Watch
 from secateurs.methods.compare.rows import (
     Answers,
+    Base,
+    Conditions,
     Count,
     Key,
     Row,
     append_row,
-    budget_fields,
-    check_base,
+    check_conditions,
     comparison_rows,
     named_budget,
-    row_fields,
 )
 from secateurs.metrics import Evaluation, evaluate
-from secateurs.pruning.checkpoints import example_for
-from secateurs.pruning.folder import environment
+from secateurs.pruning.folder import environment, example_for
 
-ROWS, GUARD, NETWORK, WORK = "rows.jsonl", "comparison.json", "pruned.safetensors", "work"
-
-
-class _Base(TypedDict):
-    model: str
-    weights_sha256: str
-    data_sha256: str
-    shortcut: str
-
-
-class _Budget(TypedDict):
-    name: str
-    between: dict[str, Any] | None
-    after: dict[str, Any] | None
-
-
-class _Guard(TypedDict):
-    """What comparison.json holds: what the runs beside it were started with."""
-
-    base: _Base
-    budgets: dict[str, _Budget]
+ROWS, CONDITIONS, NETWORK, WORK = "rows.jsonl", "comparison.json", "pruned.safetensors", "work"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A row that is to be made."""
+    """A row to make."""
 
     method: str
     budget: Budget
@@ -82,24 +61,24 @@ class Entry:
 
     @property
     def key(self) -> Key:
-        """What tells its row from the others."""
+        """What identifies its row in the comparison."""
         return self.method, self.budget.name, self.target, self.seed
 
     @property
     def folder(self) -> str:
-        """Where its network is kept, and its method works, seen from the folder of all runs."""
+        """Where its method works and its network is saved, relative to the folder of all runs."""
         return f"{self.budget.name}/{_file_name(self.method)}-{self.target:g}-seed{self.seed}"
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """One network with its data, a file of rows, and a folder where methods work."""
+    """One network with its data, a file of rows, and a folder for the runs of the methods."""
 
-    model: nn.Module  # trained, left as it is
+    model: nn.Module  # trained, left unchanged
     data: Data
-    out: Path  # for rows.jsonl, and what is made of it
-    runs: Path  # for what methods keep, and the smaller networks
-    names: Mapping[str, Any] = field(default_factory=dict)  # "model", "model_options", "weights", "data": as rows call them
+    out: Path  # for rows.jsonl, tables and figures
+    runs: Path  # for the runs and the smaller networks
+    names: Mapping[str, Any] = field(default_factory=dict)  # display names: "model", "model_options", "weights", "data"
     shortcut: Shortcut = "before"
     batch: int = 256
     device: Device = None
@@ -111,61 +90,57 @@ class Comparison:
 
     @cached_property
     def graph(self) -> Graph:
-        """The untouched network, traced."""
+        """The unpruned network, traced."""
         return trace(self.model, example_for(self.model, self.data))
 
     @cached_property
-    def base(self) -> dict[str, str]:
-        """What all rows have in common."""
-        weights = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
-        return {
-            "model": str(self.names.get("model", type(self.model).__name__)),
-            "weights_sha256": digest(weights),
-            "data_sha256": self.data.digest(),
-            "shortcut": self.shortcut,
-        }
+    def base(self) -> Base:
+        """What all rows share."""
+        name = str(self.names.get("model", type(self.model).__name__))
+        return Base(name, digest(self.model.state_dict()), self.data.digest(), self.shortcut)
 
     @cached_property
-    def untouched(self) -> tuple[Evaluation, Evaluation]:
-        """The base network on the search and on the test set; asked for at the end of a row only."""
-        return self._evaluated(self.graph, self.data.search), self._evaluated(self.graph, self.data.test)
+    def baseline(self) -> tuple[Evaluation, Evaluation]:
+        """The unpruned network on the validation and test sets; read at the end of a row only."""
+        return self._evaluate(self.graph, self.data.search), self._evaluate(self.graph, self.data.test_set)
 
     def budgets(self, names: Iterable[str]) -> tuple[Budget, ...]:
-        """The budgets of those names, scaled to this network and data."""
+        """Return the budgets of those names, scaled to this network and data."""
         sites = len(find_sites(self.graph, self.shortcut))
         return tuple(dict.fromkeys(named_budget(name, self.data.train, sites=sites) for name in names))
 
     def check(self, budgets: Sequence[Budget]) -> None:
-        """Refuse to go on with rows or runs of another network, other data, or budgets that meant something else."""
+        """Raise if existing rows or runs have another network, other data, or other settings of a budget; record ours."""
+        wanted = Conditions(self.base, {budget.name: budget for budget in budgets})
         for row in comparison_rows(self.rows):
-            check_base(row, self.base, str(self.rows))
-            for budget in budgets:
-                _check_budget(row.budget, budget, self.rows)
-        self._guard_runs(budgets)
+            check_conditions(self.rows, row.conditions, wanted)
+        path, known = self.runs / CONDITIONS, Conditions(self.base, {})
+        if path.exists():  # methods that are not finished have no row yet
+            try:
+                known = decode_json(read_text_file(path), Conditions)
+            except Malformed as error:
+                raise RunError(f"{path}: damaged ({error}). Restore it from a copy, or give another --runs.") from error
+        check_conditions(f"{self.runs} (--runs)", known, wanted)
+        write_text(path, json.dumps(asdict(replace(known, budgets=known.budgets | wanted.budgets)), indent=1))
 
     def done(self) -> dict[Key, Row]:
-        """The rows that are there."""
+        """Return the existing rows."""
         return {row.key: row for row in comparison_rows(self.rows)}
 
     def make(self, entry: Entry, method: Method, *, watch: Watch | None = None) -> Row | None:
-        """Run the method, keep its network, measure it as it reloads, add its row; None: another process is doing it."""
+        """Run the method, save its network, measure it after reloading, append its row; None if another process does."""
         folder = self.runs / entry.folder
         with _claimed(folder) as ours:
             if not ours:
                 return None
             known = self.done().get(entry.key)  # another process may have made it while this one was busy
-            return known or self._made(entry, method, folder, watch)
-
-    # ---- one row -----------------------------------------------------------------------------------------------------
-
-    def _made(self, entry: Entry, method: Method, folder: Path, watch: Watch | None) -> Row:
-        pruned = method(self._task(entry, folder), watch=watch)
-        file = save(pruned.graph, folder / NETWORK)
-        # what counts is the network that a user gets, so it is the reloaded one that is measured
-        left = load(self.model, file, example_input=self.graph.example)
-        row = self._row(entry, pruned, left, hashlib.sha256(file.read_bytes()).hexdigest())
-        append_row(self.rows, row_fields(row))
-        return row
+            if known is not None:
+                return known
+            pruned = method(self._task(entry, folder), watch=watch)
+            file = save(pruned.graph, folder / NETWORK)
+            row = self._row(entry, pruned, file)
+            append_row(self.rows, asdict(row))
+            return row
 
     def _task(self, entry: Entry, folder: Path) -> Task:
         stores = self.runs / "measured"
@@ -181,67 +156,50 @@ class Comparison:
             batch=self.batch,
             device=self.device,
             folder=folder / WORK,
-            # shared by the targets and budgets of a method, not by methods: else who comes first pays for the others' search
+            # shared by the targets and budgets of a method, not by methods: else the first pays for the search of the others
             store=stores / f"{_file_name(entry.method)}-seed{entry.seed}.sqlite",
         )
 
-    def _row(self, entry: Entry, pruned: Pruned, left: Graph, network_sha256: str) -> Row:
-        before, after = cost(self.graph), cost(left)
-        paper_before, paper_after = (cost(graph, convention="paper") for graph in (self.graph, left))
+    def _row(self, entry: Entry, pruned: Pruned, file: Path) -> Row:
+        # measure the reloaded network: it is what a user gets
+        smaller = load(self.model, file, example_input=self.graph.example)
+        before, after = cost(self.graph), cost(smaller)
+        paper_before, paper_after = (cost(graph, convention="paper") for graph in (self.graph, smaller))
         about = environment()
-        search_before, test_before = self.untouched
+        search_before, test_before = self.baseline
         return Row(
-            model=self.base["model"],
+            **vars(self.base),
             model_options=dict(self.names.get("model_options", {})),
-            weights_sha256=self.base["weights_sha256"],
-            data_sha256=self.base["data_sha256"],
-            shortcut=self.base["shortcut"],
             weights=str(self.names.get("weights", "as given")),
             data=str(self.names.get("data", self.data.name)),
             images={name: len(examples) for name, examples in self.data.splits().items()},
             method=entry.method,
-            budget=budget_fields(entry.budget),
+            budget=entry.budget,
             target=entry.target,
             seed=entry.seed,
             macs=Count(before.macs, after.macs),
             parameters=Count(before.parameters, after.parameters),
             counted_weights=Count(paper_before.parameters, paper_after.parameters),
-            filters=_filters(self.graph, left),
-            search=_answers(search_before, self._evaluated(left, self.data.search)),
-            test=_answers(test_before, self._evaluated(left, self.data.test)),
+            filters=_filters(self.graph, smaller),
+            search=_answers(search_before, self._evaluate(smaller, self.data.search)),
+            test=_answers(test_before, self._evaluate(smaller, self.data.test_set)),
             images_trained=pruned.trained.images,
             rate_sum=pruned.trained.rate_sum,
             passes=pruned.passes,
             search_seconds=round(pruned.search_seconds, 3),
             training_seconds=round(pruned.training_seconds, 3),
-            network_sha256=network_sha256,
+            network_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
             note=pruned.note,
             versions=about["versions"],
             machine=about["machine"],
         )
 
-    def _evaluated(self, graph: Graph, examples: Examples) -> Evaluation:
+    def _evaluate(self, graph: Graph, examples: Examples) -> Evaluation:
         return evaluate(graph.module, examples, batch=self.batch, device=self.device)
-
-    def _guard_runs(self, budgets: Sequence[Budget]) -> None:
-        """Half-done methods must not go on with something else than they were started with."""
-        path = self.runs / GUARD
-        known: dict[str, Any] = {"base": self.base, "budgets": {}}
-        if path.exists():
-            try:
-                known = decode_json(read_text_file(path), _Guard)
-            except Malformed as error:
-                raise RunError(f"{path}: damaged ({error}). Restore it from a copy, or give another --runs.") from error
-        check_base(known["base"], self.base, f"{self.runs} (--runs)")
-        for budget in budgets:
-            for found in known["budgets"].values():
-                _check_budget(found, budget, self.runs)
-        known["budgets"] |= {budget.name: budget_fields(budget) for budget in budgets}
-        write_text(path, json.dumps(known, indent=1))
 
 
 def entries(methods: Sequence[str], budgets: Sequence[Budget], targets: Sequence[float], seeds: Sequence[int]) -> list[Entry]:
-    """All combinations: budget by budget and seed by seed, so that an early look already shows whole curves."""
+    """Return all combinations, budget by budget and seed by seed, so that whole curves exist early."""
     for target in targets:
         if not 0 < target < 1:
             raise InvalidInput(f"target {target:g}: wanted a share of the MACs between 0 and 1, such as 0.3.")
@@ -251,18 +209,18 @@ def entries(methods: Sequence[str], budgets: Sequence[Budget], targets: Sequence
     for name, given in (("methods", methods), ("budgets", budgets), ("targets", targets), ("seeds", seeds)):
         if not given:
             raise InvalidInput(f"{name}: got none, wanted at least one.")
-    chosen = [
+    wanted = [
         Entry(method, budget, float(target), seed)
         for budget in budgets
         for seed in seeds
         for target in targets
         for method in methods
     ]
-    return list({entry.key: entry for entry in chosen}.values())
+    return list({entry.key: entry for entry in wanted}.values())
 
 
 def fewer(data: Data, count: int | None) -> Data:
-    """The data with at most `count` examples in each set, to try things out; all of it when that is None."""
+    """Return the data with at most `count` examples in each set, to try things out; all of it if that is None."""
     if count is None:
         return data
     train, search, test = (subset(part, min(count, len(part)), seed=0) for part in data.splits().values())
@@ -271,22 +229,16 @@ def fewer(data: Data, count: int | None) -> Data:
 
 
 def _answers(before: Evaluation, after: Evaluation) -> Answers:
-    return Answers(before.accuracy, after.accuracy, _right(before), _right(after), after.count)
+    def right(found: Evaluation) -> float:
+        value = found.accuracy * found.count
+        return float(round(value)) if abs(value - round(value)) < 1e-6 else value
 
-
-def _right(found: Evaluation) -> float:
-    right = found.accuracy * found.count
-    return float(round(right)) if abs(right - round(right)) < 1e-6 else right
+    return Answers(before.accuracy, after.accuracy, right(before), right(after), after.count)
 
 
 def _filters(before: Graph, after: Graph) -> dict[str, tuple[int, int]]:
     left = {node.name: node.filters for node in nodes_from(describe(after)) if node.is_layer}
     return {node.name: (node.filters, left.get(node.name, 0)) for node in nodes_from(describe(before)) if node.is_layer}
-
-
-def _check_budget(found: Mapping[str, Any], budget: Budget, where: Path) -> None:
-    if found["name"] == budget.name and dict(found) != budget_fields(budget):
-        raise RunError(f"{where}: budget {budget.name!r} had other settings there: give the changed one another name.")
 
 
 def _file_name(method: str) -> str:
@@ -295,7 +247,7 @@ def _file_name(method: str) -> str:
 
 @contextmanager
 def _claimed(folder: Path) -> Iterator[bool]:
-    """Whether this process alone works in the folder."""
+    """Lock the folder; yields whether this process got the lock."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".claim").open("a+b") as file:
         try:

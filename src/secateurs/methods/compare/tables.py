@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-from secateurs._util.tables import Sheet, markdown
+from secateurs._util.format import NOTHING
+from secateurs._util.tables import Sheet
 from secateurs.methods.compare.rows import Row, budget_words, budgets_of, check_comparable, methods_of
 
-MISSED = "†"  # marks cells of which a network kept more MACs than it was to keep
-NOTHING = "–"
+MISSED = "†"  # marks cells with a network that kept more MACs than its target
 
 
 @dataclass(frozen=True)
@@ -19,27 +19,34 @@ class Summary:
     """One method under one budget at one target, over its seeds. Shares are fractions."""
 
     method: str
-    budget: str
     target: float
     macs_removed: float
     test: float
-    test_spread: float  # standard deviation over seeds; 0 of one
+    test_spread: float  # standard deviation over seeds; 0 for one
     seeds: int
     reached: bool
 
 
+def by_target(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
+    """Group rows by method, in order of first appearance, and rising target; each group holds one row a seed and budget."""
+    rows = list(rows)
+    keys = [(method, target) for method in methods_of(rows) for target in sorted({row.target for row in rows})]
+    grouped = {key: [row for row in rows if (row.method, row.target) == key] for key in keys}
+    return {key: group for key, group in grouped.items() if group}
+
+
 def summaries(rows: Sequence[Row], budget: str) -> list[Summary]:
-    """All that is known under one budget, method by method, targets rising."""
-    return [
-        _summary([row for row in of_method if row.target == target])
-        for method in methods_of(rows)
-        if (of_method := [row for row in rows if row.method == method and row.budget_name == budget])
-        for target in sorted({row.target for row in of_method})
-    ]
+    """Summarise the rows of one budget, method by method, targets rising."""
+    found = []
+    for (method, target), group in by_target(row for row in rows if row.budget.name == budget).items():
+        test = [row.test.after for row in group]
+        removed, spread = mean(row.macs.removed for row in group), stdev(test) if len(test) > 1 else 0.0
+        found.append(Summary(method, target, removed, mean(test), spread, len(test), all(row.reached for row in group)))
+    return found
 
 
-def spread(values: Sequence[float], digits: int = 2, scale: float = 100) -> str:
-    """Mean ± standard deviation, in per cent unless told; the mean alone of one."""
+def mean_spread(values: Sequence[float], digits: int = 2, scale: float = 100) -> str:
+    """Format mean ± standard deviation, in per cent by default; for a single value the mean alone."""
     if not values:
         return NOTHING
     middle = f"{scale * mean(values):,.{digits}f}"
@@ -47,39 +54,42 @@ def spread(values: Sequence[float], digits: int = 2, scale: float = 100) -> str:
 
 
 def sheets_of(rows: Sequence[Row], budget: str) -> list[Sheet]:
-    """The tables of one budget: test accuracy, what is really gone, and what the search took."""
-    here = [row for row in rows if row.budget_name == budget]
-    words = f"budget {budget} ({budget_words(here[0].budget)})"
+    """Return the tables of one budget: test accuracy, what was really removed, and the cost of the search."""
+    here = [row for row in rows if row.budget.name == budget]
     test = here[0].test
+    title = f"Test accuracy (%); {100 * test.before:.2f} before, on {test.count:,} images; budget {budget} "
     return [
-        _by_target(
-            here,
-            f"Test accuracy (%); {100 * test.before:.2f} before, on {test.count:,} images; {words}",
-            lambda row: row.test.after,
-        ),
-        _by_target(here, f"MACs really removed (%); budget {budget}", lambda row: row.macs.removed),
-        _by_target(here, f"Parameters removed (%); budget {budget}", lambda row: row.parameters.removed),
-        cost_sheet(here, budget),
+        _target_sheet(here, f"{title}({budget_words(here[0].budget)})", lambda row: row.test.after),
+        _target_sheet(here, f"MACs really removed (%); budget {budget}", lambda row: row.macs.removed),
+        _target_sheet(here, f"Parameters removed (%); budget {budget}", lambda row: row.parameters.removed),
+        _cost_sheet(here, budget),
     ]
 
 
-def cost_sheet(rows: Sequence[Row], budget: str) -> Sheet:
-    """What a method's search and training took: of each seed the dearest row, as its targets share what is measured."""
+def _target_sheet(rows: Sequence[Row], title: str, value: Callable[[Row], float]) -> Sheet:
+    targets, grouped, lines = sorted({row.target for row in rows}), by_target(rows), []
+    for method in methods_of(rows):
+        groups = [grouped.get((method, target), []) for target in targets]
+        marks = ["" if all(row.reached for row in group) else MISSED for group in groups]
+        cells = [mean_spread([value(row) for row in group]) for group in groups]
+        lines.append((method, *map("".join, zip(cells, marks, strict=True))))
+    return Sheet(title, ("method", *(f"{100 * target:g} % gone" for target in targets)), tuple(lines))
+
+
+def _cost_sheet(rows: Sequence[Row], budget: str) -> Sheet:
+    """What search and training of a method took: the dearest row of each seed, as its targets share measurements."""
     lines = []
     for method in methods_of(rows):
         found = [row for row in rows if row.method == method]
-        dearest = [
-            max((r for r in found if r.seed == seed), key=lambda r: r.passes) for seed in sorted({r.seed for r in found})
-        ]
-        seconds = [max(r.search_seconds for r in found if r.seed == seed) for seed in sorted({r.seed for r in found})]
+        seeds = [[row for row in found if row.seed == seed] for seed in sorted({row.seed for row in found})]
         lines.append(
             (
                 method,
-                spread([row.passes for row in dearest], 0, 1),
-                spread(seconds, 1, 1),
+                mean_spread([max(row.passes for row in group) for group in seeds], 0, 1),
+                mean_spread([max(row.search_seconds for row in group) for group in seeds], 1, 1),
                 f"{found[0].images_trained:,}",
                 f"{found[0].rate_sum:,.4g}",
-                spread([row.training_seconds for row in found], 1, 1),
+                mean_spread([row.training_seconds for row in found], 1, 1),
             )
         )
     columns = ("method", "images through the network", "search, s", "images trained on", "rate × images", "training, s")
@@ -87,24 +97,13 @@ def cost_sheet(rows: Sequence[Row], budget: str) -> Sheet:
 
 
 def rows_sheet(rows: Iterable[Row]) -> Sheet:
-    """Every row: one network each."""
-    columns = (
-        "method",
-        "budget",
-        "target",
-        "seed",
-        "MACs removed, %",
-        "parameters removed, %",
-        "search before, %",
-        "after, %",
-        "test before, %",
-        "after, %",
-        "test right after",
-    )
+    """Return a table of every row: one network each."""
+    columns = "method; budget; target; seed; MACs removed, %; parameters removed, %; search before, %; after, %; "
+    columns += "test before, %; after, %; test right after"
     lines = tuple(
         (
             row.method,
-            row.budget_name,
+            row.budget.name,
             f"{100 * row.target:g} %{'' if row.reached else MISSED}",
             str(row.seed),
             f"{100 * row.macs.removed:.2f}",
@@ -114,11 +113,11 @@ def rows_sheet(rows: Iterable[Row]) -> Sheet:
         )
         for row in rows
     )
-    return Sheet("Every network", columns, lines)
+    return Sheet("Every network", tuple(columns.split("; ")), lines)
 
 
 def conditions(rows: Sequence[Row]) -> list[str]:
-    """What holds for all rows, in sentences."""
+    """Describe in sentences what holds for all rows."""
     first = rows[0]
     seeds = len({row.seed for row in rows})
     versions = ", ".join(f"{name} {number}" for name, number in first.versions.items())
@@ -128,18 +127,18 @@ def conditions(rows: Sequence[Row]) -> list[str]:
     return [
         f"Network: {first.model}{options}; weights {first.weights} ({first.weights_sha256[:12]}). Data: {first.data} "
         f"({first.data_sha256[:12]}): {sets}.",
-        f"Mean ± standard deviation over seeds where there are several ({seeds} at most). The test set was read at the end of "
-        f"a row and chose nothing; chance alone moves an accuracy on {first.test.count:,} images by about {error:.2f} points.",
+        f"Mean ± standard deviation over seeds where there are several ({seeds} at most). The test set was read once, at the "
+        f"end of a row, and decided nothing. Sampling error of an accuracy on {first.test.count:,} images: {error:.2f} points.",
         f"MACs and parameters are {first.convention}. The last filters of a residual block are masked {first.shortcut} the "
         f"add.",
         f"Under one budget every method was trained on the same number of images, and its learning rates added up to the same. "
         f"Made with {versions}.",
-        *([f"{MISSED}: fewer MACs are gone than were to go."] if not all(row.reached for row in rows) else []),
+        *([f"{MISSED}: fewer MACs were removed than the target."] if not all(row.reached for row in rows) else []),
     ]
 
 
 def best_words(rows: Sequence[Row], budget: str) -> str:
-    """Who is first and second at every target of a budget."""
+    """Name the best and second best method at every target of a budget."""
     found = summaries(rows, budget)
     sentences = []
     for target in sorted({one.target for one in found}):
@@ -153,39 +152,13 @@ def best_words(rows: Sequence[Row], budget: str) -> str:
 
 
 def tables_text(rows: Sequence[Row]) -> str:
-    """All tables as Markdown; an error if the rows cannot be compared."""
+    """Return all tables as Markdown; raise if the rows cannot be compared."""
     check_comparable(rows)
     if not rows:
-        return "No row is there yet.\n"
+        return "No rows yet.\n"
     parts = ["\n".join(f"- {sentence}" for sentence in conditions(rows)) + "\n"]
     for budget in budgets_of(rows):
-        first = best_words(rows, budget)
-        parts += [f"Highest mean test accuracy, budget {budget}: {first}.\n"] if first else []
-        parts += [markdown(sheet) for sheet in sheets_of(rows, budget)]
-    return "\n".join([*parts, markdown(rows_sheet(rows))])
-
-
-def _by_target(rows: Sequence[Row], title: str, value: Callable[[Row], float]) -> Sheet:
-    targets = sorted({row.target for row in rows})
-    lines = []
-    for method in methods_of(rows):
-        cells = []
-        for target in targets:
-            found = [row for row in rows if row.method == method and row.target == target]
-            cells.append(spread([value(row) for row in found]) + ("" if all(row.reached for row in found) else MISSED))
-        lines.append((method, *cells))
-    return Sheet(title, ("method", *(f"{100 * target:g} % gone" for target in targets)), tuple(lines))
-
-
-def _summary(rows: Sequence[Row]) -> Summary:
-    found = [row.test.after for row in rows]
-    return Summary(
-        rows[0].method,
-        rows[0].budget_name,
-        rows[0].target,
-        mean(row.macs.removed for row in rows),
-        mean(found),
-        stdev(found) if len(found) > 1 else 0.0,
-        len(found),
-        all(row.reached for row in rows),
-    )
+        best = best_words(rows, budget)
+        parts += [f"Highest mean test accuracy, budget {budget}: {best}.\n"] if best else []
+        parts += [sheet.markdown() for sheet in sheets_of(rows, budget)]
+    return "\n".join([*parts, rows_sheet(rows).markdown()])

@@ -1,0 +1,159 @@
+"""Rules of layers with filters, of normalisation, and of ops over space: pools, resizing, reductions, padding."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from secateurs.graph.flow.kinds import Channelwise, Flow, Layer, Moved
+from secateurs.graph.flow.table import Op, channelwise, opaque, rule
+
+
+@rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def convolution(op: Op) -> Flow:
+    """Filters lie along the axis before the spatial ones."""
+    conv: Any = op.module
+    axis = len(op.shape) - len(conv.kernel_size) - 1
+    sizes = (conv.in_channels, conv.out_channels, conv.groups)
+    return Layer(axis, axis, *sizes, conv.bias is not None, conv.transposed, reads_all=op.axis not in (None, axis))
+
+
+@rule(nn.Linear)
+def linear(op: Op) -> Flow:
+    """Neurons lie along the last axis."""
+    layer: Any = op.module
+    axis, sizes = len(op.shape) - 1, (layer.in_features, layer.out_features, 1)
+    return Layer(axis, axis, *sizes, layer.bias is not None, reads_all=op.axis not in (None, axis))
+
+
+@rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+def batch_norm(op: Op) -> Flow:
+    """A zero channel becomes a constant of bias and mean, so it counts as revived whatever the weights are now."""
+    norm: Any = op.module
+    return _norm(op, keeps_zero=False, pointwise=norm.running_mean is not None)
+
+
+@rule(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+def instance_norm(op: Op) -> Flow:
+    """Without weights and running statistics a zero channel stays zero."""
+    norm: Any = op.module
+    return _norm(op, keeps_zero=not norm.affine and not norm.track_running_stats, pointwise=False)
+
+
+def _norm(op: Op, *, keeps_zero: bool, pointwise: bool) -> Flow:
+    axis = 1 if len(op.shape) > 1 else 0
+    if op.axis not in (None, axis):
+        return opaque(op, "normalises along another axis than the channels'")
+    norm: Any = op.module
+    if norm.num_features != op.shape[axis]:
+        return opaque(op, "takes an input without a batch dimension")
+    params = ("weight", "bias", "running_mean", "running_var")
+    return Channelwise(axis, axis, op.shape[axis], keeps_zero, pointwise, params=params, count="num_features")
+
+
+@rule(
+    *(nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d),
+    *(F.group_norm, F.layer_norm, F.local_response_norm),
+)
+def mixes_channels(op: Op) -> Flow:
+    """Statistics over several channels: removing a channel would change the others."""
+    return opaque(op, "takes statistics over several channels, so it needs all of them")
+
+
+@rule(
+    *(nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.Softmax2d, F.softmax, F.log_softmax, F.normalize),
+    *(torch.softmax, torch.log_softmax, "softmax", "log_softmax"),
+)
+def normalises_channels(op: Op) -> Flow:
+    """Sums over an axis: along the channels, a zero channel counts too."""
+    return opaque(op, "sums over an axis in which removed channels would count")
+
+
+@rule(
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+    *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+    *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+    *(F.max_pool1d, F.max_pool2d, F.max_pool3d, F.avg_pool1d, F.avg_pool2d, F.avg_pool3d),
+    *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
+    *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
+    *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
+    *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, F.interpolate, F.upsample),
+)
+def over_space(op: Op) -> Flow:
+    """Pooling and resizing treat each channel alone; the channels must lie before the spatial axes."""
+    if op.axis is not None and (op.axis >= len(op.shape) - _spatial(op) or len(op.shape) != len(op.shapes[0])):
+        return opaque(op, "works along the axis of the channels")
+    return channelwise(op, keeps_zero=True)
+
+
+def _spatial(op: Op) -> int:
+    """Return the number of spatial axes: from the op's name (max_pool2d), or all axes but two."""
+    name = type(op.module).__name__ if op.module is not None else getattr(op.node.target, "__name__", "")
+    found = re.search(r"(\d)d", name)
+    return int(found[1]) if found else len(op.shape) - 2
+
+
+@rule(torch.mean, torch.sum, torch.amax, torch.amin, torch.std, torch.var, "mean", "sum", "amax", "amin", "std", "var")
+def reduction(op: Op) -> Flow:
+    """Over space each channel is reduced alone; over the channels all are needed (a mean counts zeros too)."""
+    dims, rank = op.argument(1, "dim"), len(op.shapes[0])
+    keepdim = len(op.shape) == rank
+    if op.axis is None:
+        return opaque(op, "has no channels to keep apart")
+    if dims is None or isinstance(dims, bool):
+        return opaque(op, "reduces over the channels")
+    listed = (dims,) if isinstance(dims, int) else dims
+    if not isinstance(listed, tuple) or not all(isinstance(d, int) for d in listed):
+        return opaque(op, "reduces over axes that are not fixed")
+    over = {d % rank for d in listed}
+    if not over or op.axis in over:  # torch takes an empty list of axes for all of them
+        return opaque(op, "reduces over the channels")
+    axis = op.axis if keepdim else op.axis - sum(d < op.axis for d in over)
+    return Channelwise(axis, op.axis, op.width, keeps_zero=True)
+
+
+@rule(
+    *(F.pad, nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d),
+    *(nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d, nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d),
+    *(nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d),
+)
+def pad(op: Op) -> Flow:
+    """Padding in space keeps zeros if it adds zeros; padding of channels adds channels that are known to be zero."""
+    mode, value, amounts = _padding(op)
+    if op.axis is None:
+        return channelwise(op, keeps_zero=False)
+    from_right = len(op.shape) - 1 - op.axis
+    before, after = amounts[2 * from_right : 2 * from_right + 2] if len(amounts) > 2 * from_right else (0, 0)
+    adds_zeros = mode != "constant" or value == 0
+    if before == 0 and after == 0:
+        space = any(amounts)
+        return channelwise(op, keeps_zero=adds_zeros or not space)
+    if mode != "constant" or not adds_zeros or before < 0 or after < 0 or op.module is not None:
+        return opaque(op, "pads the channels with something else than zeros")
+    index = torch.cat([torch.full((before,), -1), torch.arange(op.width), torch.full((after,), -1)])
+
+    written: Any = op.node.args[1] if len(op.node.args) > 1 else op.node.kwargs["pad"]
+    if isinstance(written, fx.Node):
+        return opaque(op, "takes the amounts of its padding from elsewhere")
+
+    def without_channels(node: fx.Node, width: int) -> None:
+        kept = list(written)  # amounts that were computed stay computed
+        kept[2 * from_right : 2 * from_right + 2] = [0, 0]
+        node.args = (node.args[0], tuple(kept), "constant", value)
+        node.kwargs = {}
+
+    return Moved(op.axis, op.axis, op.width, index, "before", without_channels)
+
+
+def _padding(op: Op) -> tuple[str, float, tuple[int, ...]]:
+    """Return mode, fill value, and amounts in torch's order: last axis first, before and after."""
+    if op.module is None:
+        return op.argument(2, "mode", "constant"), op.argument(3, "value", None) or 0, tuple(op.argument(1, "pad"))
+    padding: Any = op.module
+    amounts = padding.padding
+    constant = "Constant" in type(padding).__name__ or "Zero" in type(padding).__name__
+    return ("constant" if constant else "other"), getattr(padding, "value", 0), tuple(amounts)

@@ -1,0 +1,229 @@
+"""Rules of ops that reshape, take parts or reorder channels: flatten, view, permute, squeeze, slices, chunks, shuffles."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from secateurs.graph.flow.kinds import Blocks, Channelwise, Flow, Moved, ResizeArgs
+from secateurs.graph.flow.table import Op, channelwise, opaque, rule
+from secateurs.graph.node_info import Shape, shape_of
+
+
+@rule(nn.Flatten, torch.flatten, "flatten", torch.reshape, "reshape", "view")
+def reshaping(op: Op) -> Flow:
+    """Each channel stays an axis, is spread over a block of features, or a block of features becomes a channel."""
+    if op.axis is None:
+        return opaque(op, "reshapes a tensor whose channels are unknown")
+    if op.module is None and op.node.target not in (torch.flatten, "flatten") and not _sizes_are_listed(op.node):
+        return opaque(op, "takes its sizes from elsewhere")
+    before, after, axis = op.shapes[0], op.shape, op.axis
+    ahead, width = math.prod(before[:axis]), before[axis]
+    place = _axis_after(after, ahead)
+    if place is None:
+        return opaque(op, "mixes the channels with the axes before them")
+    resize = None if op.module is not None or op.node.target in (torch.flatten, "flatten") else _resizer(place)
+    made = after[place]
+    if made == width:
+        return Channelwise(place, axis, width, keeps_zero=True, resize=resize)
+    if made > width and made % width == 0 and made in accumulate(before[axis:], operator.mul):
+        return Moved(place, axis, width, torch.arange(width).repeat_interleave(made // width), "same", resize)
+    if made < width and width % made == 0 and width in accumulate(after[place:], operator.mul):
+        return Blocks(place, axis, made, width // made, resize)
+    return opaque(op, "divides the channels among several axes")
+
+
+def _axis_after(dims: Sequence[int], ahead: int) -> int | None:
+    """Return the axis before which the sizes multiply to `ahead`: where the channels begin. Axes of length 1 stay before it."""
+    product = 1
+    for place, n in enumerate(dims):
+        if product == ahead and not (n == 1 and ahead == 1 and place == 0 and len(dims) > 1):
+            return place
+        product *= n
+    return None
+
+
+def _sizes_are_listed(node: fx.Node) -> bool:
+    sizes = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], tuple | list) else node.args[1:]
+    return bool(sizes) and all(
+        isinstance(s, int) or (isinstance(s, fx.Node) and isinstance(shape_of(s).value, int)) for s in sizes
+    )
+
+
+def _resizer(place: int) -> ResizeArgs:
+    """Return a function that writes the narrower width into the sizes that a view was called with."""
+
+    def resize(target: fx.Node, width: int) -> None:
+        listed = len(target.args) == 2 and isinstance(target.args[1], tuple | list)
+        sizes = list(target.args[1] if listed else target.args[1:])  # type: ignore[arg-type]
+        if sizes[place] != -1:
+            sizes[place] = width
+        target.args = (target.args[0], tuple(sizes)) if listed else (target.args[0], *sizes)
+
+    return resize
+
+
+@rule("expand", torch.broadcast_to)
+def expand(op: Op) -> Flow:
+    """Repeats along other axes than the channels'."""
+    if op.axis is None or len(op.shape) != len(op.shapes[0]) or op.shape[op.axis] != op.width or not _sizes_are_listed(op.node):
+        return opaque(op, "repeats channels")
+    return Channelwise(op.axis, op.axis, op.width, keeps_zero=True, resize=_resizer(op.axis))
+
+
+@rule("permute", torch.permute)
+def permute(op: Op) -> Flow:
+    """The channel axis moves with the others."""
+    given = op.argument(1, "dims")
+    dims = given if isinstance(given, tuple) else tuple(a for a in op.node.args[1:])
+    return _reordered(op, dims)
+
+
+@rule("transpose", torch.transpose, "swapaxes", torch.swapaxes, "swapdims", torch.swapdims)
+def transpose(op: Op) -> Flow:
+    """Two axes change places."""
+    rank = len(op.shape)
+    a, b = op.argument(1, "dim0"), op.argument(2, "dim1")
+    if not isinstance(a, int) or not isinstance(b, int):
+        return opaque(op, "reorders axes in a way that is not fixed")
+    order = list(range(rank))
+    order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
+    return _reordered(op, tuple(order))
+
+
+def _reordered(op: Op, dims: tuple[Any, ...]) -> Flow:
+    if op.axis is None or not all(isinstance(d, int) for d in dims):
+        return opaque(op, "reorders axes of a tensor whose channels are unknown")
+    axis = [d % len(dims) for d in dims].index(op.axis)
+    return Channelwise(axis, op.axis, op.width, keeps_zero=True)
+
+
+@rule("squeeze", torch.squeeze, "unsqueeze", torch.unsqueeze)
+def squeezing(op: Op) -> Flow:
+    """Axes of length 1 are added or removed beside the channels."""
+    if op.axis is None:
+        return opaque(op, "reshapes a tensor whose channels are unknown")
+    dim, rank = op.argument(1, "dim"), len(op.shapes[0])
+    if "unsqueeze" in str(op.node.target):
+        at = dim % (rank + 1)
+        return Channelwise(op.axis + (at <= op.axis), op.axis, op.width, keeps_zero=True)
+    named = range(rank) if dim is None else {d % rank for d in ((dim,) if isinstance(dim, int) else dim)}
+    squeezed = {d for d in named if op.shapes[0][d] == 1}
+    if op.axis in squeezed:
+        return opaque(op, "removes the axis of the channels")
+
+    def spell_out(node: fx.Node, width: int) -> None:
+        if width == 1:  # the axis of a single remaining channel must not be squeezed
+            node.args, node.kwargs = (node.args[0], tuple(sorted(squeezed))), {}
+
+    return Channelwise(op.axis - sum(d < op.axis for d in squeezed), op.axis, op.width, keeps_zero=True, resize=spell_out)
+
+
+SPLITS = (torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split")
+
+
+@rule(*SPLITS)
+def split(op: Op) -> Flow:
+    """A single part (x[i]) is treated as a slice of the whole; a split that is used otherwise is opaque."""
+    return opaque(op, "hands its parts on as a whole")
+
+
+@rule(operator.getitem)
+def getitem(op: Op) -> Flow:
+    """A part of a split, or a slice; an index that picks single channels or uses a tensor is opaque."""
+    source, index = op.node.args[0], op.argument(1, "index")
+    assert isinstance(source, fx.Node)
+    if not op.shape_of(source).is_tensor:
+        return _part(op, source, index)
+    if op.axis is None:
+        return opaque(op, "takes a part of a tensor whose channels are unknown")
+    if not _is_plain(index):
+        return opaque(op, "is indexed by something else than slices")
+    items = _expanded(index, len(op.shapes[0]))
+    position = axis = out_axis = 0
+    for place, item in enumerate(items):
+        if item is None:
+            out_axis += 1
+            continue
+        if axis == op.axis:
+            position = place
+            break
+        out_axis += isinstance(item, slice)
+        axis += 1
+    chosen = items[position]
+    if not isinstance(chosen, slice):
+        return opaque(op, "picks a single channel")
+    picked = torch.arange(op.width)[chosen]
+    if len(picked) == op.width:
+        return Channelwise(out_axis, op.axis, op.width, keeps_zero=True)
+    written = _expanded(op.node.args[1], len(op.shapes[0]))  # sizes that were computed stay computed
+    plain = tuple(slice(None) if place == position else item for place, item in enumerate(written))
+
+    def whole(node: fx.Node, width: int) -> None:
+        node.args = (node.args[0], plain)
+
+    return Moved(out_axis, op.axis, op.width, picked, "before", whole)
+
+
+def _is_plain(index: Any) -> bool:
+    """Whether an index holds nothing but numbers, slices between numbers, None and the ellipsis."""
+    items = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(part, fx.Node) for i in items if isinstance(i, slice) for part in (i.start, i.stop, i.step)):
+        return False
+    return all((isinstance(i, int | slice) or i is None or i is Ellipsis) and not isinstance(i, bool) for i in items)
+
+
+def _expanded(index: Any, rank: int) -> list[Any]:
+    """Return an index as one slice, number or None for each axis."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    used = sum(i is not None and i is not Ellipsis for i in items)
+    if Ellipsis not in items:
+        items.append(Ellipsis)
+    at = items.index(Ellipsis)
+    return [*items[:at], *[slice(None)] * (rank - used), *items[at + 1 :]]
+
+
+def _part(op: Op, source: fx.Node, index: Any) -> Flow:
+    """Return part `index` of a chunk or split as a slice of the whole."""
+    given = op.shape_of(source).value
+    if source.target not in SPLITS or not isinstance(index, int) or not isinstance(given, tuple) or op.axis is None:
+        return opaque(op, "takes a part of what no rule describes")
+    whole = op.shapes[0]
+    parts = [part.dims for part in given if isinstance(part, Shape) and part.dims is not None]
+    dim = next((d for d, n in enumerate(whole) if parts and parts[0][d] != n), None)
+    if dim is None or len(parts) != len(given):
+        return opaque(op, "splits into a single part")
+    index %= len(parts)
+    sizes = [p[dim] for p in parts]
+    if dim != op.axis:
+        return Channelwise(op.axis, op.axis, op.width, keeps_zero=True)
+    start = sum(sizes[:index])
+    return Moved(op.axis, op.axis, op.width, torch.arange(start, start + sizes[index]), "gather")
+
+
+@rule("narrow", torch.narrow)
+def narrow(op: Op) -> Flow:
+    """A range of one axis."""
+    dim, start, length = op.argument(1, "dim"), op.argument(2, "start"), op.argument(3, "length")
+    if op.axis is None or not all(isinstance(v, int) for v in (dim, start, length)):
+        return opaque(op, "takes a part that is not fixed")
+    if dim % len(op.shape) != op.axis:
+        return channelwise(op, keeps_zero=True)
+    return Moved(op.axis, op.axis, op.width, torch.arange(op.width)[start:][:length], "gather")
+
+
+@rule(nn.ChannelShuffle, F.channel_shuffle, torch.channel_shuffle)
+def channel_shuffle(op: Op) -> Flow:
+    """Reorders the channels."""
+    groups = op.module.groups if isinstance(op.module, nn.ChannelShuffle) else op.argument(1, "groups")
+    if op.axis not in (None, 1) or not isinstance(groups, int):
+        return opaque(op, "shuffles another axis than the channels'")
+    index = torch.arange(op.shape[1]).view(groups, -1).t().flatten()
+    return Moved(1, 1, op.shape[1], index, "gather")

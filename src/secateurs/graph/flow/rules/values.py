@@ -1,0 +1,190 @@
+"""Rules of ops on values at the same place: activations, arithmetic, dropout, sums, products, concatenation."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from secateurs.graph.flow.kinds import Channelwise, Concat, Flow, Join, Moved, Opaque
+from secateurs.graph.flow.table import RULES, Op, call_on, channelwise, opaque, rule
+from secateurs.graph.layers import Align, Offset
+from secateurs.graph.normalise import FollowsMode
+
+ACTIVATIONS = (
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.RReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish),
+    *(nn.Hardtanh, nn.Tanh, nn.Sigmoid, nn.Hardsigmoid, nn.LogSigmoid, nn.Softplus, nn.Softsign, nn.Softshrink),
+    *(nn.Hardshrink, nn.Tanhshrink, nn.Threshold),
+    *(F.relu, F.relu6, F.leaky_relu, F.rrelu, F.elu, F.selu, F.celu, F.gelu, F.silu, F.mish, F.hardswish, F.hardtanh),
+    *(F.tanh, F.sigmoid, F.hardsigmoid, F.logsigmoid, F.softplus, F.softsign, F.softshrink, F.hardshrink, F.tanhshrink),
+    *(F.threshold, torch.relu, torch.sigmoid, torch.tanh, torch.selu, torch.celu, torch.rrelu, torch.threshold),
+    *("relu", "sigmoid", "tanh", "hardshrink"),
+    *(torch.clamp, torch.clamp_min, torch.clamp_max, torch.clip, "clamp", "clamp_min", "clamp_max", "clip"),
+)
+
+POINTWISE = (
+    *(torch.abs, torch.neg, torch.square, torch.sqrt, torch.exp, torch.log1p, torch.expm1, torch.sin, torch.cos, torch.erf),
+    *(torch.atan, torch.sign, torch.floor, torch.ceil, torch.round, torch.pow, operator.neg, operator.pow, operator.abs, abs),
+    *("abs", "neg", "square", "sqrt", "exp", "log1p", "expm1", "sin", "cos", "erf", "atan", "sign", "pow"),
+    *("floor", "ceil", "round"),
+)
+
+
+@rule(*ACTIVATIONS)
+def activation(op: Op) -> Flow:
+    """Keeps zeros if f(0) is 0, which a call shows."""
+    return _pointwise(op, activation=True)
+
+
+@rule(*POINTWISE)
+def pointwise(op: Op) -> Flow:
+    """Like an activation, without being one."""
+    return _pointwise(op, activation=False)
+
+
+def _pointwise(op: Op, *, activation: bool) -> Flow:
+    if len(op.inputs) != 1:
+        return opaque(op, "has a tensor among its arguments")
+    at_zero = call_on(op.node, op.module, torch.zeros(1), op.size)
+    return channelwise(op, keeps_zero=bool((at_zero == 0).all()), pointwise=True, activation=activation)
+
+
+@rule(nn.PReLU)
+def prelu(op: Op) -> Flow:
+    """One slope for all channels, or one each along axis 1."""
+    slopes: Any = op.module
+    if slopes.num_parameters == 1:
+        return channelwise(op, keeps_zero=True, pointwise=True, activation=True)
+    axis = 1 if len(op.shape) > 1 else 0
+    if op.axis not in (None, axis):
+        return opaque(op, "has its slopes along another axis than the channels'")
+    width = op.shape[axis]
+    return Channelwise(axis, axis, width, True, True, True, params=("weight",), count="num_parameters")
+
+
+@rule(
+    *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
+    *("contiguous", "clone", "detach", "to", "float", "double", "half", "type_as", torch.clone, torch.detach),
+)
+def leaves_values(op: Op) -> Flow:
+    """Values are unchanged (dropout in eval mode), so zeros stay."""
+    return channelwise(op, keeps_zero=True, pointwise=True)
+
+
+@rule(nn.AlphaDropout, nn.FeatureAlphaDropout, F.alpha_dropout, F.feature_alpha_dropout)
+def alpha_dropout(op: Op) -> Flow:
+    """In train mode zeros change, so none is kept."""
+    return channelwise(op, keeps_zero=False, pointwise=True)
+
+
+@rule("torchvision.ops.stochastic_depth:stochastic_depth")
+def stochastic_depth(op: Op) -> Flow:
+    """Drops whole examples of a batch while training; the identity in eval mode."""
+    return channelwise(op, keeps_zero=True, pointwise=False)
+
+
+@rule(Offset)
+def offset(op: Op) -> Flow:
+    """Revives the channels that it covers, whatever its values are now."""
+    layer: Any = op.module
+    covered = layer.covered.detach().cpu()
+    if op.axis not in (None, layer.axis):
+        return opaque(op, "adds along another axis than the channels'")
+    params = ("value", "covered")
+    return Channelwise(layer.axis, layer.axis, len(covered), False, pointwise=True, params=params, revived=covered)
+
+
+@rule(FollowsMode)
+def follows_mode(op: Op) -> Flow:
+    """The rule of the function that it calls."""
+    function: Any = getattr(op.module, "function", None)
+    found = RULES.get(function) or RULES.get(f"{function.__module__}:{function.__name__}")
+    return found(op) if found else Opaque(f"no rule for {function.__name__} at node {op.node.name!r}")
+
+
+@rule(operator.add, torch.add, "add", operator.sub, torch.sub, torch.subtract, "sub", torch.rsub)
+def addition(op: Op) -> Flow:
+    """A sum is zero where all its terms are; adding a number revives zeros."""
+    if len(op.inputs) == 1:
+        return channelwise(op, keeps_zero=False, pointwise=True)
+    return _join(op, "all")
+
+
+@rule(torch.maximum, torch.minimum, torch.max, torch.min)
+def extremum(op: Op) -> Flow:
+    """The larger of two zeros is zero; the form that reduces a single tensor is opaque."""
+    return _join(op, "all") if len(op.inputs) > 1 else opaque(op, "reduces over an axis")
+
+
+@rule(operator.mul, torch.mul, torch.multiply, "mul", "multiply")
+def multiplication(op: Op) -> Flow:
+    """A product is zero where any factor is, so a gate's channels are removed with those that it gates."""
+    if len(op.inputs) == 1 and op.axis is not None:
+        factor = next((v for v in (op.argument(0, "input"), op.argument(1, "other")) if isinstance(v, int | float)), math.nan)
+        return channelwise(op, keeps_zero=math.isfinite(factor), pointwise=True)
+    return _join(op, "any")
+
+
+@rule(operator.truediv, torch.div, torch.true_divide, "div")
+def division(op: Op) -> Flow:
+    """By a number only: a tensor of denominators may hold zeros."""
+    divisor = op.argument(1, "other")
+    if len(op.inputs) == 1 and isinstance(divisor, int | float) and divisor:
+        return channelwise(op, keeps_zero=True, pointwise=True)
+    return opaque(op, "divides by a tensor, whose zeros would give NaN")
+
+
+@rule("expand_as")
+def expand_as(op: Op) -> Flow:
+    """Values of the first input, shape of the second."""
+    return _join(op, "first")
+
+
+def _join(op: Op, zero_if: Literal["all", "any", "first"]) -> Flow:
+    """Match the channel axes of the inputs from the right, as broadcasting does."""
+    known = [len(s) - a for s, a in zip(op.shapes, op.axes, strict=True) if a is not None]
+    if not known:
+        return opaque(op, "joins tensors whose channels are unknown")
+    from_right = known[0]
+    if any(k != from_right for k in known):
+        return opaque(op, "joins tensors whose channels lie along different axes")
+    axis = len(op.shape) - from_right
+    width = op.shape[axis]
+    in_axes = tuple(len(s) - from_right if len(s) >= from_right else None for s in op.shapes)
+    widths = tuple(1 if a is None else s[a] for s, a in zip(op.shapes, in_axes, strict=True))
+    if any(a is not None and w not in (1, width) for a, w in zip(in_axes, widths, strict=True)):
+        return opaque(op, "joins tensors of different widths")
+    return Join(axis, in_axes, width, zero_if, widths)
+
+
+@rule(torch.cat, torch.concat, torch.concatenate)
+def concatenation(op: Op) -> Flow:
+    """Along the channels the inputs follow one another; along another axis their channels must agree."""
+    dim = op.argument(1, "dim", op.node.kwargs.get("axis", 0))
+    known = [a for a in op.axes if a is not None]
+    if not isinstance(dim, int) or not known:
+        return opaque(op, "joins tensors whose channels are unknown")
+    dim %= len(op.shape)
+    if any(a != known[0] for a in known):
+        return opaque(op, "joins tensors whose channels lie along different axes")
+    listed = op.node.args[0] if op.node.args else op.node.kwargs["tensors"]
+    if not isinstance(listed, list | tuple) or list(listed) != list(op.inputs):
+        return opaque(op, "joins a list that was made elsewhere")
+    if dim != known[0]:
+        count, width = len(op.inputs), op.shape[known[0]]
+        return Join(known[0], (known[0],) * count, width, "all", (width,) * count, broadcasts=False)
+    return Concat(dim, tuple(s[dim] for s in op.shapes))
+
+
+@rule(Align)
+def align(op: Op) -> Flow:
+    """An alignment that an earlier cut inserted."""
+    layer: Any = op.module
+    if op.axis not in (None, layer.axis):
+        return opaque(op, "aligns another axis than the channels'")
+    return Moved(layer.axis, layer.axis, op.shapes[0][layer.axis], torch.tensor(layer.take), "gather", added=True)

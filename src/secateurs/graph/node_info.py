@@ -1,0 +1,91 @@
+"""Facts recorded at the nodes of a traced network. Every access to `Node.meta` in the package goes through `info`.
+
+torch.fx hands a node's dictionary on when it copies the node, so facts survive copies of a graph and all cuts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast
+
+from torch import fx, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Output of a node: the shape of a tensor, or, for anything else, the value itself."""
+
+    dims: tuple[int, ...] | None
+    value: Any = None
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the output is a single tensor."""
+        return self.dims is not None
+
+
+class NodeInfo(TypedDict, total=False):
+    """Keys of `Node.meta` that secateurs sets, and torch.fx's own that it reads."""
+
+    shape: Shape  # output for the example input
+    other_shapes: tuple[Shape, ...]  # outputs for inputs of other batch and image sizes; absent after a cut
+    varies: str  # why the op is opaque: it treats channels differently for another size of input
+    name: str  # of a call of a function or method, e.g. 'layer1.0.add'; stays the same after cuts
+    unused: bool  # no path leads from the node to an output
+    filters_a_channel: int  # of a depthwise layer in the uncut network; 0 for all other nodes
+    follows_mode: bool  # the call was made with `training=self.training`
+    original_channels: int  # channels in the uncut network, once a cut has removed some
+    ends_site: bool  # a gather of an earlier cut: the site ends behind it
+    site_names: dict[str, str]  # name of the site at this node in the uncut network, by shortcut position
+    alignment: bool  # in an exported network: the op is part of an alignment
+    follows_mode_at: int | str  # in an exported network: the argument that is `self.training` in source, False elsewhere
+    nn_module_stack: dict[str, Any]  # torch.fx: the submodules whose forward was running, outermost first
+
+
+def info(node: fx.Node) -> NodeInfo:
+    """Return the node's metadata as a typed view: what is written to it is written to the node."""
+    return cast(NodeInfo, node.meta)
+
+
+def copy_info_(source: fx.Graph, target: fx.Graph) -> None:
+    """Give every node of `target`, a copy of `source`, a copy of its counterpart's metadata."""
+    for old, new in zip(source.nodes, target.nodes, strict=True):
+        copy_node_info_(old, new)
+
+
+def copy_node_info_(source: fx.Node, *targets: fx.Node) -> None:
+    """Give each of `targets` a copy of the metadata of `source`."""
+    for target in targets:
+        target.meta = dict(source.meta)
+
+
+def pass_on_(source: fx.Node, target: fx.Node, *keys: str) -> None:
+    """Give `target` the facts of `source` that `keys` name and `source` has."""
+    target.meta.update({key: source.meta[key] for key in keys if key in source.meta})
+
+
+def forget_source_(node: fx.Node) -> None:
+    """Drop torch's record of the source lines that the node was traced from."""
+    node.meta.pop("stack_trace", None)
+
+
+def shape_of(node: fx.Node, size: int = 0) -> Shape:
+    """Return the recorded output shape for the example input; for `size` > 0, for an input of another size."""
+    return info(node)["shape"] if size == 0 else info(node)["other_shapes"][size - 1]
+
+
+def dims_of(node: fx.Node) -> tuple[int, ...]:
+    """Return the recorded shape of a node whose output is a single tensor."""
+    dims = shape_of(node).dims
+    assert dims is not None
+    return dims
+
+
+def called_module(module: nn.Module, node: fx.Node) -> nn.Module | None:
+    """Return the submodule of `module` that `node` calls; None if it calls something else."""
+    return module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+
+def label_of(node: fx.Node) -> str:
+    """Return the name of a node in messages: 'layer1.0.add' for a call of a function, the path of a submodule, 'output'."""
+    return info(node).get("name", str(node.target))

@@ -1,1 +1,0 @@
-"""One file a figure: each takes records and gives a `Figure`."""

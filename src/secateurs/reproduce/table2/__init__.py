@@ -1,1 +1,0 @@
-"""Table 2: per-layer removals of ResNet-20."""

@@ -1,1 +1,0 @@
-"""Table 3: methods compared on CIFAR-10 ResNets."""

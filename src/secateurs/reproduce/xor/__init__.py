@@ -1,1 +1,0 @@
-"""Table 1: pruning networks that learned XOR."""

@@ -1,0 +1,66 @@
+"""Training that survives a crash: a checkpoint and a journal entry after every epoch, and the same weights in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from secateurs._util.journal import Journal
+from secateurs.config import TrainSettings
+from secateurs.data.dataset import Examples
+from secateurs.data.stream import Stream
+from secateurs.training.loop import train_
+from secateurs.training.state import EpochRecord, History, StateMeta, TrainState, capture
+
+CHECKPOINT = "checkpoints/training"
+
+
+def train_resumably_(
+    journal: Journal,
+    module: nn.Module,
+    examples: Examples | Stream,
+    settings: TrainSettings,
+    *,
+    phase: str = "train",
+    step: int = 0,
+    after_epoch: Callable[[list[EpochRecord]], None] | None = None,
+    **options: Any,
+) -> History:
+    """Train as `train_` does (`options` are its own), resumed from the checkpoint of the same phase and step if there is one.
+
+    `after_epoch` may change the weights after every epoch, before they are saved: training continues from what it leaves,
+    with the momentum unchanged.
+    """
+    resumed = _load(journal, phase, step)
+    if resumed is not None:  # killed between the checkpoint and its line in the journal
+        _journal_epochs(journal, resumed, phase, step)
+
+    def save(state: TrainState) -> None:
+        if after_epoch is not None:
+            records = state.records()
+            after_epoch(records)
+            state = capture(
+                module, state.momentum(), records, settings, examples=state.meta["examples"], scaler=state.meta["scaler"]
+            )
+        journal.save_tensors(CHECKPOINT, state.tensors, {**state.meta, "phase": phase, "step": step})
+        _journal_epochs(journal, state, phase, step)
+
+    return train_(module, examples, settings, resume=resumed, save=save, **options)
+
+
+def _load(journal: Journal, phase: str, step: int) -> TrainState | None:
+    found = journal.load_tensors(CHECKPOINT, StateMeta)
+    if found is None:
+        return None
+    tensors, meta = found
+    return TrainState(tensors, meta) if (meta["phase"], meta["step"]) == (phase, step) else None
+
+
+def _journal_epochs(journal: Journal, state: TrainState, phase: str, step: int) -> None:
+    """Append the epochs that the checkpoint holds and the journal does not."""
+    known = len(journal.of(EpochRecord, phase=phase, step=step))
+    for record in state.records()[known:]:
+        journal.append(replace(record, phase=phase, step=step))

@@ -1,0 +1,35 @@
+"""Run a script in an environment whose torchvision may be built for another torch: `python run_script.py SCRIPT`.
+
+torchvision's wheel for CUDA does not import beside a torch for the CPU: two operators are missing, which no classification
+network calls. Lightning and timm import torchvision where it is installed.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib.util import find_spec
+
+import torch
+
+LIBRARIES: list[torch.library.Library] = []  # operators live as long as their library
+
+
+def define_operators() -> None:
+    """Define the operators that torchvision's import needs, if its compiled part does not load."""
+    if find_spec("torchvision") is None:
+        return
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        LIBRARIES.append(torch.library.Library("torchvision", "FRAGMENT"))
+        for name in ("nms", "qnms"):
+            LIBRARIES[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+if __name__ == "__main__":
+    define_operators()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,134 @@
+"""A network is trained and measured by the real Trainer of transformers, and models that torch.fx cannot trace are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_script import define_operators
+from torch import nn
+
+from nets import random_tensor
+from secateurs import compact, find_sites, save, trace
+from secateurs import load as load_network
+from secateurs.data import load
+from secateurs.errors import InvalidInput, Untraceable
+from secateurs.integrations.transformers import DICT_BATCHES, Logits, WithLoss, evaluate_with, finetune_with
+
+define_operators()
+hf = pytest.importorskip("transformers", reason="transformers is not installed: make test-integrations")
+pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate: make test-integrations")
+
+pytestmark = pytest.mark.filterwarnings("default")  # transformers and accelerate warn of what they will change
+
+
+def resnet() -> Any:
+    torch.manual_seed(0)
+    small = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+    return hf.ResNetForImageClassification(hf.ResNetConfig(num_channels=1, num_labels=10, **small))
+
+
+def trainer_in(folder: Path) -> Any:
+    inputs, labels = load("digits").search.batch(slice(None))
+    rows = [{"pixel_values": image, "labels": label} for image, label in zip(inputs, labels, strict=True)]
+
+    def trainer(model: nn.Module) -> Any:
+        quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+        arguments = hf.TrainingArguments(str(folder), num_train_epochs=1, per_device_train_batch_size=64, **quiet)
+        metrics = {
+            "compute_metrics": lambda found: {"accuracy": float((found.predictions.argmax(1) == found.label_ids).mean())}
+        }
+        return hf.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, **metrics)
+
+    return trainer
+
+
+def test_the_network_gives_the_logits_of_the_model() -> None:
+    model, x = resnet().eval(), random_tensor(3, 1, 8, 8).float()
+    with torch.no_grad():
+        wanted = model(pixel_values=x, labels=torch.tensor([1, 2, 3]))
+        assert torch.equal(Logits(model)(x), wanted.logits)
+        found = WithLoss(Logits(model))(x, torch.tensor([1, 2, 3]))
+    torch.testing.assert_close(found["loss"], wanted.loss)
+
+
+def test_finetune_trains_the_given_network_in_place(tmp_path: Path) -> None:
+    network = Logits(resnet())
+    before = {name: weight.clone() for name, weight in network.named_parameters()}
+    finetune_with(trainer_in(tmp_path))(network)
+    after = dict(network.named_parameters())
+    assert before.keys() == after.keys()
+    assert not torch.equal(before["model.classifier.1.weight"], after["model.classifier.1.weight"])
+
+
+def test_evaluate_gives_the_metric_of_the_trainer(tmp_path: Path) -> None:
+    network = Logits(resnet()).eval()
+    inputs, labels = load("digits").search.batch(slice(None))
+    with torch.no_grad():
+        logits = network(inputs)
+    right = float((logits.argmax(1) == labels).double().mean())
+    trainer = trainer_in(tmp_path)
+    assert evaluate_with(trainer, monitor="eval_accuracy")(network) == pytest.approx(right, abs=1e-6)
+    mean = float(nn.functional.cross_entropy(logits, labels))
+    assert evaluate_with(trainer, monitor="eval_loss", mode="min")(network) == pytest.approx(-mean, rel=1e-4)
+    with pytest.raises(InvalidInput, match=r"got 'f1', wanted a metric of the Trainer: .*eval_accuracy"):
+        evaluate_with(trainer, monitor="f1")(network)
+
+
+def test_a_cut_network_is_saved_and_loaded(tmp_path: Path) -> None:
+    x = random_tensor(2, 1, 8, 8).float()
+    graph = trace(Logits(resnet()).eval(), x, leaves=["model.resnet.embedder"])
+    site = next(iter(find_sites(graph)))
+    small = compact(graph, {site.name: torch.arange(site.channels) >= 3})
+    save(small, tmp_path / "small.safetensors")
+    loaded = load_network(Logits(resnet()).eval(), tmp_path / "small.safetensors")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.module(x), small.module(x), rtol=0, atol=1e-6)
+
+
+def test_measures_of_dict_batches() -> None:
+    batch = {"pixel_values": torch.zeros(2, 0), "labels": torch.tensor([0, 1])}
+    logits = torch.tensor([[2.0, 0.0], [1.0, 0.0]])
+    assert DICT_BATCHES["metric"](logits, batch).tolist() == [1.0, 0.0]
+    wanted = torch.tensor([0.126928, 1.313262])  # log(1 + e^-2), log(1 + e)
+    torch.testing.assert_close(DICT_BATCHES["loss"](logits, batch), wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "leaves", "prunable"),
+    [
+        ("ResNet", {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8}, ["resnet.embedder"], True),
+        (
+            "RegNet",
+            {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8, "groups_width": 8},
+            ["regnet.embedder"],
+            True,
+        ),
+        (
+            "ConvNext",
+            {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2},
+            ["convnext.embeddings"],
+            True,
+        ),
+        ("MobileNetV2", {"image_size": 32, "depth_multiplier": 0.35, "tf_padding": False}, [], True),
+        ("MobileNetV2", {"image_size": 32, "depth_multiplier": 0.35}, [], False),
+        (
+            "ViT",
+            {"image_size": 32, "patch_size": 8, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1},
+            [],
+            False,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_page_says_about_architectures(kind: str, options: Any, leaves: list[str], prunable: bool) -> None:
+    config = getattr(hf, f"{kind}Config")(num_channels=1, num_labels=10, **options)
+    network = Logits(getattr(hf, f"{kind}ForImageClassification")(config)).eval()
+    x = random_tensor(2, 1, 32, 32).float()
+    if leaves or not prunable:
+        with pytest.raises(Untraceable, match=r"torch\.fx cannot follow Logits"):
+            trace(network, x)
+    if prunable:
+        assert list(find_sites(trace(network, x, leaves=[f"model.{leaf}" for leaf in leaves])))

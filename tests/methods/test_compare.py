@@ -1,0 +1,483 @@
+"""Comparisons: rows are made once and hold what the smaller networks do, tables and figures come of the rows alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comparisons import call, made_up_row, places, written
+from secateurs import load
+from secateurs.cli import compare as command
+from secateurs.cli.compare import compare, shares, split
+from secateurs.cli.inputs import Origin
+from secateurs.config import TrainSettings
+from secateurs.data import load as load_data
+from secateurs.data.dataset import Examples
+from secateurs.errors import InvalidInput, RecipeError, RunError, SecateursError
+from secateurs.methods import NO_TRAINING, Budget, Pruned, Task, Trained
+from secateurs.methods.compare import run as comparing
+from secateurs.methods.compare.figures import comparison_of_methods, render
+from secateurs.methods.compare.rows import (
+    Count,
+    Row,
+    budget_words,
+    comparison_rows,
+    named_budget,
+)
+from secateurs.methods.compare.run import ROWS, Comparison, entries
+from secateurs.methods.compare.tables import MISSED, best_words, mean_spread, summaries, tables_text
+from secateurs.models import build
+from secateurs.report.comparison import closer_look, curves
+from secateurs.training import train_
+
+HIDDEN = (8, 6)
+NET = ["--model", "mlp", "--model-option", "hidden=[8, 6]", "--data", "digits", "--examples", "150"]
+ASKED = ["--methods", "l1:uniform", "fpgm:uniform", "--only", "--targets", "0.5", "--seeds", "0", "1"]
+SHORT = "[between]\nsteps = 3\nbatch = 50\nlr = 0.05\n[after]\nepochs = 1\nbatch = 50\nlr = 0.1\n"
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network of two hidden layers that has learned some digits."""
+    torch.manual_seed(0)
+    model = build("mlp", hidden=HIDDEN)
+    train_(model, load_data("digits").train, TrainSettings(epochs=4, lr=0.2, batch=64))
+    path = tmp_path_factory.mktemp("base") / "net.pt"
+    torch.save(model.state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(weights: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a comparison: two methods, two seeds, without training and with a short one; nothing is drawn."""
+    folder = tmp_path_factory.mktemp("compared")
+    (folder / "brief.toml").write_text(SHORT)
+    budgets = ["--budgets", f"none,{folder / 'brief.toml'}"]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(command, "rendered", lambda out: [])
+        call(compare, *NET, *ASKED, *budgets, "--weights", str(weights), *places(folder))
+    return folder
+
+
+def rows_of(folder: Path) -> list[Row]:
+    return comparison_rows(folder / "out" / ROWS)
+
+
+# ---- what a row says -------------------------------------------------------------------------------------------------
+
+
+def test_every_combination_has_one_row(finished: Path) -> None:
+    rows = rows_of(finished)
+    wanted = {(m, b, 0.5, s) for m in ("l1:uniform", "fpgm:uniform") for b in ("none", "brief") for s in (0, 1)}
+    assert len(rows) == 8
+    assert {row.key for row in rows} == wanted
+
+
+def test_macs_and_parameters_are_those_of_the_filters_left(finished: Path) -> None:
+    for row in rows_of(finished):
+        first, second, last = (after for _, after in row.filters.values())
+        assert [before for before, _ in row.filters.values()] == [*HIDDEN, 10]
+        assert last == 10
+        # 8 × 8 pixels; every layer has a bias, and no norm
+        assert row.macs == Count(64 * 8 + 8 * 6 + 6 * 10, 64 * first + first * second + second * 10)
+        assert row.parameters.after == row.macs.after + first + second + 10
+        assert row.counted_weights.after == row.macs.after
+        assert 1 - row.macs.after / row.macs.before == row.macs.removed >= row.target
+
+
+def test_a_network_reloads_and_gives_the_reported_number_right(finished: Path) -> None:
+    data = comparing.fewer(load_data("digits"), 150)
+    x, y = data.test.batch(slice(0, 150))
+    for row in rows_of(finished):
+        budget, method = row.budget_name, row.method.replace(":", "-")
+        file = finished / "runs" / budget / f"{method}-{row.target:g}-seed{row.seed}" / "pruned.safetensors"
+        with torch.no_grad():
+            right = int((load(build("mlp", hidden=HIDDEN), file).module.eval()(x).argmax(1) == y).sum())
+        assert row.test.right_after == right
+        assert row.test.after == right / 150
+        assert row.test.count == 150
+
+
+def test_all_were_trained_alike_and_as_long_as_the_budget_says(finished: Path) -> None:
+    rows = rows_of(finished)
+    # 3 steps of 50 at a constant 0.05, and one epoch of 150 images in 3 steps that fall by a cosine: 0.1 × (1, 3/4, 1/4)
+    wanted = {"none": (0, 0.0), "brief": (150 + 150, 50 * (3 * 0.05 + 0.1 * (1 + 0.75 + 0.25)))}
+    for row in rows:
+        images, rates = wanted[row.budget_name]
+        assert row.images_trained == images
+        assert row.rate_sum == pytest.approx(rates)
+    lines = (finished / "out" / ROWS).read_text().splitlines()
+    brief = next(budget for budget in (json.loads(line)["budget"] for line in lines) if budget["name"] == "brief")
+    assert brief["between"]["lr"] == 0.05
+    assert brief["after"]["schedule"] == "cosine"
+
+
+def test_rows_hold_no_local_paths(finished: Path, weights: Path) -> None:
+    text = (finished / "out" / ROWS).read_text()
+    assert str(finished) not in text
+    assert str(weights.parent) not in text
+    assert str(Path.home()) not in text
+    row = rows_of(finished)[0]
+    assert (row.model, row.model_options, row.weights) == ("mlp", {"hidden": [8, 6]}, "net.pt")
+    assert row.data == "digits (at most 150 examples of each set)"
+    assert row.images == {"train": 150, "search": 150, "test": 150}
+    assert row.versions["torch"] == torch.__version__
+
+
+# ---- resuming -------------------------------------------------------------------------------------------------------
+
+
+def test_finished_rows_are_not_made_again(finished: Path, weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> Callable[..., Pruned]:
+        def method(task: Task, *, watch: Any = None) -> Pruned:
+            raise AssertionError(f"{name} was run again")
+
+        return method
+
+    monkeypatch.setattr("secateurs.methods.method", refuse)
+    monkeypatch.setattr(command, "rendered", lambda out: [])
+    before = (finished / "out" / ROWS).read_bytes()
+    call(compare, *NET, *ASKED, "--budgets", "none", "--weights", str(weights), *places(finished))
+    assert (finished / "out" / ROWS).read_bytes() == before
+
+
+def test_a_half_written_row_is_made_again_and_comes_out_the_same(
+    finished: Path, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = (finished / "out" / ROWS).read_text().splitlines()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ROWS).write_text("\n".join([*lines[:3], lines[3][:100]]))  # the last without training was cut short
+    monkeypatch.setattr(command, "rendered", lambda out: [])
+    call(compare, *NET, *ASKED, "--weights", str(weights), *places(tmp_path))
+    took = ("search_seconds", "training_seconds")
+    again, once = (json.loads(text) for text in ((tmp_path / "out" / ROWS).read_text().splitlines()[3], lines[3]))
+    assert {k: v for k, v in again.items() if k not in took} == {k: v for k, v in once.items() if k not in took}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"), [(["--data-option", "seed=3"], "data or split"), (["--shortcut", "after"], "shortcut")]
+)
+def test_another_base_with_the_same_out_is_refused(finished: Path, weights: Path, change: list[str], what: str) -> None:
+    with pytest.raises(RunError, match=rf"rows\.jsonl: was made with different {what} .*another --out"):
+        call(compare, *NET, *ASKED, *change, "--weights", str(weights), *places(finished))
+
+
+def test_other_weights_are_refused_before_there_is_a_row(weights: Path, tmp_path: Path) -> None:
+    data = comparing.fewer(load_data("digits"), 20)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        started = Comparison(build("mlp", hidden=HIDDEN), data, tmp_path / "out", tmp_path / "runs")
+        if seed == 0:
+            started.check([NO_TRAINING])
+        else:
+            with pytest.raises(RunError, match="different weights"):
+                started.check([NO_TRAINING])
+
+
+def test_ctrl_c_keeps_the_rows_and_says_how_to_resume(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def method(name: str) -> Callable[..., Pruned]:
+        def run(task: Task, *, watch: Any = None) -> Pruned:
+            if made:
+                raise KeyboardInterrupt
+            made.append(name)
+            return Pruned(task.graph, Trained(0, 0.0), 0, 0.0, 0.0)
+
+        return run
+
+    monkeypatch.setattr("secateurs.methods.method", method)
+    with pytest.raises(KeyboardInterrupt, match="same command again"):
+        call(compare, *NET, "--methods", "l2", "--weights", str(weights), *places(tmp_path))
+    assert [row.method for row in rows_of(tmp_path)] == ["l2"]
+
+
+def test_one_failing_method_does_not_stop_the_others(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def method(name: str) -> Callable[..., Pruned]:
+        def run(task: Task, *, watch: Any = None) -> Pruned:
+            if name == "l2":
+                raise InvalidInput("no filter has a norm")
+            return Pruned(task.graph, Trained(0, 0.0), 0, 0.0, 0.0)
+
+        return run
+
+    monkeypatch.setattr("secateurs.methods.method", method)
+    monkeypatch.setattr(command, "rendered", lambda out: [])
+    with pytest.raises(RunError, match=r"1 row could not be made: l2, 40 % .*no filter has a norm"):
+        call(compare, *NET, "--methods", "l2", "--targets", "0.4", "--weights", str(weights), *places(tmp_path))
+    assert [row.method for row in rows_of(tmp_path)] == ["random", "l1"]  # which are always beside
+    assert MISSED in tables_text(rows_of(tmp_path))  # nothing was removed: that does not go unsaid
+
+
+def test_the_test_set_is_read_once_a_row(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = comparing.fewer(load_data("digits"), 20)
+    seen: list[str] = []
+    names = {id(examples): name for name, examples in data.splits().items()}
+    measure = comparing.evaluate
+
+    def counting(module: Any, examples: Examples, **options: Any) -> Any:
+        seen.append(names[id(examples)])
+        return measure(module, examples, **options)
+
+    def method(task: Task, *, watch: Any = None) -> Pruned:
+        assert seen.count("test") == (0 if not seen else 1 + len(seen[2:]) // 2)
+        return Pruned(task.graph, Trained(0, 0.0), 0, 0.0, 0.0)
+
+    monkeypatch.setattr(comparing, "evaluate", counting)
+    made = Comparison(build("mlp", hidden=HIDDEN), data, tmp_path / "out", tmp_path / "runs")
+    for entry in entries(["one", "other"], [NO_TRAINING], [0.3], [0]):
+        made.make(entry, method)
+    assert seen.count("test") == 1 + 2  # the untouched network, and one for each row
+
+
+def test_two_processes_do_not_make_the_same_row(tmp_path: Path) -> None:
+    data = comparing.fewer(load_data("digits"), 20)
+    made = Comparison(build("mlp", hidden=HIDDEN), data, tmp_path / "out", tmp_path / "runs")
+    (entry,) = entries(["one"], [NO_TRAINING], [0.3], [0])
+    inner: list[Row | None] = []
+
+    def method(task: Task, *, watch: Any = None) -> Pruned:
+        inner.append(made.make(entry, method))  # a lock is of an open file, so the same process may stand for another
+        return Pruned(task.graph, Trained(0, 0.0), 0, 0.0, 0.0)
+
+    assert made.make(entry, method) is not None
+    assert inner == [None]
+    assert len(rows_of(tmp_path)) == 1
+
+
+# ---- what is asked ---------------------------------------------------------------------------------------------------
+
+
+def test_words_may_be_joined_by_commas() -> None:
+    assert split(["none,short", "full", "none"]) == ("none", "short", "full")
+    assert shares(["0.1", "0.2,0.3"]) == (0.1, 0.2, 0.3)
+    with pytest.raises(InvalidInput, match="--targets: could not convert string to float: 'half'"):
+        shares(["half"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["--methods", "l3"], r"no method 'l3'\. Did you mean 'l"),
+        (["--methods", "l1", "--budgets", "shrt"], r"no budget 'shrt'\. Did you mean 'short'"),
+        (["--methods", "l1", "--targets", "30"], "target 30: wanted a share"),
+        (["--methods", "l1", "--seeds", "-1"], "seed -1: wanted 0 or more"),
+    ],
+)
+def test_wrong_words_are_errors_before_anything_runs(tokens: list[str], message: str, weights: Path, tmp_path: Path) -> None:
+    with pytest.raises(SecateursError, match=message):
+        call(compare, *NET, *tokens, "--weights", str(weights), *places(tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_network_the_command_says_what_it_wants(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="wanted --model, --data and --out"):
+        call(compare, "--methods", "l1")
+    with pytest.raises(RunError, match="no rows yet"):
+        call(compare, "--render", str(tmp_path))
+
+
+def test_names_in_rows_have_no_folders() -> None:
+    origin = Origin("resnet20", "folder:/home/user/pictures", weights="/home/user/net.pt")
+    assert command._weights_name(origin) == "net.pt"
+    assert command._data_name(origin, None) == "folder:pictures"
+    assert command._data_name(replace(origin, data="cifar10", data_options={"split": "public"}), 9) == (
+        "cifar10 (split public, at most 9 examples of each set)"
+    )
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------------
+
+
+def images(count: int, *shape: int) -> Examples:
+    return Examples(torch.zeros(1, *shape).expand(count, *shape), torch.zeros(1, dtype=torch.long).expand(count))
+
+
+def test_budgets_are_scaled_to_the_data_and_the_network() -> None:
+    cifar = images(45_000, 3, 32, 32)  # 352 steps of 128 an epoch
+    assert named_budget("none", cifar, sites=19) == NO_TRAINING
+    short, fast, paper = (named_budget(name, cifar, sites=19) for name in ("short", "2core", "paper"))
+    assert short.between is None
+    assert short.after is not None
+    assert (short.after.epochs, short.after.augment, short.after.pad) == (1, "crop-flip", 4)
+    assert fast.between is not None
+    assert fast.after is not None
+    assert fast.between.steps == 598  # about 600
+    assert (fast.between.lr, fast.after.epochs, fast.after.lr, fast.after.schedule) == (0.01, 2, 0.02, "cosine")
+    assert paper.between is not None
+    assert paper.after is not None
+    assert paper.between.steps == 10 * 352 * 19  # the paper: 10 epochs after each of 19 layers
+    assert (paper.after.epochs, paper.after.lr, paper.after.milestones) == (80, 0.01, (20, 40, 60))
+    assert named_budget("full", cifar, sites=19) == paper
+    digits = named_budget("2core", images(1_197, 1, 8, 8), sites=7)
+    assert digits.between is not None
+    assert digits.between.steps == 17  # 1.7 epochs of 10 steps
+    assert digits.between.augment == "none"  # a mirrored 3 is no 3
+
+
+def test_budgets_in_words_and_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(SHORT)
+    mine = named_budget(str(path), images(100, 2), sites=1)
+    assert mine.name == "mine"
+    assert budget_words(mine) == (
+        "3 steps of 50 between the cuts at learning rate 0.05, 1 epoch after the cuts from learning rate 0.1 (cosine)"
+    )
+    assert budget_words(NO_TRAINING) == "no training"
+    for text, message in (("[during]\nlr = 1.0\n", "wanted the tables"), ("[after]\nrate = 1\n", "'rate'"), ("x", "not TOML")):
+        path.write_text(text)
+        with pytest.raises(RecipeError, match=message):
+            named_budget(str(path), images(100, 2), sites=1)
+    with pytest.raises(RecipeError, match="cannot be read"):
+        named_budget(str(tmp_path / "absent.toml"), images(100, 2), sites=1)
+
+
+# ---- tables, figures and the page ------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=6))
+def test_spread_is_mean_and_sample_deviation(values: list[float]) -> None:
+    middle, deviation = (float(part) for part in mean_spread(values, 6).split(" ± "))
+    assert middle == pytest.approx(100 * np.mean(values), abs=1e-5)
+    assert deviation == pytest.approx(100 * np.std(values, ddof=1), abs=1e-5)
+
+
+def test_tables_hold_means_of_seeds_at_every_target() -> None:
+    rows = [
+        made_up_row("l1", 0.3, 0.80, 0),
+        made_up_row("l1", 0.3, 0.82, 1),
+        made_up_row("ensemble", 0.3, 0.85, 0),
+        made_up_row("ensemble", 0.3, 0.85, 1),
+    ]
+    (first, second) = summaries(rows, "none")
+    assert (first.method, first.test, first.seeds) == ("l1", pytest.approx(0.81), 2)
+    assert first.test_spread == pytest.approx(0.02 / np.sqrt(2))
+    text = tables_text(rows)
+    assert "| l1 | 81.00 ± 1.41 |" in text
+    assert "| ensemble | 85.00 ± 0.00 |" in text
+    assert "8,200 of 10,000" in text
+    assert best_words(rows, "none") == "30 %: ensemble 85.00 %, 4.00 points before l1"
+    assert second.macs_removed == pytest.approx(0.3)
+    assert best_words([made_up_row("l1", 0.3, 0.8), made_up_row("l2", 0.3, 0.8)], "none") == "30 %: l1 80.00 %, level with l2"
+
+
+def test_unequal_training_is_an_error(tmp_path: Path) -> None:
+    rows = [
+        made_up_row("l1", 0.3, 0.8, images_trained=128, rate_sum=1.28),
+        made_up_row("sfp", 0.3, 0.8, images_trained=256, rate_sum=1.28),
+    ]
+    with pytest.raises(RunError, match=r"budget 'none': sfp .* trained on 256 images .* l1 .* on 128"):
+        tables_text(rows)
+    with pytest.raises(RunError, match="the same training for all"):
+        tables_text([rows[0], replace(rows[1], images_trained=128, rate_sum=1.3)])
+    tables_text([rows[0], replace(rows[1], images_trained=128, rate_sum=1.28 * (1 + 1e-9))])  # rounding is no difference
+    other = Budget("none", after=TrainSettings(lr=1.0))
+    with pytest.raises(RunError, match="other settings"):
+        tables_text([made_up_row("l1", 0.3, 0.8), made_up_row("l1", 0.5, 0.8, budget=other)])
+    with pytest.raises(RunError, match="different weights"):
+        tables_text([made_up_row("l1", 0.3, 0.8), made_up_row("l1", 0.5, 0.8, weights_sha256="d" * 64)])
+    for line in (b"[" * 100_000, b"\xff\xfe", b"[1]", b'{"a": 1, "a": 2}'):
+        (tmp_path / ROWS).write_bytes(line + b"\n")
+        with pytest.raises(RunError, match=r"rows\.jsonl, line 1: damaged .*Remove the line"):
+            comparison_rows(tmp_path / ROWS)
+    (tmp_path / ROWS).write_text('{"method": "l1"}\n')
+    with pytest.raises(RunError, match=r"rows\.jsonl, line 1: damaged \(.*missing required field"):
+        comparison_rows(tmp_path / ROWS)
+
+
+def test_a_comparison_is_drawn_from_its_rows_alone(tmp_path: Path) -> None:
+    name = "<b>ours</b>&"
+    rows = [
+        made_up_row(m, t, a + s / 100, s)
+        for s in (0, 1)
+        for m, t, a in [("random", 0.5, 0.1), (name, 0.3, 0.89), (name, 0.5, 0.86)]
+    ]
+    files = render(written(tmp_path, rows))
+    assert [file.name for file in files] == ["tables.md", "accuracy-none.png", "accuracy-none.svg", "comparison.html"]
+    once = [file.read_bytes() for file in files]
+    assert [file.read_bytes() for file in render(tmp_path)] == once  # the same files from the same rows
+    assert once[1].startswith(b"\x89PNG\r\n\x1a\n")
+    ElementTree.fromstring(once[2])
+    page = once[3].decode()
+    assert name not in page
+    assert "&lt;b&gt;ours&lt;/b&gt;&amp;" in page
+    assert "86.50 ± 0.71" in page
+    assert "Not every method has every seed at every target" not in page
+    for reference in ('src="', "url(", "<link rel=stylesheet", "@import"):
+        assert reference not in page
+
+
+def test_without_matplotlib_a_comparison_has_tables_and_a_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("secateurs.methods.compare.figures.find_spec", lambda name: None)
+    files = render(written(tmp_path, [made_up_row("l1", 0.3, 0.8), made_up_row("random", 0.3, 0.2)]))
+    assert [file.name for file in files] == ["tables.md", "comparison.html"]
+    (logged,) = (record.getMessage() for record in caplog.records)
+    assert logged.startswith(f"{tmp_path}: figures need matplotlib")
+    assert "pip install 'secateurs[figures]'" in logged
+
+
+def test_the_package_and_its_commands_load_without_matplotlib() -> None:
+    code = "import sys; sys.modules['matplotlib'] = None; import secateurs.reproduce.cli, secateurs.methods.compare.figures"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_page_says_what_makes_a_comparison_weak() -> None:
+    alone = comparison_of_methods([made_up_row("l1", 0.3, 0.8), made_up_row("random", 0.3, 0.2)])
+    assert "One seed only: differences may be chance." in alone.warnings
+    uneven = comparison_of_methods(
+        [made_up_row("l1", 0.3, 0.8), made_up_row("l1", 0.3, 0.8, 1), made_up_row("random", 0.3, 0.2)]
+    )
+    assert any("Not every method has every seed" in sentence for sentence in uneven.warnings)
+    missed = comparison_of_methods([made_up_row("l1", 0.3, 0.8, macs=Count(1000, 900)), made_up_row("random", 0.3, 0.2)])
+    assert any("1\N{NO-BREAK SPACE}network kept more MACs than the target allows" in sentence for sentence in missed.warnings)
+
+
+def test_a_bad_method_does_not_hide_the_good_ones() -> None:
+    floor = closer_look(0.9, [[0.89, 0.86], [0.5, 0.1]])
+    assert floor == pytest.approx(0.9 - 1.25 * 0.04)
+    assert closer_look(0.9, [[0.5, 0.2], [0.5, 0.1]]) is None
+    comparison = comparison_of_methods(
+        [
+            made_up_row("good", 0.3, 0.89),
+            made_up_row("good", 0.5, 0.86),
+            made_up_row("random", 0.3, 0.5),
+            made_up_row("random", 0.5, 0.1),
+        ]
+    )
+    closer = curves(comparison, comparison.budgets[0], floor)
+    assert "good: 86.00" in closer.body
+    assert "random: 10.00" not in closer.body  # below: its line leaves the figure, and no point is put at the edge
+
+
+# ---- on the real data ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.realdata
+def test_compare_on_cifar10(tmp_path: Path) -> None:
+    few = ["--targets", "0.3", "--budgets", "none,short", "--examples", "300"]
+    asked = ["--model", "resnet20", "--weights", "public", "--data", "cifar10", "--methods", "l1:uniform", "sfp", "--only"]
+    call(compare, *asked, *few, *places(tmp_path))
+    rows = rows_of(tmp_path)
+    assert [(row.method, row.budget_name) for row in rows] == [(m, b) for b in ("none", "short") for m in ("l1:uniform", "sfp")]
+    x, y = comparing.fewer(load_data("cifar10", split="public"), 300).test.batch(slice(0, 300))
+    for row in rows:
+        file = tmp_path / "runs" / row.budget_name / f"{row.method.replace(':', '-')}-0.3-seed0" / "pruned.safetensors"
+        with torch.no_grad():
+            right = (load(build("resnet20"), file).module.eval()(x).argmax(1) == y).sum()
+        assert row.test.right_after == int(right)
+        assert row.images_trained == (0 if row.budget_name == "none" else 300)

@@ -1,0 +1,83 @@
+"""The allocation that a run chooses from the frontier: the search predicts an edge, certification tests up to it and beyond."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import pytest
+
+from secateurs.pruning.global_allocation import COARSE, choose_allocation, to_certify
+from secateurs.pruning.results import Trial
+from secateurs.selection.allocation import Allocation
+
+
+def allocations(count: int) -> list[Allocation]:
+    """Divisions that save 0, 1, 2, … thousandths."""
+    return [Allocation({"site": i}, i / 1000, i * 1e-4) for i in range(count)]
+
+
+def searched(edge: int, within: int) -> Callable[[int], Trial]:
+    return lambda i: Trial("steering", i, i <= edge, 1 - i / 1000, i <= within)
+
+
+def certified(limit: int, asked: list[int]) -> Callable[[int, Sequence[bool]], Trial]:
+    def certify(index: int, answers: Sequence[bool]) -> Trial:
+        assert list(answers) == [True] * len(asked)  # nothing is asked after a no
+        asked.append(index)
+        return Trial("certifying", index, index <= limit, upper=index / 1e4)
+
+    return certify
+
+
+@pytest.mark.parametrize("edge", [100, 200, 333])
+@pytest.mark.parametrize("truth", [0.55, 0.8, 1.0, 1.7])
+def test_certification_ends_within_a_trial_of_what_can_be_certified(edge: int, truth: float) -> None:
+    asked: list[int] = []
+    limit = round(truth * edge)
+    found = choose_allocation(allocations(600), searched(edge, 2 * edge), certified(limit, asked))
+    assert asked == sorted(asked)
+    assert found.answers == (*[True] * (len(asked) - 1), False)
+    assert limit / 1.06 - 1 <= found.removed["site"] <= limit
+    assert found.bound == pytest.approx(found.removed["site"] / 1e4)
+
+
+def test_a_rejected_first_trial_leaves_the_network_unchanged() -> None:
+    found = choose_allocation(allocations(600), searched(200, 300), certified(10, []))
+    assert (found.saved, found.answers, found.bound) == (0, (False,), None)
+
+
+def test_a_prediction_that_nothing_can_be_removed_is_still_tested() -> None:
+    asked: list[int] = []
+    found = choose_allocation(allocations(50), searched(0, 0), certified(30, asked))
+    assert asked[0] == 1
+    assert 27 <= found.removed["site"] <= 30
+
+
+def test_without_certification_the_predicted_edge_is_chosen() -> None:
+    found = choose_allocation(allocations(600), searched(123, 123), None)
+    assert found.removed["site"] == 123
+    assert (found.answers, found.bound) == ((), None)
+
+
+def test_the_largest_saving_within_the_drop_on_the_validation_images_is_one_that_was_tried() -> None:
+    found = choose_allocation(allocations(600), searched(200, 260), certified(150, []))
+    tried = {round(1000 * saved) for saved, _, _ in found.tried}
+    assert round(1000 * found.by_estimate) == max(i for i in tried if i <= 260)
+
+
+@pytest.mark.parametrize(("growth", "most"), [(1.06, 30), (COARSE, 8)])
+def test_trials_grow_by_their_factor_up_to_the_largest(growth: float, most: int) -> None:
+    trials = to_certify(allocations(1000), 500, growth)
+    assert trials[0] == 200
+    assert trials[1] == 250
+    assert trials[-1] == 999
+    assert all(b / a <= growth + 0.01 for a, b in pairwise(trials[1:]))
+    assert len(trials) <= most
+    assert len(trials) >= math.log(999 / 250) / math.log(growth)
+
+
+def test_an_empty_frontier_has_no_trials() -> None:
+    assert to_certify(allocations(1), 0) == ()
+    assert choose_allocation(allocations(1), searched(0, 0), certified(0, [])).saved == 0

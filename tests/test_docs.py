@@ -1,0 +1,85 @@
+"""Pages say nothing that is not there: links lead to files and headings, paths exist, how-to pages run as they are written."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import secateurs
+from pages import ROOT, blocks, build, digits_loaders, run_block, trained
+
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+HOWTO = sorted((ROOT / "docs" / "howto").glob("*.md"))
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(page.read_text()):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link} leads nowhere"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_paths_in_code_are_there() -> None:
+    """What pages call `tests/...` or `src/...` exists."""
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue
+        for path in re.findall(r"`((?:src|tests|benchmarks|tools|recipes|examples)/[\w./-]+\.\w+)`", page.read_text()):
+            assert (ROOT / path).exists(), f"{page.relative_to(ROOT)} names {path}"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    docs = ROOT / "docs"
+    listed = {name for page in docs.rglob("*.md") for name in named_in_toctrees(page)}
+    found = {page.relative_to(docs).with_suffix("").as_posix() for page in docs.rglob("*.md")}
+    assert found - listed == {"index"}
+
+
+def named_in_toctrees(page: Path) -> set[str]:
+    """The pages that the toctrees of a page name, relative to docs/."""
+    lines = [line for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(), re.M | re.S) for line in tree.split()]
+    return {(page.parent / line).relative_to(ROOT / "docs").as_posix() for line in lines if not line.startswith(":")}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    listed = re.findall(r"^\.\. auto(?:class|function):: (\w+)", page, re.M)
+    assert sorted({*listed, "SecateursError"}) == sorted(secateurs.__all__)  # errors are listed by their module
+
+
+@pytest.fixture(scope="module")
+def model() -> nn.Module:
+    return trained(digits_loaders()[0])
+
+
+@pytest.mark.parametrize("page", HOWTO, ids=lambda page: page.stem)
+def test_how_to_runs(page: Path, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    train, val, test = digits_loaders()
+    names: dict[str, Any] = {"model": model, "train": train, "val": val, "test": test, "build": build}
+    for block in blocks(page):
+        assert block.language == "python", f"line {block.line}: a block of {block.language!r}, which no test runs"
+        run_block(block, page, names)
+    sys.modules.pop("segmentation_miou", None)
+    result = names["result"]
+    assert result.search.before > 0.85, "the network to prune is not trained"
+    assert result.search.before - result.search.after <= 0.02 + 1e-9
+    assert result.macs.removed > 0.1
