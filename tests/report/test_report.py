@@ -33,10 +33,10 @@ from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import trace
 from secateurs.models import build
 from secateurs.pruning.results import KINDS, ChosenAllocation, ResultFigures, SiteCurve, SiteCut, SiteOrder, Start, Step
-from secateurs.report import plots, read_run, where_it_stands, write_report
-from secateurs.report.charts import Point, accuracy, agreement, best, importances
+from secateurs.report import charts, plots, read_run, where_it_stands, write_report
+from secateurs.report.charts import accuracy, agreement, best, importances
 from secateurs.report.exports import note_exports
-from secateurs.report.load import SiteImportances
+from secateurs.report.load import Measured, SiteImportances
 from secateurs.report.svg import Figure, el, ticks
 from secateurs.report.verdicts import run_warnings, step_warnings, verdict
 from secateurs.scoring.importance import fit_pairs
@@ -340,6 +340,55 @@ def test_the_verdict_on_an_allocation_counts_all_its_cuts_together(allocated: Pa
     assert "The loss on the test set is larger than the allowed drop" in page_of(folder).words
 
 
+def test_every_site_of_an_allocation_has_a_figure_and_no_axis_goes_beyond_the_whole_network(
+    allocated: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(allocated, tmp_path / "run"))
+    wide = {"frontier": [[0.0, 0.0], [0.5, 0.1], [0.9, 0.3], [1.6, 0.9]], "tried": [[1.6, 0.4, False], [0.5, 0.9, True]]}
+    rewrite(folder, lambda entries: [{**e, **wide, "saved": 0.9} if e["unit"] == "division" else e for e in entries])
+    page = page_of(folder)
+    titles = [(given["aria-label"] or "").split(".")[0] for tag, given in page.tags if tag == "svg" and "aria-label" in given]
+    steps = [entry for entry in entries_of(folder) if entry["unit"] == "step"]
+    assert titles.count("Loss against filters removed") == len(steps) > 0
+    assert "Predicted loss against MACs removed" in titles
+    figure = charts.allocation(read_run(folder))
+    assert figure is not None
+    drawn = ElementTree.fromstring(f"<g>{figure.body}</g>")
+    ticks = [(node.text or "").split(SPACE)[0] for node in drawn.iter("text") if "tick middle" in node.get("class", "")]
+    assert 50 < max(map(float, ticks)) <= 100
+
+
+def test_without_a_test_set_the_page_speaks_of_the_validation_set_in_the_users_metric(tmp_path: Path) -> None:
+    def score(model: torch.nn.Module) -> float:
+        return 3.5 + 0.01 * model.eval()(torch.ones(1, 1, 8, 8)).max().item()
+
+    torch.manual_seed(0)
+    model, data = build("resnet8", in_channels=1, widths=(4, 6, 8)), replace(few_digits(96), test=None)
+    asked = Recipe.paper(max_drop=0.5, sites=("conv1",), masks_per_filter=4, scoring_examples=32, finetune=None)
+    Pruner(model, data, recipe=asked, folder=tmp_path / "run", evaluate=score).finish()
+    end = next(entry for entry in entries_of(tmp_path / "run") if entry["unit"] == "end")
+    words = " ".join(page_of(tmp_path / "run").words.split())
+    before, after = (f"{end['search'][when]:.4g}" for when in ("before", "after"))
+    assert f"score on the validation set went from {before} to {after}." in words
+    assert f"Validation score{before} → {after}" in words
+    assert "no test set was given" in words
+    assert "Promisenone" in words
+    assert "points" not in words
+
+
+@pytest.mark.parametrize(
+    ("total", "said"), [(10.0, "time 10.0 s: steps 6.0 s, measuring and allocation 4.0 s"), (4.0, "time 6.0 s: steps 6.0 s ")]
+)
+def test_the_parts_of_the_time_add_up(folder: Path, total: float, said: str) -> None:
+    """The total of a run that was resumed counts from then, and may be shorter than its steps."""
+    number = sum(entry["unit"] == "step" for entry in entries_of(folder))
+    seconds = {"step": 6.0 / number, "end": total}
+    rewrite(
+        folder, lambda entries: [{**e, **({"seconds": seconds[e["unit"]]} if e["unit"] in seconds else {})} for e in entries]
+    )
+    assert said in page_of(folder).words
+
+
 def test_bad_fits_are_named(finished: Path) -> None:
     run = read_run(finished)
     assert run.recipe is not None
@@ -532,14 +581,14 @@ def test_any_numbers_draw_well_formed_figures(coef: list[float], error: float, t
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=12))
 @settings(deadline=None, max_examples=40)
 def test_nothing_beats_the_frontier_and_something_on_it_beats_the_rest(pairs: list[tuple[float, float]]) -> None:
-    points = [Point(m, a, str(k)) for k, (m, a) in enumerate(pairs)]
+    points = [Measured(m, a, str(k)) for k, (m, a) in enumerate(pairs)]
     front = best(points)
     assert front
     for p in points:
-        better = [q for q in front if q.macs_left <= p.macs_left and q.accuracy >= p.accuracy]
+        better = [q for q in front if q.macs_removed >= p.macs_removed and q.accuracy >= p.accuracy]
         assert better
         if p in front:
-            assert all((q.macs_left, q.accuracy) == (p.macs_left, p.accuracy) for q in better)
+            assert all((q.macs_removed, q.accuracy) == (p.macs_removed, p.accuracy) for q in better)
 
 
 def test_numbers_are_written_as_people_read_them() -> None:

@@ -98,7 +98,7 @@ def export(
     if as_json:
         print_json({"network": str(file), "exports": exports})
     else:
-        _print(run, found, exports)
+        _print(run, found)
 
 
 def _origin(
@@ -139,16 +139,15 @@ def _add_to_report(run: Path, exports: list[dict[str, Any]]) -> None:
         warn(f"the report of {run} does not show these exports: {error}")
 
 
-def _print(run: Path, found: list[Exported], exports: list[dict[str, Any]]) -> None:
+def _print(run: Path, found: list[Exported]) -> None:
     """Print agreement, sizes and speeds, and where pruning does not pay."""
-    from secateurs.report.exports import export_rows, export_warnings, record_of
+    from secateurs.report.exports import export_rows, export_warnings
 
-    records = [record_of(one) for one in exports]
     for one in found:
         say(f"{one.path}: {one.agreement.summary()}.")
-    print_table(_COLUMNS, export_rows(records), left=(0, 5, 8))
+    print_table(_COLUMNS, export_rows(found), left=(0, 5, 8))
     say(f"In PyTorch, {found[0].alignment.summary()}.")
-    for sentence in export_warnings(records):
+    for sentence in export_warnings(found):
         say(sentence)
     if (run / "report.html").is_file():
         say(f"Report: {run / 'report.html'}")

@@ -81,17 +81,33 @@ class Alignment:
         )
 
 
-@dataclass(frozen=True)
-class Exported:
-    """One checked export; `original_bytes` and `speeds` compare it with the unpruned network if that was given."""
+@dataclass(frozen=True, kw_only=True)
+class ExportFigures:
+    """What is measured of an export; `original_bytes` and `speeds` compare it with the unpruned network if that was given."""
 
     kind: Kind
-    path: Path  # the file; the folder for source
     bytes: int
     agreement: Agreement
     alignment: Alignment
     original_bytes: int | None = None
     speeds: tuple[Speed, ...] = ()
+
+    @property
+    def alignment_outweighs(self) -> bool:
+        """Whether, in PyTorch, aligning channels takes longer than all that pruning saves."""
+        share, batch = self.alignment.share, self.alignment.batch
+        return any(
+            share * timed.pruned > max(timed.original - timed.pruned, 0.0)
+            for timed in self.speeds
+            if share and timed.runtime == "PyTorch" and timed.batch == batch
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported(ExportFigures):
+    """One checked export."""
+
+    path: Path  # the file; the folder for source
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,7 +244,9 @@ def deliver(
     with _staged(path, folder=exporter.kind == "source") as draft:
         exporter.write(network, draft)
         agreement = _agreement(exporter.outputs(draft, network.batches), network, tolerance, exporter.kind)
-        exported = Exported(exporter.kind, path, _bytes(draft), agreement, network.alignment)
+        exported = Exported(
+            kind=exporter.kind, path=path, bytes=_bytes(draft), agreement=agreement, alignment=network.alignment
+        )
         if original is not None:
             if isinstance(original, nn.Module):
                 original = trace(original, like_network(original, network.inputs))

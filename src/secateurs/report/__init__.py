@@ -9,12 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from secateurs.report.charts import Plots, plots
     from secateurs.report.load import read_run, state_of, where_it_stands
+    from secateurs.report.page import write_report
     from secateurs.report.svg import Figure
-    from secateurs.report.write import Plots, plots, write_report
 
 __all__ = ["Figure", "Plots", "plots", "read_run", "state_of", "where_it_stands", "write_report"]
-_HOMES = {"Figure": "svg", "Plots": "write", "plots": "write", "write_report": "write"}
+_HOMES = {"Figure": "svg", "Plots": "charts", "plots": "charts", "write_report": "page"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
-from secateurs._util.format import SPACE, Metric, percent, plain, plural, short
+from secateurs._util.format import SPACE, Metric, percent, plain, plural, removed, short
+from secateurs.config import Recipe
+from secateurs.errors import InvalidInput, UnknownSite, suggest
 from secateurs.graph.structure import Node
 from secateurs.pruning.results import Change, Step
-from secateurs.report.load import Event, LayerChange, RunReport, SiteImportances
+from secateurs.report.load import LayerChange, Measured, RunReport, SiteImportances, read_run, run_in_memory
 from secateurs.report.svg import (
     COLOURS,
     MEDIUM,
@@ -21,7 +24,6 @@ from secateurs.report.svg import (
     Figure,
     Plot,
     circle,
-    digits,
     el,
     join,
     line,
@@ -29,11 +31,10 @@ from secateurs.report.svg import (
     number,
     padded,
     rect,
-    ring,
-    square,
     text,
     ticks,
 )
+from secateurs.selection.allocation import Curve
 
 # ---- one site -----------------------------------------------------------------------------------------------------------
 
@@ -42,249 +43,193 @@ def importances(step: Step, found: SiteImportances | None) -> Figure | None:
     """The importance of each filter of a site, sorted, with error bars; kept and removed filters differ in colour."""
     if found is None:
         return None
-    order = sorted(range(len(found.coef)), key=lambda i: found.coef[i])
-    ids, coef = [found.ids[i] for i in order], [found.coef[i] for i in order]
-    errors = [found.stderr[i] for i in order] if found.stderr else []
-    kinds = ["removed" if i in step.removed else "kept" for i in ids]
-    finite = [e if math.isfinite(e) else 0.0 for e in errors or [0.0] * len(coef)]
-    low, high = padded([0.0, *(c + s * e for c, e in zip(coef, finite, strict=True) for s in (-1, 1))], share=0.05)
-    plot = Plot(
-        SMALL, Axis(0, 1, "filters, least important first"), Axis(low, high, "importance", ticks(low, high), short), right=4
-    )
-    plot.bars(coef, errors, kinds)
-    plot.legend(*((square(kind), f"{kind} {kinds.count(kind)}") for kind in ("removed", "kept")))
-    spreads = [f" ± {short(e)}" for e in errors] or [""] * len(coef)
-    tips = [f"filter {i}, {k}: {short(c)}{e}" for i, k, c, e in zip(ids, kinds, coef, spreads, strict=True)]
-    plot.tips(tips, f"Filter {ids[0]} is least important, filter {ids[-1]} most")
-    words = f"Importances of {plural(len(ids), 'filter')} of {step.site}, of which {kinds.count('removed')} were removed"
+    errors = found.stderr or (0.0,) * len(found.coef)
+    bars = sorted(zip(found.coef, errors, found.ids, strict=True), key=lambda bar: bar[0])
+    kinds = ["removed" if i in step.removed else "kept" for _, _, i in bars]
+    reach = [c + s * e for c, e, _ in bars for s in (-1, 0, 1) if math.isfinite(e) or not s]
+    y = Axis(*padded([0.0, *(c for c, _, _ in bars), *reach], share=0.05), "importance", lambda v, _: short(v))
+    plot = Plot(SMALL, Axis(0, 1, "filters, least important first"), y, right=4)
+    plot.bars([c for c, _, _ in bars], [e for _, e, _ in bars], kinds)
+    plot.legend(*((kind, f"{kind} {kinds.count(kind)}") for kind in ("removed", "kept")))
+    spreads = [f" ± {short(e)}" if found.stderr else "" for _, e, _ in bars]
+    tips = [f"filter {i}, {k}: {short(c)}{e}" for (c, _, i), k, e in zip(bars, kinds, spreads, strict=True)]
+    plot.tips(tips, f"Filter {bars[0][2]} is least important, filter {bars[-1][2]} most")
+    words = f"Importances of {plural(len(bars), 'filter')} of {step.site}, of which {kinds.count('removed')} were removed"
     return plot.figure("Importance of each filter", words)
 
 
 def accuracy(step: Step, metric: Metric, max_drop: float | None) -> Figure | None:
     """Accuracy against filters removed, as the search for the cut measured it, with the allowed drop and the chosen number."""
     points = sorted({(0, step.accuracy_before), *step.evaluated})
+    allowed = [] if max_drop is None else [step.baseline - max_drop]
+    low, high = padded([*(a for _, a in points), *allowed], least=1e-4)
+
+    def tip(value: float) -> str:
+        return f"{metric.value(value)} ({metric.change(value - step.baseline)})"
+
+    words = f"{plural(len(step.removed), 'filter')} of {step.channels} removed, {metric.name} {metric.value(step.accuracy_cut)}"
+    title = f"{metric.title} against filters removed"
+    return _against_filters(step, points, _metric_axis(metric, low, high), tip, (title, words), allowed)
+
+
+def site_curve(step: Step, curve: Curve | None) -> Figure | None:
+    """The rise of the loss when filters are removed at this site alone, by which cuts were allocated to sites."""
+    if curve is None:
+        return None
+    rises = [(m, loss - curve.loss[0]) for m, loss in zip(curve.removed, curve.loss, strict=True) if math.isfinite(loss)]
+    reach = max(2 * len(step.removed), 4)  # far beyond the chosen number the curve is so steep that it hides the rest
+    points = [point for point in rises if point[0] <= reach]
+    y = Axis(*padded([rise for _, rise in points]), "rise of the loss, this site alone", lambda v, _: short(v))
+    words = f"{plural(len(step.removed), 'filter')} of {step.channels} removed"
+    return _against_filters(step, points, y, lambda rise: f"loss {rise:+.2g}", ("Loss against filters removed", words))
+
+
+def _against_filters(
+    step: Step,
+    points: Sequence[tuple[int, float]],
+    y: Axis,
+    tip: Callable[[float], str],
+    titles: tuple[str, str],
+    allowed: Sequence[float] = (),
+) -> Figure | None:
+    """A curve over the number of filters removed at a site, with the chosen number and the lowest value allowed."""
     if len(points) < 2:
         return None
-    allowed = None if max_drop is None else step.baseline - max_drop
     chosen = len(step.removed)
-    low, high = padded([a for _, a in points] + ([] if allowed is None else [allowed]), least=1e-4)
     most = points[-1][0]
-    plot = Plot(
-        SMALL,
-        Axis(0, most, "filters removed", [t for t in ticks(0, most, 5) if t == int(t)], lambda v: f"{v:.0f}"),
-        _metric_axis(metric, low, high),
-    )
-    if allowed is not None:
-        y = plot.y(allowed)
-        plot.add(line(plot.left, y, plot.right, y, "allowed"), text(plot.right, y - 5, "allowed", "note end"))
-        plot.add(mark(line(plot.left, y, plot.right, y, "hit-line"), f"lowest allowed: {metric.value(allowed)}"))
+    whole = [value for value in ticks(0, most) if value == int(value)]
+    plot = Plot(SMALL, Axis(0, most, "filters removed", lambda v, _: f"{v:.0f}", at=whole), y)
+    for lowest in allowed:
+        at = plot.y(lowest)
+        plot.add(line(plot.left, at, plot.right, at, "allowed"), text(plot.right, at - 5, "allowed", "note end"))
     x = plot.x(chosen)
+    side = ("end", x - 8) if x > plot.right - 60 else ("", x + 8)
     plot.add(line(x, plot.top, x, plot.bottom, "chosen"))
+    plot.add(text(side[1], plot.top + 10, f"{chosen} of {step.channels}", f"note strong {side[0]}"))
+    look = {True: ("point chosen-point", 5.0), False: ("point", 3.0)}
     dots = [
-        Dot(
-            m,
-            a,
-            f"{plural(m, 'filter')} removed{', chosen' if m == chosen else ''}: {metric.value(a)} "
-            f"({metric.change(a - step.baseline)})",
-            "point chosen-point" if m == chosen else "point",
-            5 if m == chosen else 3,
-        )
-        for m, a in points
+        Dot(m, v, f"{plural(m, 'filter')} removed{', chosen' if m == chosen else ''}: {tip(v)}", *look[m == chosen])
+        for m, v in points
     ]
     plot.curve(points, dots)
-    near_end = x > plot.right - 60
-    label = f"m = {chosen} of {step.channels}"
-    plot.add(text(x - 8 if near_end else x + 8, plot.top + 10, label, f"note strong{' end' if near_end else ''}"))
-    words = f"{plural(chosen, 'filter')} of {step.channels} removed, {metric.name} then {metric.value(step.accuracy_cut)}"
-    return plot.figure(f"{metric.title} against filters removed", words)
+    return plot.figure(*titles)
 
 
 def agreement(step: Step, found: SiteImportances | None) -> Figure | None:
     """Predicted against measured scores of a site's masks."""
     if found is None or not found.agreement:
         return None
-    pairs = found.agreement
-    low, high = padded([v for pair in pairs for v in pair], share=0.04, least=1e-3)
-    at = ticks(low, high)
-    plot = Plot(SMALL, Axis(low, high, "predicted score", at, short), Axis(low, high, "measured score of each mask", at, short))
+    low, high = padded([v for pair in found.agreement for v in pair], share=0.04, least=1e-3)
+    axes = (Axis(low, high, title, lambda v, _: short(v)) for title in ("predicted score", "measured score of each mask"))
+    plot = Plot(SMALL, *axes)
     plot.add(line(plot.left, plot.bottom, plot.right, plot.top, "diagonal"))
-    plot.scatter(pairs, f"{len(pairs)} masks; on the line the prediction is right", class_="dots")
-    return plot.figure(
-        "Predicted against measured score", f"{len(pairs)} masks of {step.site}; held-out r² {plain(step.r2_held_out)}"
-    )
+    plot.dots(found.agreement, "dots")
+    words = f"{len(found.agreement)} masks of {step.site}; held-out r² {plain(step.r2_held_out)}"
+    return plot.figure("Predicted against measured score", words)
 
 
 # ---- the run ------------------------------------------------------------------------------------------------------------
 
 
 def timeline(run: RunReport) -> Figure | None:
-    """Accuracy after every cut and epoch above, MACs left below, on one axis; None before the second measurement."""
+    """Accuracy after every cut and epoch above, MACs removed below, on one axis; None before the second measurement."""
     events, metric = run.events, run.metric
     if len(events) < 2:
         return None
     # only a budget for the whole run has one lowest accuracy
-    allowed = []
-    if run.start is not None and run.recipe is not None and run.recipe.budget == "run":
-        allowed = [run.start.accuracy - run.recipe.max_drop]
-    low, high = padded([e.accuracy for e in events] + allowed, least=1e-3)
-    first, last, split = -0.5, len(events) - 0.5, 192.0
-    upper = Plot(MEDIUM, Axis(first, last), _metric_axis(metric, low, high), bottom=MEDIUM[1] - split)
-    step = (upper.right - upper.left) / len(events)
-    size = min(max(step * 0.4, 1.6), 4.5)
+    whole = run.start is not None and run.recipe is not None and run.recipe.budget == "run"
+    allowed = [run.start.accuracy - run.recipe.max_drop] if whole and run.start and run.recipe else []
+    low, high = padded([*(e.accuracy for e in events), *allowed], least=1e-3)
+    split, places = 192.0, (-0.5, len(events) - 0.5)
+    upper = Plot(MEDIUM, Axis(*places), _metric_axis(metric, low, high), bottom=MEDIUM[1] - split)
+    cuts, epochs = ([(n, e.accuracy) for n, e in enumerate(events) if (e.what == "cut") == cut] for cut in (True, False))
     upper.add(*(line(upper.left, upper.y(a), upper.right, upper.y(a), "allowed") for a in allowed))
-    upper.curve([(place, e.accuracy) for place, e in enumerate(events)])
-    epochs = [(place, e.accuracy) for place, e in enumerate(events) if e.what != "cut"]
-    upper.scatter(epochs, size=size * 1.3, class_="dots solid")
-    cuts = [(upper.x(place), upper.y(e.accuracy)) for place, e in enumerate(events) if e.what == "cut"]
-    upper.add(el("path", d="".join(_triangle(x, y - size, size) for x, y in cuts), class_="cut"))
-    upper.legend(
-        *([(lambda x: line(x - 12, 7.5, x + 4, 7.5, "allowed"), "allowed")] if allowed else []),
-        (lambda x: el("path", d=_triangle(x - 0.5, 4, 4.5), class_="cut"), "cut"),
-        (lambda x: el("path", d=f"M{number(x)} 7.5h0", class_="dots solid", style="stroke-width:6"), "epoch"),
-    )
-    below = Plot(
-        MEDIUM,
-        Axis(
-            first,
-            last,
-            "measurements in order, by step",
-            _step_ticks(events),
-            lambda v: "retrain" if events[round(v)].what == "retrain" else str(events[round(v)].step),
-        ),
-        Axis(0, 1, "MACs left", (0, 0.5, 1), lambda v: percent(v, 0)),
-        top=split + 42,
-    )
-    area = "".join(f"V{number(below.y(e.macs_left))}H{number(below.left + (n + 1) * step)}" for n, e in enumerate(events))
-    start = f"M{number(below.left)} {number(below.bottom)}"
-    below.add(el("path", d=f"{start}{area}V{number(below.bottom)}z", class_="area"))
-    tips = [f"{e.label}: {metric.value(e.accuracy)}, {percent(e.macs_left)} of the MACs left" for e in events]
+    upper.curve([(n, e.accuracy) for n, e in enumerate(events)])
+    step = (upper.right - upper.left) / len(events)
+    for points, class_ in ((epochs, "dots solid"), (cuts, "dots cut")):
+        upper.dots(points, class_, size=min(max(step * 0.8, 3.2), 9))
+    upper.legend(*[("allowed", "allowed")] * len(allowed), ("point worse", "right after a cut"), ("point", "after training"))
+    marked = cuts[:: -(-len(cuts) // 9) or 1]  # ticks at nine cuts at most
+    x = Axis(*places, "measurements in order, by step", lambda v, _: str(events[round(v)].step), at=[n for n, _ in marked])
+    below = Plot(MEDIUM, x, Axis(0, 1, "MACs removed", percent, at=(0, 0.5, 1)), top=split + 42)
+    area = "".join(f"V{number(below.y(e.macs_removed))}H{number(below.left + (n + 1) * step)}" for n, e in enumerate(events))
+    below.add(el("path", d=f"M{number(below.left)} {number(below.bottom)}{area}V{number(below.bottom)}z", class_="area"))
+    tips = [f"{e.label}: {metric.value(e.accuracy)}, {percent(e.macs_removed)} of the MACs removed" for e in events]
     below.tips(tips, f"{metric.title} and MACs over the run", top=upper.top)
-    words = (
-        f"{plural(len(events), 'measurement')}, from {metric.value(events[0].accuracy)} to {metric.value(events[-1].accuracy)}"
-    )
-    return Figure("The run over time", words, *MEDIUM, join(upper.body, below.body), "medium")
+    below.marks[:0] = upper.marks
+    ends = f"from {metric.value(events[0].accuracy)} to {metric.value(events[-1].accuracy)}"
+    return below.figure("The run over time", f"{plural(len(events), 'measurement')}, {ends}")
 
 
-def _triangle(x: float, top: float, size: float) -> str:
-    """A path that points down."""
-    return f"M{number(x - size)} {number(top)}h{number(2 * size)}l{number(-size)} {number(1.7 * size)}z"
-
-
-def _step_ticks(events: Sequence[Event], most: int = 9) -> list[float]:
-    """Places of at most about `most` cuts, and of the retraining."""
-    cuts = [place for place, event in enumerate(events) if event.what == "cut"]
-    retraining = [place for place, event in enumerate(events) if event.what == "retrain"][:1]
-    return [float(place) for place in cuts[:: max(1, -(-len(cuts) // most))]] + [
-        float(min(place + 1, len(events) - 1)) for place in retraining
-    ]
-
-
-@dataclass(frozen=True)
-class Point:
-    """A network of a run: its cost and its accuracy."""
-
-    macs_left: float
-    accuracy: float
-    label: str
-
-
-def points_of(run: RunReport) -> tuple[Point, ...]:
-    """The start, the network after every step that cut something, and the final one; accuracies on the validation set."""
-    found = [] if run.start is None else [Point(1.0, run.start.accuracy, "start")]
-    found += [
-        Point(1 - s.macs_removed, s.accuracy, f"step {s.number}, {s.site}: {s.channels} → {s.kept}")
-        for s in run.steps
-        if s.removed
-    ]
-    if run.end is not None and len(found) > 1:
-        found.append(Point(1 - run.end.macs.removed, run.end.search.after, "the end"))
-    return tuple(found)
-
-
-def best(points: Sequence[Point]) -> set[Point]:
+def best(points: Sequence[Measured]) -> set[Measured]:
     """Those that no other point beats in both MACs and accuracy."""
-
-    def beaten(p: Point) -> bool:
-        return any(
-            q.macs_left <= p.macs_left and q.accuracy >= p.accuracy and (q.macs_left, q.accuracy) != (p.macs_left, p.accuracy)
-            for q in points
-        )
-
-    return {p for p in points if not beaten(p)}
+    pairs = {(p.macs_removed, p.accuracy) for p in points}
+    beaten = {(m, a) for m, a in pairs if any(n >= m and b >= a and (n, b) != (m, a) for n, b in pairs)}
+    return {p for p in points if (p.macs_removed, p.accuracy) not in beaten}
 
 
 def frontier(runs: Sequence[RunReport], colours: Sequence[int] | None = None) -> Figure | None:
-    """Accuracy against MACs left after every step; None while no filter is removed.
+    """Accuracy against MACs removed after every step; None while no filter is removed.
 
     Several runs, of one metric, differ in colour, by the numbers `colours`.
     """
-    everything = [p for run in runs for p in points_of(run)]
+    everything = [p for run in runs for p in run.networks]
     if len(everything) < 2:
         return None
     metric = runs[0].metric
     low, high = padded([p.accuracy for p in everything], least=1e-3)
-    left = max(padded([p.macs_left for p in everything], share=0.05, least=0.01)[0], 0.0)
-    x = Axis(left, 1.01, "MACs left", ticks(left, 1.0, 6), lambda v: percent(v, digits(1 - left)))
-    plot = Plot(MEDIUM, x, _metric_axis(metric, low, high, about=5), right=12)
+    right = min(padded([p.macs_removed for p in everything], share=0.05, least=0.001)[1], 1.0)
+    plot = Plot(MEDIUM, Axis(0, right, "MACs removed", percent, 6), _metric_axis(metric, low, high))
     for place, run in enumerate(runs):
-        points = points_of(run)
-        front, last = best(points), len(points) - 1
+        front, last = best(run.networks), len(run.networks) - 1
         name = "" if colours is None else f"{run.name}, "
         colour = "" if colours is None else f" r{colours[place] % COLOURS}"
         dots = [
             Dot(
-                p.macs_left,
+                p.macs_removed,
                 p.accuracy,
-                f"{name}{p.label}: {metric.value(p.accuracy)} at {percent(p.macs_left)} of the MACs",
+                f"{name}{p.label}: {metric.value(p.accuracy)}, {percent(p.macs_removed)} of the MACs removed",
                 f"point{'' if p in front else ' hollow'}{colour}{' chosen-point' if n == last and not colour else ''}",
                 5.5 if n == last else 4,
             )
-            for n, p in enumerate(points)
+            for n, p in enumerate(run.networks)
         ]
-        plot.curve([(p.macs_left, p.accuracy) for p in points], dots, f"way{colour}")
+        plot.curve([(p.macs_removed, p.accuracy) for p in run.networks], dots, f"way{colour}")
     if colours is None:
-        plot.legend(
-            (ring("point"), "on the frontier"), (ring("point hollow"), "beaten"), (ring("point chosen-point"), "latest")
-        )
-    words = f"{len(everything)} networks, the smallest with {percent(min(p.macs_left for p in everything))} of the MACs"
+        plot.legend(("point", "best at its size"), ("point hollow", "beaten"), ("point chosen-point", "latest"))
+    words = f"{len(everything)} networks, the smallest without {percent(max(p.macs_removed for p in everything))} of the MACs"
     return plot.figure(f"{metric.title} against MACs", words)
 
 
 def allocation(run: RunReport) -> Figure | None:
     """Predicted rise of the loss against savings, with the allocations that were tried; None where cuts were not allocated."""
     found = run.allocation
-    if found is None or len(found.frontier) < 2:
+    if found is None:
         return None
-    reach = 1.6 * max(found.saved, found.by_estimate) or found.frontier[-1][0]
-    shown = [point for point in found.frontier if point[0] <= reach]
+    # shares of the network: a sum over sites, each as if it were cut alone, counts some weights twice
+    reach = min(1.6 * run.saving_scale * max(found.saved, found.by_estimate), 1.0) or 1.0
+    shown = [(run.saving_scale * saved, rise) for saved, rise in found.frontier if run.saving_scale * saved <= reach]
     if len(shown) < 2:
         return None
-    right, high = shown[-1][0], padded([rise for _, rise in shown])[1]
-    title = f"{run.saving} removed, summed over the sites' curves"
-    plot = Plot(
-        MEDIUM,
-        Axis(0.0, right, title, ticks(0.0, right, 6), lambda v: percent(v, digits(right))),
-        Axis(0.0, high, "predicted rise of the loss", ticks(0.0, high, 5), lambda v: f"{v:.3g}"),
-        left=58,
-        right=12,
-    )
-    plot.add(line(plot.x(found.saved), plot.top, plot.x(found.saved), plot.bottom, "chosen"))
-    plot.add(text(plot.x(found.saved) - 8, plot.top + 10, "chosen", "note strong end"))
+    rises = Axis(0.0, padded([rise for _, rise in shown])[1], "predicted rise of the loss", lambda v, _: f"{v:.3g}")
+    plot = Plot(MEDIUM, Axis(0.0, shown[-1][0], f"{run.saving} removed, estimated", percent, 6), rises)
+    chosen = plot.x(run.saving_scale * found.saved)
+    plot.add(line(chosen, plot.top, chosen, plot.bottom, "chosen"))
+    plot.add(text(chosen - 8, plot.top + 10, "chosen", "note strong end"))
     dots = []
     for saved, measured, accepted in found.tried:
-        if saved <= right:
-            rise = min(found.frontier, key=lambda point: abs(point[0] - saved))[1]
-            tip = f"{percent(saved)}: {run.metric.name} {run.metric.value(measured)} measured, loss +{plain(rise)} predicted"
-            dots.append(Dot(saved, rise, tip, "point" if accepted else "point hollow", 4.5))
+        x, y = min(shown, key=lambda point: abs(point[0] - run.saving_scale * saved))
+        if run.saving_scale * saved <= reach:
+            tip = f"{percent(x)}: {run.metric.name} {run.metric.value(measured)} measured, loss +{plain(y)} predicted"
+            dots.append(Dot(x, y, tip, "point" if accepted else "point hollow", 4.5))
     plot.curve(shown, dots)
-    plot.legend((ring("point"), "within the drop"), (ring("point hollow"), "beyond it"))
-    words = f"{len(found.frontier)} allocations, of which {len(found.tried)} were made; {percent(found.saved)} was chosen"
+    plot.legend(("point", "within the allowed drop"), ("point hollow", "beyond it"))
+    words = f"{len(found.frontier)} allocations, of which {len(found.tried)} were made"
     return plot.figure(f"Predicted loss against {run.saving} removed", words)
 
 
-def _metric_axis(metric: Metric, low: float, high: float, *, about: int = 4) -> Axis:
-    title = f"{metric.name} on the validation set"
-    return Axis(low, high, title, ticks(low, high, about), lambda v: metric.value(v, digits(high - low)))
+def _metric_axis(metric: Metric, low: float, high: float) -> Axis:
+    return Axis(low, high, f"{metric.name} on the validation set", metric.value)
 
 
 # ---- classes ------------------------------------------------------------------------------------------------------------
@@ -305,31 +250,26 @@ def classes(run: RunReport) -> Figure | None:
     size = (MEDIUM[0], 62 + row * len(shown))
     names = [name if len(name) <= 20 else f"{name[:19]}…" for name, _ in shown]
     low, high = padded([v for _, one in shown for v in (one.before, one.after)], share=0.06, least=0.005)
-    high = min(high, 1.01) if metric.share else high
-    plot = Plot(
-        size,
-        Axis(low, high, "", ticks(low, high, 5), lambda v: metric.value(v, digits(high - low))),
+    x, y = (
+        Axis(low, min(high, 1.01) if metric.share else high, "", metric.value, 5),
         Axis(len(shown), 0, f"test {metric.name} by class"),
-        left=min(max(6.6 * max(map(len, names)), 30), 150) + 14,
-        right=62,
-        top=22,
-        bottom=40,
     )
+    plot = Plot(size, x, y, left=min(max(6.6 * max(map(len, names)), 30), 150) + 14, right=62, top=22, bottom=40)
     for place, (name, one) in enumerate(shown):
-        y, before, after = plot.y(place + 0.5), plot.x(one.before), plot.x(one.after)
+        y_at, before, after = plot.y(place + 0.5), plot.x(one.before), plot.x(one.after)
         worse = one.change < 0
         written = metric.change(one.change, 1).split(SPACE)[0] if one.change else "0"
         shape = join(
-            rect(0, y - row / 2, size[0], row, "hit"),
-            line(plot.left, y, plot.right, y, "grid"),
-            line(before, y, after, y, "loss" if worse else "gain"),
-            circle(before, y, 4, "point hollow"),
-            circle(after, y, 4.5, "point worse" if worse else "point"),
-            text(plot.left - 10, y, names[place], "tick end"),
-            text(size[0] - 4, y, written, "tick end strong" if place == 0 else "tick end"),
+            rect(0, y_at - row / 2, size[0], row, "hit"),
+            line(plot.left, y_at, plot.right, y_at, "grid"),
+            line(before, y_at, after, y_at, "loss" if worse else "gain"),
+            circle(before, y_at, 4, "point hollow"),
+            circle(after, y_at, 4.5, "point worse" if worse else "point"),
+            text(plot.left - 10, y_at, names[place], "tick end"),
+            text(size[0] - 4, y_at, written, "tick end strong" if place == 0 else "tick end"),
         )
         plot.add(mark(shape, f"{name}: {metric.value(one.before)} → {metric.value(one.after)}"))
-    plot.legend((ring("point hollow"), "before"), (ring("point"), "after"), (ring("point worse"), "after, worse"))
+    plot.legend(("point hollow", "before"), ("point", "after"), ("point worse", "after, worse"))
     return plot.figure(f"{metric.title} by class", f"{shown[0][0]} changes by {metric.change(shown[0][1].change)}")
 
 
@@ -407,8 +347,8 @@ def _arc(start: float, end: float, floor: float, lane: int) -> Markup:
 
 def _bar(layer: LayerChange, x: float, base: float, pitch: float, scale: float, angle: int) -> Markup:
     wide, full, left = min(pitch * 0.66, 44.0), scale * layer.filters, scale * layer.left
-    removed = layer.share_removed
-    shade = 0 if removed <= 0 else min(int(removed * 5) + 1, 5)  # 0: nothing removed, then a fifth each
+    gone = removed(layer.filters, layer.left)
+    shade = 0 if gone <= 0 else min(int(gone * 5) + 1, 5)  # 0: nothing removed, then a fifth each
     widths = f"{layer.filters} → {layer.left}"
     label_y = base + (11 if angle else 14)
     shape = join(
@@ -428,9 +368,67 @@ def _bar(layer: LayerChange, x: float, base: float, pitch: float, scale: float, 
             transform=f"rotate({angle} {number(x)} {number(label_y)})" if angle else None,
         ),
     )
-    shares = f"({percent(removed, 0)} removed), {percent(layer.weights_removed, 0)} of its weights removed"
+    shares = f"({percent(gone, 0)} removed), {percent(layer.weights_removed, 0)} of its weights removed"
     return mark(shape, f"{layer.name}: {widths} filters {shares}")
 
 
 def _short(name: str) -> str:
     return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
+
+
+# ---- for notebooks ------------------------------------------------------------------------------------------------------
+
+
+def plots(source: str | Path | Sequence[Any], *, recipe: Recipe | None = None) -> Plots:
+    """The figures of the run in a folder, or of a run without one: the records of its journal, and its recipe."""
+    return Plots(read_run(source) if isinstance(source, str | Path) else run_in_memory(source, recipe))
+
+
+class Plots:
+    """The figures of a run, a method for each; `InvalidInput` says what a run lacks. Of several rounds, the last is shown."""
+
+    def __init__(self, run: RunReport) -> None:
+        self.run = run
+
+    def importances(self, site: str) -> Figure:
+        """The importance of each filter of a site, sorted, with error bars; kept and removed filters differ in colour."""
+        step = self._step(site)
+        return _drawn(importances(step, self.run.importances.get(step.number)), f"importances of {site!r} were not kept")
+
+    def accuracy(self, site: str) -> Figure:
+        """Accuracy against filters removed at a site, with the allowed drop and the chosen number."""
+        return _drawn(accuracy(self._step(site), self.run.metric, self.run.max_drop), f"no cut of {site!r} was measured")
+
+    def agreement(self, site: str) -> Figure:
+        """Predicted against measured scores of a site's masks."""
+        step = self._step(site)
+        return _drawn(agreement(step, self.run.importances.get(step.number)), f"masks and losses of {site!r} were not kept")
+
+    def widths(self) -> Figure:
+        """The network: every layer's width before and after, and its shortcuts."""
+        return _drawn(network(self.run), "the weights at the start were not kept")
+
+    def timeline(self) -> Figure:
+        """Accuracy after every cut and epoch, and MACs removed."""
+        return _drawn(timeline(self.run), "fewer than two measurements were made")
+
+    def frontier(self) -> Figure:
+        """Accuracy against MACs removed over all steps."""
+        return _drawn(frontier([self.run]), "no filter has been removed")
+
+    def classes(self) -> Figure:
+        """Test accuracy by class, before and after."""
+        return _drawn(classes(self.run), "accuracy by class was not measured")
+
+    def _step(self, site: str) -> Step:
+        for step in reversed(self.run.steps):
+            if step.site == site:
+                return step
+        known = dict.fromkeys(step.site for step in self.run.steps)
+        raise UnknownSite(f"{self.run.name}: no step at a site {site!r}.{suggest(site, known)}")
+
+
+def _drawn(figure: Figure | None, reason: str) -> Figure:
+    if figure is None:
+        raise InvalidInput(f"this figure cannot be drawn: {reason}.")
+    return figure

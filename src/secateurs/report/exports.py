@@ -4,69 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
-from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
+from secateurs._util.decode import Malformed, decode_json, read_text_file
 from secateurs._util.files import write_text
 from secateurs._util.format import NOTHING, percent, size
-from secateurs.graph.latency import SpeedUp
+from secateurs.export.deliver import ExportFigures
 
 FILE = "exports.json"
 _NAMES = {"onnx": "ONNX", "pt2": "torch.export (.pt2)", "source": "plain source"}
-
-
-@dataclass(frozen=True)
-class ExportSpeed:
-    """Seconds of the exports of the original and of the pruned network, run in turns on batches of one size."""
-
-    batch: int
-    runtime: str
-    original: float
-    pruned: float
-    speedup: SpeedUp
-
-
-class ExportAgreement(TypedDict):
-    """The largest difference between the outputs of the export and of the network, and the largest output."""
-
-    difference: float
-    scale: float
-
-
-class ExportAlignment(TypedDict):
-    """The share of the pruned network's time in PyTorch that goes into aligning channels, at a batch size."""
-
-    share: float
-    batch: int
-
-
-@dataclass(frozen=True)
-class ExportRecord:
-    """One export, as exports.json describes it."""
-
-    kind: str
-    bytes: int
-    agreement: ExportAgreement
-    alignment: ExportAlignment
-    original_bytes: int | None = None
-    speeds: tuple[ExportSpeed, ...] = ()
-
-    @property
-    def alignment_outweighs(self) -> bool:
-        """Whether, in PyTorch, aligning channels takes longer than all that pruning saves."""
-        share, batch = self.alignment["share"], self.alignment["batch"]
-        return any(
-            share * timed.pruned > max(timed.original - timed.pruned, 0.0)
-            for timed in self.speeds
-            if share and timed.runtime == "PyTorch" and timed.batch == batch
-        )
-
-
-def record_of(fields: Mapping[str, Any]) -> ExportRecord:
-    """The record of an export's plain values; `Malformed` if they do not describe one."""
-    return checked(fields, ExportRecord)
 
 
 def note_exports(folder: Path, exports: Iterable[Mapping[str, Any]]) -> None:
@@ -76,9 +23,9 @@ def note_exports(folder: Path, exports: Iterable[Mapping[str, Any]]) -> None:
     write_text(folder / FILE, json.dumps({"exports": list(known.values())}, indent=1) + "\n")
 
 
-def read_exports(folder: Path, notes: list[str]) -> tuple[ExportRecord, ...]:
+def read_exports(folder: Path, notes: list[str]) -> tuple[ExportFigures, ...]:
     """The exports of a run; a damaged file is named in `notes` and left out."""
-    return tuple(_noted(folder, ExportRecord, notes))
+    return tuple(_noted(folder, ExportFigures, notes))
 
 
 def _noted(folder: Path, kind: Any, notes: list[str]) -> list[Any]:
@@ -94,13 +41,12 @@ def _noted(folder: Path, kind: Any, notes: list[str]) -> list[Any]:
     return []
 
 
-def export_rows(exports: Iterable[ExportRecord]) -> list[list[str]]:
+def export_rows(exports: Iterable[ExportFigures]) -> list[list[str]]:
     """A line of the report's table for each export and batch."""
     rows = []
     for one in exports:
-        difference = f"{one.agreement['difference']:.0e} of {one.agreement['scale']:.3g}"
-        before = NOTHING if one.original_bytes is None else size(one.original_bytes)
-        first = [_NAMES.get(one.kind, one.kind), before, size(one.bytes), difference]
+        difference = f"{one.agreement.difference:.0e} of {one.agreement.scale:.3g}"
+        first = [_NAMES[one.kind], size(one.original_bytes), size(one.bytes), difference]
         for timed in one.speeds:
             seconds = [f"{1e3 * seconds:.3g} ms" for seconds in (timed.original, timed.pruned)]
             rows.append([*first, str(timed.batch), timed.runtime, *seconds, timed.speedup.summary()])
@@ -109,7 +55,7 @@ def export_rows(exports: Iterable[ExportRecord]) -> list[list[str]]:
     return rows
 
 
-def export_warnings(exports: Iterable[ExportRecord]) -> list[str]:
+def export_warnings(exports: Iterable[ExportFigures]) -> list[str]:
     """Where the exported network gains nothing from pruning, in sentences."""
     exports, found = list(exports), []
     slower = [timed for one in exports for timed in one.speeds if timed.speedup.high < 1]
@@ -120,7 +66,7 @@ def export_warnings(exports: Iterable[ExportRecord]) -> list[str]:
             f"In {runtime} the exported network is slower than the unpruned one: {cases}. Layer widths that are not "
             f"multiples of eight are slow on many devices: prune with --round-to 8{aware}."
         )
-    return found + [aligning_warning(one.alignment["share"]) for one in exports if one.alignment_outweighs][:1]
+    return found + [aligning_warning(one.alignment.share) for one in exports if one.alignment_outweighs][:1]
 
 
 def aligning_warning(share: float) -> str:

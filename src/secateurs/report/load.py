@@ -18,22 +18,27 @@ from secateurs._util.journal import TRAINING, changed_files, read_lines, read_te
 from secateurs._util.tensors import Damaged, read_header
 from secateurs.config import Recipe, read_recipe
 from secateurs.errors import RecipeError, RunError
+from secateurs.export.deliver import ExportFigures
 from secateurs.graph.structure import Node
 from secateurs.pruning.folder import RECIPE, parse_provenance
 from secateurs.pruning.results import (
     KINDS,
+    Change,
     ChosenAllocation,
     ResultFigures,
     Retrained,
     SiteCurve,
     SiteCut,
     SiteOrder,
+    SiteWidths,
     Start,
     Step,
     Structure,
+    Trial,
 )
-from secateurs.report.exports import ExportRecord, read_exports
+from secateurs.report.exports import read_exports
 from secateurs.scoring.importance import Importance, PairImportance, scores
+from secateurs.selection.allocation import Curve
 from secateurs.training import EpochRecord
 
 R = TypeVar("R")
@@ -61,14 +66,14 @@ class SiteImportances:
 
 
 @dataclass(frozen=True)
-class Event:
-    """A measurement of the accuracy on the validation set."""
+class Measured:
+    """A network of the run, measured on the validation set."""
 
-    what: Literal["start", "cut", "finetune", "retrain"]
-    step: int
+    macs_removed: float  # share of the original network's
     accuracy: float
     label: str
-    macs_left: float  # as a share of the original network's
+    what: Literal["start", "cut", "epoch", "step", "end"] = "step"
+    step: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,19 +88,14 @@ class LayerChange:
     macs: int  # for one example, before
 
     @property
-    def share_removed(self) -> float:
-        """Of its filters."""
-        return removed(self.filters, self.left)
+    def weights_removed(self) -> float:
+        """Share of its weights, and so of its MACs: every weight of a layer is used equally often."""
+        return removed(self.weights, self.weights_left)
 
     @property
     def macs_left(self) -> float:
-        """Every weight of a layer is used equally often."""
+        """For one example."""
         return self.macs * (1 - self.weights_removed)
-
-    @property
-    def weights_removed(self) -> float:
-        """Share of its weights, and so of its MACs."""
-        return removed(self.weights, self.weights_left)
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,13 @@ class RunReport:
     steps: tuple[Step, ...]
     allocation: ChosenAllocation | None  # None: sites were cut one after the other
     end: ResultFigures | None
-    events: tuple[Event, ...]
+    curves: Mapping[str, Curve]  # by site, where cuts were allocated
+    events: tuple[Measured, ...]  # every measurement, in order
+    networks: tuple[Measured, ...]  # the start, the network after every step that cut something, and the final one
     importances: Mapping[int, SiteImportances]  # by the number of the step
     nodes: tuple[Node, ...] = ()
     layers: tuple[LayerChange, ...] = ()
-    exports: tuple[ExportRecord, ...] = ()
+    exports: tuple[ExportFigures, ...] = ()
     notes: tuple[str, ...] = ()  # what is missing or damaged
 
     @property
@@ -126,13 +128,8 @@ class RunReport:
     @property
     def model(self) -> str:
         """The network as its user calls it: the built-in or own name, or the class."""
-        named = self.provenance.get("origin", {}).get("model")
-        return str(named or self.class_path.rpartition(".")[2] or "a network")
-
-    @property
-    def class_path(self) -> str:
-        """The class of the network with its module; empty if that is not known."""
-        return str(self.provenance.get("model", {}).get("class", ""))
+        kind = self.provenance.get("model", {}).get("class", "").rpartition(".")[2]
+        return str(self.provenance.get("origin", {}).get("model") or kind or "a network")
 
     @property
     def data(self) -> str:
@@ -157,9 +154,17 @@ class RunReport:
         return "parameters" if parameters else "MACs"
 
     @property
-    def validation_count(self) -> int:
-        """Examples in the validation set; 0 if that is not known."""
-        return int(self.provenance.get("data", {}).get("sets", {}).get("search", {}).get("count", 0))
+    def saving_scale(self) -> float:
+        """What turns savings of allocations, summed over sites, into shares of the network: right for the one that was made."""
+        if self.end is None or self.allocation is None or not self.allocation.saved:
+            return 1.0
+        made = self.end.parameters if self.saving == "parameters" else self.end.macs
+        return made.removed / self.allocation.saved
+
+    @property
+    def outcome(self) -> Change | None:
+        """The metric before and after, on the test set if one was given, else on the validation set; None before the end."""
+        return None if self.end is None else self.end.test if self.end.test.count else self.end.search
 
     @property
     def seconds(self) -> float:
@@ -187,8 +192,16 @@ def read_run(folder: str | Path) -> RunReport:
         notes += [f"{name}: {what}." for name, what in changed_files(path, end)]
     if not lines.records:
         notes.append("The journal is empty: nothing has been measured yet.")
-    provenance, recipe = _provenance(path, notes), _recipe(path, notes)
-    importances = {}
+    provenance, recipe, importances = {}, None, {}
+    try:
+        provenance = parse_provenance(path)
+    except (OSError, Malformed) as error:
+        what = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else f"damaged ({error})"
+        notes.append(f"provenance.json: {what}: model, data and versions are not known.")
+    try:
+        recipe = read_recipe(path / RECIPE)
+    except RecipeError as error:
+        notes.append(f"{error} What was asked of the run is not known.")
     for step in lines.of(Step):
         name = f"ensembles/{step.number:04d}"
         try:
@@ -196,7 +209,7 @@ def read_run(folder: str | Path) -> RunReport:
             if "coef" in tensors:  # obs and others rank without importances
                 importances[step.number] = _importances(tensors, meta, recipe)
         except (Malformed, ValueError, RuntimeError, IndexError) as error:
-            what = error if isinstance(error, Malformed) else f"damaged ({brief(error)})"
+            what = str(error) if isinstance(error, Malformed) else f"damaged ({brief(error)})"
             notes.append(f"{name}.safetensors: {what}: the importances of step {step.number} are not shown.")
     return _report(lines.records, path, recipe, provenance, importances, notes)
 
@@ -213,6 +226,11 @@ def run_in_memory(records: Sequence[Any], recipe: Recipe | None = None) -> RunRe
     return _report(records, None, recipe, {}, importances, [])
 
 
+def _only(records: Sequence[Any], kind: type[R]) -> R | None:
+    """The record of a kind that a journal holds once."""
+    return next(iter(records_of(records, kind)), None)
+
+
 def _report(
     records: Sequence[Any],
     folder: Path | None,
@@ -222,8 +240,13 @@ def _report(
     notes: list[str],
 ) -> RunReport:
     steps = tuple(records_of(records, Step))
-    end = _only(records, ResultFigures)
-    structure = _only(records, Structure)
+    start, end, structure = _only(records, Start), _only(records, ResultFigures), _only(records, Structure)
+    networks = [] if start is None else [Measured(0.0, start.accuracy, "start")]
+    networks += [
+        Measured(s.macs_removed, s.accuracy, f"step {s.number}, {s.site}: {s.channels} → {s.kept}") for s in steps if s.removed
+    ]
+    if end is not None and len(networks) > 1:
+        networks.append(Measured(end.macs.removed, end.search.after, "the end"))
     nodes = () if structure is None else structure.nodes
     return RunReport(
         folder=folder,
@@ -231,40 +254,19 @@ def _report(
         at=where_it_stands(records),
         recipe=recipe,
         provenance=provenance,
-        start=_only(records, Start),
+        start=start,
         steps=steps,
         allocation=_only(records, ChosenAllocation),
         end=end,
+        curves={found.site: found.curve for found in records_of(records, SiteCurve)},
         events=_events(records),
+        networks=tuple(networks),
         importances=importances,
         nodes=nodes,
         layers=() if folder is None else _layers(folder, nodes, steps, notes),
         exports=() if folder is None else read_exports(folder, notes),
         notes=tuple(notes),
     )
-
-
-def _only(records: Sequence[Any], kind: type[R]) -> R | None:
-    """The record of a kind that a journal holds once."""
-    return next(iter(records_of(records, kind)), None)
-
-
-def _provenance(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        return parse_provenance(path)
-    except OSError as error:
-        notes.append(f"provenance.json: cannot be read ({error.strerror}): model, data and versions are not known.")
-    except Malformed as error:
-        notes.append(f"provenance.json: damaged ({error}): model, data and versions are not known.")
-    return {}
-
-
-def _recipe(path: Path, notes: list[str]) -> Recipe | None:
-    try:
-        return read_recipe(path / RECIPE)
-    except RecipeError as error:
-        notes.append(f"{error} What was asked of the run is not known.")
-        return None
 
 
 class _RankingMeta(TypedDict):
@@ -300,24 +302,24 @@ def _agreement(tensors: Mapping[str, Tensor], recipe: Recipe) -> tuple[tuple[flo
     return tuple(zip(predicted[chosen].tolist(), measured[chosen].tolist(), strict=True))
 
 
-def _events(records: Sequence[Any]) -> tuple[Event, ...]:
-    """Every measurement of the accuracy on the validation set, in order, with the MACs left then.
+def _events(records: Sequence[Any]) -> tuple[Measured, ...]:
+    """Every measurement of the accuracy on the validation set, in order, with the MACs removed by then.
 
     A step's own record comes after its cut and epochs, but its MACs hold from the cut on.
     """
-    left = {step.number: 1 - step.macs_removed for step in records_of(records, Step)}
-    found, macs = [], 1.0
+    after = {step.number: step.macs_removed for step in records_of(records, Step)}
+    found, macs = [], 0.0
     for record in records:
-        if isinstance(record, Start):
-            found.append(Event("start", 0, record.accuracy, "at the start", macs))
-        elif isinstance(record, SiteCut):
-            macs = left.get(record.step, macs)
-            label = f"step {record.step}, {record.site}: {plural(record.cut.m, 'filter')} cut"
-            found.append(Event("cut", record.step, record.cut.accuracy, label, macs))
-        elif isinstance(record, EpochRecord) and record.search_accuracy is not None:
-            retrain = record.phase == "retrain"
-            label = f"{'retraining' if retrain else f'step {record.step}, fine-tuning'}, epoch {record.epoch + 1}"
-            found.append(Event("retrain" if retrain else "finetune", record.step, record.search_accuracy, label, macs))
+        match record:
+            case Start():
+                found.append(Measured(macs, record.accuracy, "at the start", "start"))
+            case SiteCut():
+                macs = after.get(record.step, macs)
+                label = f"step {record.step}, {record.site}: {plural(record.cut.m, 'filter')} cut"
+                found.append(Measured(macs, record.cut.accuracy, label, "cut", record.step))
+            case EpochRecord(search_accuracy=float(accuracy)):
+                when = "retraining" if record.phase == "retrain" else f"step {record.step}, fine-tuning"
+                found.append(Measured(macs, accuracy, f"{when}, epoch {record.epoch + 1}", "epoch", record.step))
     return tuple(found)
 
 
@@ -373,22 +375,21 @@ def state_of(folder: Path | None, *, finished: bool) -> State:
 def where_it_stands(records: Sequence[Any]) -> str:
     """What a run is, or was, working on, from the records of its journal."""
     number = len(records_of(records, Step)) + 1
-    last = max((place for place, record in enumerate(records) if isinstance(record, Step)), default=-1)
-    after = records[last + 1 :]
-    epochs = records_of(after, EpochRecord)
-    if records_of(after, ResultFigures):
-        return "finished"
-    if records_of(after, Retrained):
-        return "retrained"
-    if epochs:
-        what = "retraining" if epochs[-1].phase == "retrain" else f"fine-tuning after the cut of step {number}"
-        return f"{what}, {plural(len(epochs), 'epoch')} done"
-    if records_of(after, SiteCut):
-        return f"step {number}, the cut is found"
-    if records_of(after, ChosenAllocation):
-        return "the cuts are allocated, none is made yet"
-    if curves := len(records_of(after, SiteCurve)):
-        return f"allocating the cuts, {plural(curves, 'site')} measured"
-    if number > 1 or records_of(records, SiteOrder):
-        return f"step {number}, ranking filters"
+    match records[-1] if records else None:
+        case ResultFigures():
+            return "finished"
+        case Retrained():
+            return "retrained"
+        case EpochRecord(phase=phase):
+            last = max((place for place, record in enumerate(records) if isinstance(record, Step)), default=-1)
+            what = "retraining" if phase == "retrain" else f"fine-tuning after the cut of step {number}"
+            return f"{what}, {plural(len(records_of(records[last + 1 :], EpochRecord)), 'epoch')} done"
+        case SiteCut():
+            return f"step {number}, the cut is found"
+        case ChosenAllocation():
+            return "the cuts are allocated, none is made yet"
+        case SiteCurve() | Trial():
+            return f"allocating the cuts, {plural(len(records_of(records, SiteCurve)), 'site')} measured"
+        case SiteOrder() | SiteWidths() | Step():
+            return f"step {number}, ranking filters"
     return "before its first step"

@@ -1,22 +1,63 @@
-"""The page of one run: a template in assets/ filled with the run's figures."""
+"""Reports as files: the page of one run, and the page that compares several; templates in assets/ filled with their figures."""
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import tomli_w
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from secateurs._util.format import SPACE, Metric, change, clock, count, interval, large, percent, plain, plural, removed, size
+from secateurs._util.files import write_text
+from secateurs._util.format import (
+    NOTHING,
+    SPACE,
+    Metric,
+    change,
+    clock,
+    count,
+    interval,
+    large,
+    percent,
+    plain,
+    plural,
+    removed,
+    size,
+)
 from secateurs.config import recipe_fields
+from secateurs.errors import InvalidInput, RunError
 from secateurs.report import charts, verdicts
 from secateurs.report.exports import export_rows
-from secateurs.report.load import RunReport
+from secateurs.report.load import RunReport, read_run
+from secateurs.report.svg import COLOURS, swatch
 
+REPORT, COMPARISON = "report.html", "comparison.html"
 _SETS = {"train": "Training", "search": "Validation", "test": "Test"}
+
+
+def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
+    """Write the report of a run, or the comparison of several, as one HTML file, and return its path.
+
+    Without `out`, the report of one run goes into its folder, and a comparison to `comparison.html` in the current one. The
+    file is written whole or not at all, and needs no network and no other files. Runs are only read, also while they run.
+    """
+    given = [folders] if isinstance(folders, str | Path) else list(folders)
+    if not given:
+        raise InvalidInput("folders: got none, wanted the folder of at least one run.")
+    runs = [read_run(folder) for folder in given]
+    text = _run_page(runs[0]) if len(runs) == 1 else _runs_page(runs)
+    path = Path(out) if out is not None else Path(COMPARISON) if len(runs) > 1 else Path(given[0]) / REPORT
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise RunError(
+            f"{path}: the report cannot be written ({error.strerror}). Choose another place with out (--out)."
+        ) from error
+    return path
 
 
 def render(template: str, title: str, **values: Any) -> str:
@@ -29,24 +70,23 @@ def _environment() -> Environment:
     """Templates escape every text, and a name that they misspell is an error."""
     loader = PackageLoader("secateurs.report", "assets")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    found.filters |= {write.__name__: write for write in (change, clock, count, large, percent, plain, plural, removed)}
+    written = (change, clock, count, large, percent, plain, plural, removed, size)
+    found.filters |= {write.__name__: write for write in written}
     return found
 
 
-def run_page(run: RunReport) -> str:
-    """The report of one run."""
-    provenance = run.provenance
-    started = f"started {provenance['started'][:16].replace('T', ' ')}" if "started" in provenance else "start unknown"
+# ---- one run ------------------------------------------------------------------------------------------------------------
+
+
+def _run_page(run: RunReport) -> str:
     return render(
         "run.html",
         f"{run.model} on {run.data}, pruned",
         run=run,
         charts=charts,
         verdicts=verdicts,
-        started=started,
+        verdict=verdicts.verdict(run),
         spread=_spread,
-        large=large,
-        size=size,
         loading=_loading(run),
         export_command=None if run.folder is None or run.end is None else _export_command(run),
         exports=export_rows(run.exports),
@@ -67,7 +107,7 @@ def _export_command(run: RunReport) -> str:
     """With the model where the run does not know how the command line finds it: it was started from Python."""
     how = ""
     if run.provenance.get("origin", {}).get("model") is None:
-        module, _, name = (run.class_path or "package.module.build").rpartition(".")
+        module, _, name = run.provenance.get("model", {}).get("class", "package.module.build").rpartition(".")
         how = " --model " + shlex.quote(f"{'package.module' if module in ('', '__main__') else module}:{name}")
     return f"secateurs export {shlex.quote(str(run.folder))}{how} --onnx --pt2 --source"
 
@@ -89,12 +129,12 @@ def _loading(run: RunReport) -> str:
 
 
 def _origin(run: RunReport) -> list[tuple[str, Any]]:
-    """Where the network came from; a value of None is not shown."""
+    """Where the network came from; what is not known is left out."""
     provenance = run.provenance
     model, data, origin = (provenance.get(name, {}) for name in ("model", "data", "origin"))
-    return [
+    found = [
         ("Network", model.get("class")),
-        ("Options", _listed(origin.get("model_options"))),
+        ("Options", origin.get("model_options")),
         ("Weights, SHA-256", model.get("weights_sha256")),
         ("Data", run.data),
         *((f"{_SETS.get(name, name)} set", f"{found['count']:,} examples") for name, found in data.get("sets", {}).items()),
@@ -103,12 +143,75 @@ def _origin(run: RunReport) -> list[tuple[str, Any]]:
         ("Metric", run.metric.name),
         ("Seed", provenance.get("seed")),
         ("Recipe, SHA-256", provenance.get("recipe_sha256")),
-        ("Versions", _listed(provenance.get("versions"))),
-        ("Machine", _listed(provenance.get("machine"))),
+        ("Versions", provenance.get("versions")),
+        ("Machine", provenance.get("machine")),
         ("Started", provenance.get("started")),
         ("Folder", run.folder),
     ]
+    listed = [(n, ", ".join(f"{k} {v}" for k, v in one.items()) if isinstance(one, dict) else one) for n, one in found]
+    return [(name, value) for name, value in listed if value not in (None, "")]
 
 
-def _listed(fields: Any) -> str | None:
-    return ", ".join(f"{name} {value}" for name, value in fields.items()) or None if isinstance(fields, dict) else None
+# ---- several runs -------------------------------------------------------------------------------------------------------
+
+
+def _runs_page(runs: Sequence[RunReport]) -> str:
+    metrics = list(dict.fromkeys(run.metric for run in runs))
+    finished = [(run, run.end.macs.removed, run.outcome.after) for run in runs if run.end and run.outcome]
+    # runs of different metrics have no axis in common
+    places = [[place for place, run in enumerate(runs) if run.metric == metric] for metric in metrics]
+    layers = [{layer.name: layer for layer in run.layers} for run in runs]
+    return render(
+        "runs.html",
+        f"{len(runs)} runs compared",
+        runs=runs,
+        metric=metrics[0] if len(metrics) == 1 else Metric("metric"),
+        most=max(finished, key=lambda one: one[1])[0] if finished else None,
+        best=max(finished, key=lambda one: one[2])[0] if finished and len(metrics) == 1 else None,
+        cautions=_cautions(runs),
+        names=[swatch(place % COLOURS) + run.name for place, run in enumerate(runs)],
+        verdict=verdicts.verdict,
+        frontiers=[figure for some in places if (figure := charts.frontier([runs[place] for place in some], some))],
+        widths=[
+            [name, count(layer.filters), *(count(each[name].left) for each in layers)]
+            for name, layer in layers[0].items()
+            if all(name in each for each in layers)
+        ],
+        recipes=_recipe_differences(runs),
+    )
+
+
+def _cautions(runs: Sequence[RunReport]) -> list[str]:
+    """Differences between the runs that make the comparison unfair, and what is wrong with each of them."""
+    known = [(run.provenance.get("data", {}), run.provenance.get("model", {})) for run in runs]
+    unfair = {
+        "The runs saw different data or splits: compare their changes, not their accuracies.": [
+            d.get("sha256") for d, _ in known
+        ],
+        "The runs started from different weights.": [model.get("weights_sha256") for _, model in known],
+        "The runs were measured by different metrics.": [run.metric for run in runs],
+    }
+    found = [sentence for sentence, values in unfair.items() if len(set(values)) > 1]
+    found += [f"{run.name} is not finished ({run.at}): its figures are of its last step." for run in runs if run.end is None]
+    return found + [f"{run.name}: {note}" for run in runs for note in run.notes]
+
+
+def _recipe_differences(runs: Sequence[RunReport]) -> list[list[str]]:
+    """The fields that differ, with the value of each run; settings of training that all runs have one by one.
+
+    A training that not all runs have is one field, or its settings would hide other differences.
+    """
+    recipes = [{} if run.recipe is None else recipe_fields(run.recipe) for run in runs]
+    flat: list[dict[str, Any]] = [{} for _ in recipes]
+    for recipe, shown in zip(recipes, flat, strict=True):
+        for name, value in recipe.items():
+            if not isinstance(value, Mapping):
+                shown[name] = value
+            elif all(isinstance(one.get(name), Mapping) for one in recipes):
+                shown |= {f"{name}.{key}": one for key, one in value.items()}
+            else:
+                settings = [f"{key} {value[key]}" for key in ("epochs", "batch", "lr") if key in value]
+                shown[name] = ", ".join(settings) or "as by default"
+    names = dict.fromkeys(name for one in flat for name in one)
+    rows = [[name, *(str(one.get(name, NOTHING)) for one in flat)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]

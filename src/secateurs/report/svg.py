@@ -1,34 +1,28 @@
-"""Drawing in SVG: elements, axes, and the marks that charts are made of. Every text is escaped."""
+"""Drawing in SVG: elements, axes, and the three marks that charts are made of: bars, curves, dots. Every text is escaped."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
-from typing import TypeAlias
 
 from markupsafe import Markup, escape
 
-Child: TypeAlias = "Markup | str | None"
-Symbol: TypeAlias = "Callable[[float], Markup]"  # draws a legend's symbol around an x
 SMALL, MEDIUM = (360.0, 232.0), (540.0, 330.0)  # width and height of a figure at a site, and of one about a run
 COLOURS = 8  # in figure.css
 
 # ---- elements -----------------------------------------------------------------------------------------------------------
 
 
-def el(tag: str, *children: Child, **attributes: str | int | float | None) -> Markup:
+def el(tag: str, *children: Markup | str | None, **attributes: str | float | None) -> Markup:
     """One element with its children: text is escaped, `Markup` is not, None is left out.
 
-    `class_` is written class, `data_tips` data-tips. An attribute that is None is left out. Floats are coordinates (see
+    `class_` is written class, `data_tips` data-tips. An attribute that is None is left out. Numbers are coordinates (see
     `number`).
     """
     given = Markup("").join(
-        Markup(' {}="{}"').format(
-            name.removesuffix("_").replace("_", "-"), number(value) if isinstance(value, float) else value
-        )
+        Markup(' {}="{}"').format(name.removesuffix("_").replace("_", "-"), value if isinstance(value, str) else number(value))
         for name, value in attributes.items()
         if value is not None
     )
@@ -36,7 +30,7 @@ def el(tag: str, *children: Child, **attributes: str | int | float | None) -> Ma
     return Markup("<{0}{1}>{2}</{0}>").format(tag, given, inside) if inside else Markup("<{}{}/>").format(tag, given)
 
 
-def join(*children: Child) -> Markup:
+def join(*children: Markup | str | None) -> Markup:
     """The children one after the other, as `el` treats them."""
     return Markup("").join(escape(child) for child in children if child is not None)
 
@@ -48,27 +42,37 @@ def number(value: float) -> str:
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
     """A straight line."""
-    return el("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), class_=class_)
+    return el("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
 def text(x: float, y: float, words: str, class_: str) -> Markup:
     """Words at a place; classes say how they are aligned."""
-    return el("text", words, x=float(x), y=float(y), class_=class_)
+    return el("text", words, x=x, y=y, class_=class_)
 
 
 def circle(x: float, y: float, radius: float, class_: str) -> Markup:
     """A point."""
-    return el("circle", cx=float(x), cy=float(y), r=float(radius), class_=class_)
+    return el("circle", cx=x, cy=y, r=radius, class_=class_)
 
 
 def rect(x: float, y: float, width: float, height: float, class_: str) -> Markup:
     """A rectangle."""
-    return el("rect", x=float(x), y=float(y), width=float(width), height=float(height), class_=class_)
+    return el("rect", x=x, y=y, width=width, height=height, class_=class_)
 
 
 def mark(shape: Markup, tip: str) -> Markup:
     """A shape that shows `tip` when it is pointed at."""
     return el("g", shape, el("title", tip), class_="mark")
+
+
+def swatch(place: int) -> Markup:
+    """The symbol in front of the name of a run or a method: as the points of its curve."""
+    return el("svg", circle(6, 6, 4.5, f"point {colour_of(place)}"), class_="figure swatch", viewBox="0 0 12 12")
+
+
+def colour_of(place: int) -> str:
+    """The class of the colour of a run or a method, by its place; those beyond the eighth have hollow points."""
+    return f"{'hollow ' if place >= COLOURS else ''}r{place % COLOURS}"
 
 
 @dataclass(frozen=True)
@@ -126,11 +130,6 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     return [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def digits(span: float) -> int:
-    """Decimals that percentages on an axis of this span (a fraction) need."""
-    return 0 if span > 0.04 else 1 if span > 0.004 else 2
-
-
 def padded(values: Iterable[float], *, share: float = 0.08, least: float = 1e-9) -> tuple[float, float]:
     """The smallest and largest value with some room around them."""
     finite = [v for v in values if math.isfinite(v)]
@@ -141,13 +140,29 @@ def padded(values: Iterable[float], *, share: float = 0.08, least: float = 1e-9)
 
 @dataclass(frozen=True)
 class Axis:
-    """The values from one end of an axis to the other, its title and its ticks."""
+    """The values from one end of an axis to the other, its title, and its ticks: none without a `text` for their values.
+
+    `text` gets a value, and the decimals that percentages on this axis need. `at` are the ticks; None: about `about` of them.
+    """
 
     low: float
     high: float
     title: str = ""
-    ticks: Sequence[float] = ()
-    text: Callable[[float], str] = str
+    text: Callable[[float, int], str] | None = None
+    about: int = 4
+    at: Sequence[float] | None = None
+
+    def labels(self) -> list[tuple[float, str]]:
+        """The ticks and their texts."""
+        if self.text is None:
+            return []
+        span = self.high - self.low
+        digits = 0 if span > 0.04 else 1 if span > 0.004 else 2
+        return [(v, self.text(v, digits)) for v in (ticks(self.low, self.high, self.about) if self.at is None else self.at)]
+
+    def share(self, value: float) -> float:
+        """Where a value lies between both ends, from 0 to 1."""
+        return (value - self.low) / (self.high - self.low) if self.high != self.low else 0.5
 
 
 @dataclass(frozen=True)
@@ -171,42 +186,37 @@ class Plot:
         x: Axis,
         y: Axis,
         *,
-        left: float = 52,
-        right: float = 10,
+        left: float = 54,
+        right: float = 12,
         top: float = 26,
         bottom: float = 43,
     ) -> None:
         self.size, self.x_axis, self.y_axis = size, x, y
         self.left, self.right, self.top, self.bottom = left, size[0] - right, top, size[1] - bottom
-        self._marks: list[Markup] = []
-        for value in y.ticks:
+        self.marks: list[Markup] = []
+        for value, words in y.labels():
             self.add(line(left, self.y(value), self.right, self.y(value), "grid"))
-            self.add(text(left - 6, self.y(value), y.text(value), "tick end"))
-        self.add(*(text(self.x(value), self.bottom + 14, x.text(value), "tick middle") for value in x.ticks))
+            self.add(text(left - 6, self.y(value), words, "tick end"))
+        self.add(*(text(self.x(value), self.bottom + 14, words, "tick middle") for value, words in x.labels()))
         self.add(line(left, self.bottom, self.right, self.bottom, "axis"))
-        self.add(text(self.right, self.bottom + 36, x.title, "name end") if x.title else None)
-        self.add(text(2, top - 15, y.title, "name") if y.title else None)
+        titles = ((self.right, self.bottom + 36, x.title, "name end"), (2, top - 15, y.title, "name"))
+        self.add(*(text(*title) for title in titles if title[2]))
 
     def x(self, value: float) -> float:
         """The pixel of a value."""
-        return self.left + _share(value, self.x_axis) * (self.right - self.left)
+        return self.left + self.x_axis.share(value) * (self.right - self.left)
 
     def y(self, value: float) -> float:
         """The pixel of a value."""
-        return self.bottom - _share(value, self.y_axis) * (self.bottom - self.top)
+        return self.bottom - self.y_axis.share(value) * (self.bottom - self.top)
 
-    def add(self, *marks: Markup | None) -> None:
+    def add(self, *marks: Markup) -> None:
         """Add marks that the caller has drawn."""
-        self._marks += [one for one in marks if one is not None]
-
-    @property
-    def body(self) -> Markup:
-        """All marks."""
-        return join(*self._marks)
+        self.marks += marks
 
     def figure(self, title: str, words: str) -> Figure:
         """The finished figure."""
-        return Figure(title, words, *self.size, self.body, "" if self.size == SMALL else "medium")
+        return Figure(title, words, *self.size, join(*self.marks), "" if self.size == SMALL else "medium")
 
     # ---- marks ----------------------------------------------------------------------------------------------------------
 
@@ -214,26 +224,18 @@ class Plot:
         """Bars from zero side by side, one path for each class, with error bars where the error is finite."""
         width = (self.right - self.left) / len(values)
         gap = min(width * 0.25, 2.0) if width > 3 else 0.0
-        zero = self.y(0.0)
-        for class_ in dict.fromkeys(classes):
-            path = "".join(
-                f"M{number(self.left + place * width + gap / 2)} {number(zero)}v{number(self.y(value) - zero)}"
-                f"h{number(width - gap)}V{number(zero)}z"
-                for place, value in enumerate(values)
-                if classes[place] == class_
-            )
-            self.add(el("path", d=path, class_=class_))
-        whiskers = "".join(
-            f"M{number(self.left + (place + 0.5) * width)} {number(self.y(value - error))}V{number(self.y(value + error))}"
-            for place, (value, error) in enumerate(zip(values, errors, strict=False))
-            if math.isfinite(error)
-        )
-        self.add(el("path", d=whiskers, class_="whisker"))
+        zero, shapes = self.y(0.0), dict.fromkeys((*classes, "whisker"), "")
+        for place, (value, error, class_) in enumerate(zip(values, errors, classes, strict=True)):
+            left, height = number(self.left + place * width + gap / 2), number(self.y(value) - zero)
+            shapes[class_] += f"M{left} {number(zero)}v{height}h{number(width - gap)}V{number(zero)}z"
+            if error and math.isfinite(error):
+                middle, ends = number(self.left + (place + 0.5) * width), (self.y(value - error), self.y(value + error))
+                shapes["whisker"] += f"M{middle} {number(ends[0])}V{number(ends[1])}"
+        self.add(*(el("path", d=path, class_=class_) for class_, path in shapes.items()))
 
     def curve(self, points: Sequence[tuple[float, float]], dots: Iterable[Dot] = (), class_: str = "way") -> None:
         """A line through the points, with the dots on it. What lies below the axis is clipped."""
-        corners = " ".join(f"{number(self.x(x))},{number(self.y(y))}" for x, y in points)
-        way = el("polyline", points=corners, class_=class_)
+        way = el("polyline", points=" ".join(f"{number(self.x(x))},{number(self.y(y))}" for x, y in points), class_=class_)
         if any(y < self.y_axis.low for _, y in points):
             box = [number(v) for v in (self.left, self.top - 2, self.right - self.left, self.bottom - self.top + 2)]
             way = el("svg", way, x=box[0], y=box[1], width=box[2], height=box[3], viewBox=" ".join(box))
@@ -241,66 +243,42 @@ class Plot:
         for dot in dots:
             x, y = self.x(dot.x), self.y(dot.y)
             if dot.error:
-                low = max(dot.y - dot.error, self.y_axis.low)
-                self.add(line(x, self.y(low), x, self.y(min(dot.y + dot.error, self.y_axis.high)), "whisker"))
+                ends = max(dot.y - dot.error, self.y_axis.low), min(dot.y + dot.error, self.y_axis.high)
+                self.add(line(x, self.y(ends[0]), x, self.y(ends[1]), "whisker"))
             # a wider transparent ring is easier to hit
             self.add(mark(join(circle(x, y, max(dot.radius + 6, 9), "hit"), circle(x, y, dot.radius, dot.class_)), dot.tip))
 
-    def scatter(self, points: Iterable[tuple[float, float]], tip: str | None = None, *, size: float = 4, class_: str) -> None:
-        """Dots without tips of their own. One path of round-capped lines of no length: a dot costs ten bytes."""
+    def dots(self, points: Iterable[tuple[float, float]], class_: str, size: float = 4) -> None:
+        """Dots without tips. One path of round-capped lines of no length: a dot costs ten bytes."""
         path = "".join(f"M{number(self.x(x))} {number(self.y(y))}h0" for x, y in points)
         # as a style: the page's own style would override an attribute
-        self.add(
-            el("path", None if tip is None else el("title", tip), d=path, class_=class_, style=f"stroke-width:{number(size)}")
-        )
+        self.add(el("path", d=path, class_=class_, style=f"stroke-width:{number(size)}"))
 
     def tips(self, tips: Sequence[str], summary: str, top: float | None = None) -> None:
         """A transparent rectangle over marks that stand side by side, with one tip for each; up to `top`."""
         top = self.top if top is None else top
-        self.add(
-            el(
-                "rect",
-                el("title", summary),
-                x=float(self.left),
-                y=float(top),
-                width=float(self.right - self.left),
-                height=float(self.bottom - top),
-                class_="columns",
-                data_start=float(self.left),
-                data_step=f"{(self.right - self.left) / len(tips):.4g}",
-                data_tips="|".join(tip.replace("|", "/") for tip in tips),
-            )
+        area = el(
+            "rect",
+            el("title", summary),
+            x=self.left,
+            y=top,
+            width=self.right - self.left,
+            height=self.bottom - top,
+            class_="columns",
+            data_start=self.left,
+            data_step=f"{(self.right - self.left) / len(tips):.4g}",
+            data_tips="|".join(tip.replace("|", "/") for tip in tips),
         )
+        self.add(area)
 
-    def legend(self, *items: tuple[Symbol, str]) -> None:
-        """Symbols with their words above the axes, flush right."""
+    def legend(self, *items: tuple[str, str]) -> None:
+        """Classes and words above the axes, flush right: a line for "allowed", a circle for a point, else a square."""
         x = self.right
-        for symbol, words in reversed(items):
+        for class_, words in reversed(items):
             x -= len(words) * (6.3 if self.size == SMALL else 7.6)  # medium figures have larger letters on a phone
-            self.add(symbol(x - 8), text(x, 11, words, "key"))
+            if class_ == "allowed":
+                self.add(line(x - 20, 7.5, x - 4, 7.5, class_))
+            else:
+                self.add(circle(x - 8, 7.5, 4, class_) if "point" in class_ else rect(x - 13, 3, 9, 9, class_))
+            self.add(text(x, 11, words, "key"))
             x -= 26
-
-
-def _share(value: float, axis: Axis) -> float:
-    return (value - axis.low) / (axis.high - axis.low) if axis.high != axis.low else 0.5
-
-
-def ring(class_: str) -> Symbol:
-    """The legend's symbol of a point."""
-    return lambda x: circle(x, 7.5, 4, class_)
-
-
-def square(class_: str) -> Symbol:
-    """The legend's symbol of a bar."""
-    return lambda x: rect(x - 5, 3, 9, 9, class_)
-
-
-def colour_of(place: int) -> str:
-    """The class of the colour of a run or a method, by its place; those beyond the eighth have hollow points."""
-    return f"{'hollow ' if place >= COLOURS else ''}r{place % COLOURS}"
-
-
-@cache
-def swatch(place: int) -> Markup:
-    """The symbol in front of the name of a run or a method: as the points of its curve."""
-    return el("svg", circle(6, 6, 4.5, f"point {colour_of(place)}"), class_="figure swatch", viewBox="0 0 12 12")
