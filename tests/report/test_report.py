@@ -345,7 +345,8 @@ def test_every_site_of_an_allocation_has_a_figure_and_no_axis_goes_beyond_the_wh
 ) -> None:
     folder = Path(shutil.copytree(allocated, tmp_path / "run"))
     wide = {"frontier": [[0.0, 0.0], [0.5, 0.1], [0.9, 0.3], [1.6, 0.9]], "tried": [[1.6, 0.4, False], [0.5, 0.9, True]]}
-    rewrite(folder, lambda entries: [{**e, **wide, "saved": 0.9} if e["unit"] == "division" else e for e in entries])
+    beyond = {"division": {**wide, "saved": 0.9}, "end": {"macs": {"before": 100, "after": 20}}}
+    rewrite(folder, lambda entries: [{**e, **beyond.get(e["unit"], {})} for e in entries])
     page = page_of(folder)
     titles = [(given["aria-label"] or "").split(".")[0] for tag, given in page.tags if tag == "svg" and "aria-label" in given]
     steps = [entry for entry in entries_of(folder) if entry["unit"] == "step"]
