@@ -12,7 +12,6 @@ torch.set_num_threads(1)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports are checked here and not in a new process, which takes seconds to import torch."""
     from nets import run_exported
-    from secateurs.export import programs, source
+    from secateurs.export import deliver
 
-    for module in (programs, source):
-        monkeypatch.setattr(module, "run_fresh", run_exported)
+    monkeypatch.setattr(deliver, "run_fresh", run_exported)

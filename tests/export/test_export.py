@@ -31,7 +31,7 @@ from nets import (
 from secateurs import Graph, compact, find_sites, load, masked, save, trace
 from secateurs.config import Shortcut
 from secateurs.errors import ArtefactError, InvalidInput, NotEqual, UnsupportedOp
-from secateurs.export import prepared, programs, source, to_onnx, to_pt2, to_source
+from secateurs.export import deliver, prepared, programs, source, to_onnx, to_pt2, to_source
 from secateurs.export.deliver import run_fresh
 from secateurs.export.plain import alignments, plain_module
 from secateurs.graph.layers import Offset
@@ -246,7 +246,7 @@ def test_a_difference_above_the_tolerance_leaves_what_was_there(tmp_path: Path, 
 
     small, _ = cut("mlp")
     (tmp_path / "model.py").write_text("mine")
-    monkeypatch.setattr(source, "run_fresh", wrong)
+    monkeypatch.setattr(deliver, "run_fresh", wrong)
     with pytest.raises(NotEqual, match=r"source export differs from the network by 0\.001"):
         to_source(small, tmp_path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("model.py", "mine")]

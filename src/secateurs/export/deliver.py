@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, fx, nn
@@ -27,6 +27,10 @@ from secateurs.graph.trace import Example, Graph, as_example, like_network, tens
 
 Kind = Literal["onnx", "pt2", "source"]
 Inputs = tuple[Tensor, ...]
+Write = Callable[["Prepared", Path], None]
+"""Writes an export to a file, or to the folder of its files."""
+Bind = Callable[["Prepared", Path, Inputs], Callable[[], Any]]
+"""Makes one run of a written export on the inputs, in this process."""
 
 TOLERANCE = 1e-4  # of the largest output: float32 through 100 layers stays below 1e-5
 TIMED_BATCHES = (1, 64)
@@ -213,26 +217,31 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
 
 
-@dataclass(frozen=True)
-class Exporter:
-    """One kind of export: how to write it, how to run it as its users will, and how to run it for timing."""
+class ExportOptions(TypedDict, total=False):
+    """How an export is checked and compared, the same for all kinds.
 
-    kind: Kind
-    runtime: str
-    write: Callable[[Prepared, Path], None]  # to a file, or to the folder of the files
-    outputs: Callable[[Path, Sequence[Inputs]], list[list[Tensor]]]  # for each batch
-    bind: Callable[[Prepared, Path, Inputs], Callable[[], Any]]  # one run on the inputs
+    Its outputs for `inputs` (by default random ones like the graph's example) may differ from the network's by `tolerance`
+    times the largest output; otherwise `NotEqual`, and nothing is written. With `original`, the unpruned network, the sizes
+    and speeds of both are compared over `repeats` interleaved runs.
+    """
+
+    inputs: Example | None
+    original: Graph | nn.Module | Prepared | None
+    tolerance: float
+    repeats: int
 
 
 def deliver(
-    exporter: Exporter,
+    kind: Kind,
+    write: Write,
+    bind: Bind,
     graph: Graph | Prepared,
     path: str | Path,
     *,
-    inputs: Example | None,
-    original: Graph | nn.Module | Prepared | None,
-    tolerance: float,
-    repeats: int,
+    inputs: Example | None = None,
+    original: Graph | nn.Module | Prepared | None = None,
+    tolerance: float = TOLERANCE,
+    repeats: int = 30,
 ) -> Exported:
     """Write an export, check it, compare it with the unpruned network's, and put it in place; on any error write nothing."""
     if not tolerance >= 0:
@@ -241,16 +250,23 @@ def deliver(
         raise InvalidInput(f"repeats is {repeats}, wanted at least 5: fewer give no interval.")
     path = Path(path)
     network = prepared(graph, inputs)
-    with _staged(path, folder=exporter.kind == "source") as draft:
-        exporter.write(network, draft)
-        agreement = _agreement(exporter.outputs(draft, network.batches), network, tolerance, exporter.kind)
-        exported = Exported(
-            kind=exporter.kind, path=path, bytes=_bytes(draft), agreement=agreement, alignment=network.alignment
-        )
+    with _staged(path, folder=kind == "source") as draft:
+        write(network, draft)
+        if kind == "onnx":
+            found = [[torch.from_numpy(array) for array in bind(network, draft, batch)()] for batch in network.batches]
+        else:
+            found = run_fresh(kind, draft, network.batches)
+        agreement = _agreement(found, network, tolerance, kind)
+        exported = Exported(kind=kind, path=path, bytes=_bytes(draft), agreement=agreement, alignment=network.alignment)
         if original is not None:
             if isinstance(original, nn.Module):
                 original = trace(original, like_network(original, network.inputs))
-            exported = _compared(exported, exporter, network, draft, prepared(original, network.inputs), repeats)
+            compared = prepared(original, network.inputs)
+            with tempfile.TemporaryDirectory() as folder, _staged(Path(folder) / draft.name, folder=kind == "source") as theirs:
+                write(compared, theirs)
+                calls = [partial(bind, compared, theirs), partial(bind, network, draft)]
+                speeds = tuple(_speed(kind, calls, resized(network.inputs, batch), repeats) for batch in TIMED_BATCHES)
+                exported = replace(exported, original_bytes=_bytes(theirs), speeds=speeds)
     return exported
 
 
@@ -272,24 +288,14 @@ def _agreement(found: list[list[Tensor]], network: Prepared, tolerance: float, k
     return Agreement(worst, scale, len(network.inputs[0]), network.given)
 
 
-def _compared(
-    exported: Exported, exporter: Exporter, network: Prepared, draft: Path, original: Prepared, repeats: int
-) -> Exported:
-    """Add the size of the unpruned network's export, and the speeds of both, run in turns."""
-    speeds = []
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / draft.name
-        if exporter.kind == "source":
-            path.mkdir()
-        exporter.write(original, path)
-        for batch in TIMED_BATCHES:
-            inputs = resized(network.inputs, batch)
-            calls = [exporter.bind(original, path, inputs), exporter.bind(network, draft, inputs)]
-            with torch.inference_mode(), undisturbed():
-                seconds = in_turns(calls, WARMUP, repeats)
-            before, after = median(seconds).tolist()
-            speeds.append(Speed(batch, before, after, speedup(*seconds), exporter.runtime, torch.get_num_threads()))
-        return replace(exported, original_bytes=_bytes(path), speeds=tuple(speeds))
+def _speed(kind: Kind, binds: Sequence[Callable[[Inputs], Callable[[], Any]]], inputs: Inputs, repeats: int) -> Speed:
+    """Run the exports of the unpruned network and of the pruned one in turns."""
+    calls = [bind(inputs) for bind in binds]
+    with torch.inference_mode(), undisturbed():
+        seconds = in_turns(calls, WARMUP, repeats)
+    before, after = median(seconds).tolist()
+    runtime = "ONNX Runtime" if kind == "onnx" else "PyTorch"
+    return Speed(len(inputs[0]), before, after, speedup(*seconds), runtime, torch.get_num_threads())
 
 
 @contextmanager

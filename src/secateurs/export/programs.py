@@ -3,68 +3,46 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
 
 from secateurs.errors import InvalidInput, UnsupportedOp
-from secateurs.export.deliver import TOLERANCE, Exported, Exporter, Inputs, Prepared, deliver, first_line, quiet, run_fresh
-from secateurs.graph.trace import Example, Graph
+from secateurs.export.deliver import Exported, ExportOptions, Inputs, Prepared, deliver, first_line, quiet
+from secateurs.graph.trace import Graph
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
-def to_onnx(
-    graph: Graph | Prepared,
-    path: str | Path,
-    *,
-    inputs: Example | None = None,
-    original: Graph | nn.Module | Prepared | None = None,
-    tolerance: float = TOLERANCE,
-    repeats: int = 30,
-) -> Exported:
+def to_onnx(graph: Graph | Prepared, path: str | Path, **options: Unpack[ExportOptions]) -> Exported:
     """Write the network as ONNX to `path`, for a batch of any size, in eval mode; needs the extra `onnx`.
 
-    The file is run in ONNX Runtime. Its outputs for `inputs` may differ from the network's by `tolerance` times the largest
-    output; otherwise `NotEqual`, and no file is written. With `original`, the unpruned network, the sizes and speeds of both
-    are compared over `repeats` interleaved runs.
+    The file is run in ONNX Runtime, checked and compared as the `ExportOptions` say.
     """
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise InvalidInput(f"ONNX needs {', '.join(missing)}, not installed here. Install it: pip install 'secateurs[onnx]'.")
-    exporter = Exporter("onnx", "ONNX Runtime", _write_onnx, _onnx_outputs, _bind_onnx)
-    return deliver(exporter, graph, path, inputs=inputs, original=original, tolerance=tolerance, repeats=repeats)
+    return deliver("onnx", _write_onnx, _bind_onnx, graph, path, **options)
 
 
-def to_pt2(
-    graph: Graph | Prepared,
-    path: str | Path,
-    *,
-    inputs: Example | None = None,
-    original: Graph | nn.Module | Prepared | None = None,
-    tolerance: float = TOLERANCE,
-    repeats: int = 30,
-) -> Exported:
+def to_pt2(graph: Graph | Prepared, path: str | Path, **options: Unpack[ExportOptions]) -> Exported:
     """Write the network with torch.export to `path` (.pt2), for a batch of any size, in eval mode, for the CPU.
 
-    The file is loaded in a new process that cannot import secateurs. Its outputs for `inputs` may differ from the network's by
-    `tolerance` times the largest output; otherwise `NotEqual`, and no file is written. With `original`, the unpruned network,
-    the sizes and speeds of both are compared over `repeats` interleaved runs.
+    The file is loaded in a new process that cannot import secateurs, checked and compared as the `ExportOptions` say.
     """
-    exporter = Exporter(
-        "pt2", "PyTorch", _write_pt2, partial(run_fresh, "pt2"), lambda network, _, x: partial(network.program.module(), *x)
-    )
-    return deliver(exporter, graph, path, inputs=inputs, original=original, tolerance=tolerance, repeats=repeats)
 
+    def write(network: Prepared, path: Path) -> None:
+        with quiet():
+            torch.export.save(network.program, path)
 
-def _write_pt2(network: Prepared, path: Path) -> None:
-    with quiet():
-        torch.export.save(network.program, path)
+    def bind(network: Prepared, path: Path, inputs: Inputs) -> Callable[[], Any]:
+        return partial(network.program.module(), *inputs)
+
+    return deliver("pt2", write, bind, graph, path, **options)
 
 
 def _write_onnx(network: Prepared, path: Path) -> None:
@@ -91,25 +69,13 @@ def _write_onnx(network: Prepared, path: Path) -> None:
     path.write_bytes(model.SerializeToString())
 
 
-def _onnx_outputs(path: Path, batches: Sequence[Inputs]) -> list[list[Tensor]]:
-    session = _session(path)
-    return [[torch.from_numpy(array) for array in session.run(None, _feed(session, batch))] for batch in batches]
-
-
 def _bind_onnx(network: Prepared, path: Path, inputs: Inputs) -> Callable[[], Any]:
-    session = _session(path)
-    return partial(session.run, None, _feed(session, inputs))
-
-
-def _session(path: Path) -> Any:
-    """Start ONNX Runtime with torch's number of threads."""
+    """One run in ONNX Runtime, with torch's number of threads."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # errors only
-    return onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
-
-
-def _feed(session: Any, batch: Inputs) -> dict[str, Any]:
-    return {given.name: t.contiguous().numpy() for given, t in zip(session.get_inputs(), batch, strict=True)}
+    session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+    names = [given.name for given in session.get_inputs()]
+    return partial(session.run, None, {name: t.contiguous().numpy() for name, t in zip(names, inputs, strict=True)})

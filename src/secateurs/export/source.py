@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,10 @@ from torch.fx.graph import magic_methods
 
 from secateurs._util.tensors import dump
 from secateurs.errors import UnsupportedOp
-from secateurs.export.deliver import TOLERANCE, Exported, Exporter, Prepared, deliver, run_fresh
+from secateurs.export.deliver import Exported, ExportOptions, Inputs, Prepared, deliver
 from secateurs.graph.channels import call_word, module_path
 from secateurs.graph.node_info import Shape, info
-from secateurs.graph.trace import Example, Graph, ruled_class
+from secateurs.graph.trace import Graph, ruled_class
 
 CODE, WEIGHTS = "model.py", "model.safetensors"
 WIDTH = 88  # ruff's default; trailing commas keep a call that is split here split at greater line lengths too
@@ -67,26 +67,17 @@ def load(path: str | Path = WEIGHTS) -> {name}:
 Tree = dict[str, "Tree | str"]  # containers, down to the expressions that build layers and tensors
 
 
-def to_source(
-    graph: Graph | Prepared,
-    folder: str | Path,
-    *,
-    inputs: Example | None = None,
-    original: Graph | nn.Module | Prepared | None = None,
-    tolerance: float = TOLERANCE,
-    repeats: int = 30,
-) -> Exported:
+def to_source(graph: Graph | Prepared, folder: str | Path, **options: Unpack[ExportOptions]) -> Exported:
     """Write the network to `folder` as model.py, an ordinary nn.Module with its widths written out, and model.safetensors.
 
-    `load()` in model.py builds the network. It is run in a new process that cannot import secateurs. Its outputs for `inputs`
-    may differ from the network's by `tolerance` times the largest output; otherwise `NotEqual`, and no files are written. A
-    layer or function that is not torch's raises `UnsupportedOp`. With `original`, the unpruned network, the sizes and speeds
-    of both are compared over `repeats` interleaved runs.
+    `load()` in model.py builds the network. It is run in a new process that cannot import secateurs, checked and compared as
+    the `ExportOptions` say. A layer or function that is not torch's raises `UnsupportedOp`.
     """
-    exporter = Exporter(
-        "source", "PyTorch", write_source, partial(run_fresh, "source"), lambda network, _, x: partial(network.module, *x)
-    )
-    return deliver(exporter, graph, folder, inputs=inputs, original=original, tolerance=tolerance, repeats=repeats)
+
+    def bind(network: Prepared, path: Path, inputs: Inputs) -> Callable[[], Any]:
+        return partial(network.module, *inputs)
+
+    return deliver("source", write_source, bind, graph, folder, **options)
 
 
 def write_source(network: Prepared, folder: Path) -> None:

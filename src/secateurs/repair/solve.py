@@ -33,23 +33,27 @@ class Patches:
 
 def patches(layer: Any, x: Tensor) -> Patches:
     """Return the patches that the layer reads of its input `x`."""
-    if isinstance(layer, nn.Linear):
-        x = x if x.dim() > 1 else x[None]
-        return Patches(x.unsqueeze(-2), tuple(x.shape[1:-1]))
-    rank = len(layer.kernel_size)
-    x = x if x.dim() > rank + 1 else x[None]
-    stride = layer.stride
-    if layer.transposed:
+    x, rank = _channels_second(layer, x), len(_kernel(layer))
+    if not rank:
+        stride: tuple[int, ...] = ()
+    elif layer.transposed:
         x, stride = _spread_out(layer, x), (1,) * rank
     else:
         mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-        x = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
-    for dim in range(rank):
-        reach = layer.dilation[dim] * (layer.kernel_size[dim] - 1) + 1
-        x = x.unfold(2 + dim, reach, stride[dim])[..., :: layer.dilation[dim]]
-    x = torch.unflatten(x, 1, (layer.groups, -1))
-    view = x.permute(0, *range(3, 3 + rank), 1, 2, *range(3 + rank, 3 + 2 * rank))
-    return Patches(view, tuple(view.shape[1 : 1 + rank]))
+        x, stride = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), layer.stride
+    for dim, size in enumerate(_kernel(layer)):
+        x = x.unfold(2 + dim, layer.dilation[dim] * (size - 1) + 1, stride[dim])[..., :: layer.dilation[dim]]
+    x = torch.unflatten(x, 1, (groups_of(layer), -1))
+    ends = x.dim() - rank  # places lie between the channels and the kernel
+    view = x.permute(0, *range(3, ends), 1, 2, *range(ends, x.dim()))
+    return Patches(view, tuple(x.shape[3:ends]))
+
+
+def _channels_second(layer: Any, x: Tensor) -> Tensor:
+    """The input or output of a layer as (N, channels, *places): a linear layer is a convolution without a kernel."""
+    if isinstance(layer, nn.Linear):
+        return (x if x.dim() > 1 else x[None]).movedim(-1, 1)
+    return x if x.dim() > len(layer.kernel_size) + 1 else x[None]
 
 
 def _spread_out(layer: Any, x: Tensor) -> Tensor:
@@ -67,45 +71,31 @@ def _spread_out(layer: Any, x: Tensor) -> Tensor:
 
 def target_rows(layer: Any, y: Tensor, images: Tensor, places: Tensor) -> Tensor:
     """Return the layer's output `y` at flat place numbers in images, each (R,): (G, R, O) in float64."""
-    if isinstance(layer, nn.Linear):
-        y = y if y.dim() > 1 else y[None]
-        found = y.flatten(1, -2)[images, places] if y.dim() > 2 else y[images]
-        return found.double()[None]
-    y = y if y.dim() > len(layer.kernel_size) + 1 else y[None]
-    found = y.flatten(2).transpose(1, 2)[images, places]
-    return torch.unflatten(found.double(), 1, (layer.groups, -1)).transpose(0, 1)
+    y = _channels_second(layer, y)
+    found = y.reshape(*y.shape[:2], -1).transpose(1, 2)[images, places]
+    return torch.unflatten(found.double(), 1, (groups_of(layer), -1)).transpose(0, 1)
 
 
 def matrix_of(layer: Any) -> Tensor:
     """Return the layer's weights with the bias (0 if there is none) in the last row: (G, p, O) in float64."""
-    features = _by_feature(layer, layer.weight.detach().double())
+    grouped = torch.unflatten(layer.weight.detach().double(), 0, (groups_of(layer), -1))
+    kernel = range(3, grouped.dim())
+    if _is_transposed(layer):  # (G, inputs, O, *kernel)
+        features = grouped.flip(tuple(kernel)).permute(0, 1, *kernel, 2).flatten(1, -2)
+    else:  # (G, O, inputs, *kernel)
+        features = grouped.permute(0, 2, *kernel, 1).flatten(1, -2)
     bias = torch.zeros_like(features[:, :1]) if layer.bias is None else layer.bias.detach().double()
     return torch.cat([features, bias.view(groups_of(layer), 1, -1)], 1)
 
 
-def _by_feature(layer: Any, weight: Tensor) -> Tensor:
-    if isinstance(layer, nn.Linear):
-        return weight.t()[None]
-    kernel = range(3, weight.dim() + 1)
-    grouped = torch.unflatten(weight, 0, (layer.groups, -1))
-    if layer.transposed:  # (G, inputs, O, *kernel)
-        return grouped.flip(tuple(kernel)).permute(0, 1, *kernel, 2).flatten(1, -2)
-    return grouped.permute(0, 2, *kernel, 1).flatten(1, -2)  # from (G, O, inputs, *kernel)
-
-
 def weight_from(layer: Any, matrix: Tensor) -> Tensor:
     """Return the layer's weight from a matrix (G, p, O), in the layer's dtype and on its device."""
-    features = matrix[:, :-1]
-    if isinstance(layer, nn.Linear):
-        found = features[0].t()
+    blocks = torch.unflatten(matrix[:, :-1], 1, (-1, *_kernel(layer)))  # (G, inputs, *kernel, O)
+    kernel = range(2, blocks.dim() - 1)
+    if _is_transposed(layer):
+        found = blocks.flip(tuple(kernel)).permute(0, 1, blocks.dim() - 1, *kernel).flatten(0, 1)
     else:
-        rank = len(layer.kernel_size)
-        blocks = torch.unflatten(features, 1, (-1, *layer.kernel_size))  # (G, inputs, *kernel, O)
-        kernel = range(2, 2 + rank)
-        if layer.transposed:
-            found = blocks.permute(0, 1, 2 + rank, *kernel).flip(tuple(range(3, 3 + rank))).flatten(0, 1)
-        else:
-            found = blocks.permute(0, 2 + rank, 1, *kernel).flatten(0, 1)
+        found = blocks.permute(0, blocks.dim() - 1, 1, *kernel).flatten(0, 1)
     return found.to(layer.weight).contiguous()
 
 
@@ -116,23 +106,27 @@ def bias_from(layer: Any, matrix: Tensor) -> Tensor:
 
 def feature_source(layer: Any, source: Tensor) -> Tensor:
     """Return the site's channel that each feature comes from, -1 for elsewhere and for the bias: (G, p)."""
-    each = source.view(groups_of(layer), -1).repeat_interleave(_kernel_places(layer), 1)
+    each = source.view(groups_of(layer), -1).repeat_interleave(math.prod(_kernel(layer)), 1)
     return F.pad(each, (0, 1), value=ELSEWHERE)
 
 
 def gram_features(layer: Any) -> int:
     """Return the number of features in a group, with the bias."""
     inputs: int = layer.in_features if isinstance(layer, nn.Linear) else layer.in_channels // layer.groups
-    return inputs * _kernel_places(layer) + 1
+    return inputs * math.prod(_kernel(layer)) + 1
 
 
 def groups_of(layer: Any) -> int:
     """Return the number of groups of a layer; a linear layer has one."""
-    return 1 if isinstance(layer, nn.Linear) else int(layer.groups)
+    return int(getattr(layer, "groups", 1))
 
 
-def _kernel_places(layer: Any) -> int:
-    return 1 if isinstance(layer, nn.Linear) else math.prod(layer.kernel_size)
+def _kernel(layer: Any) -> tuple[int, ...]:
+    return tuple(getattr(layer, "kernel_size", ()))
+
+
+def _is_transposed(layer: Any) -> bool:
+    return bool(getattr(layer, "transposed", False))
 
 
 RIDGES = (1e-10, 1e-3, 1e-1, 10.0, math.inf)
