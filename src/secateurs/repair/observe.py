@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -204,13 +203,8 @@ def run_both(
     device: Device,
 ) -> None:
     """Run two networks over the examples, in eval mode; `take` gets the number of a batch's first example and both outputs."""
-    first = 0
-    with ExitStack() as stack:
-        where = stack.enter_context(on_device(network, device))
-        stack.enter_context(eval_mode(network))
-        if reference is not None:
-            stack.enter_context(on_device(reference, where))
-            stack.enter_context(eval_mode(reference))
+    first, other = 0, network if reference is None else reference
+    with on_device(network, device) as where, on_device(other, where), eval_mode(network, other):
         for inputs, _ in examples.batches(batch, device=where):
             take(first, network(inputs), () if reference is None else reference(inputs))
             first += len(inputs)
@@ -307,12 +301,10 @@ def layer_fit(graph: Graph, consumer: LayerConsumer, tally: LayerTally) -> Layer
 
 def _sum_fit(graph: Graph, consumer: SumConsumer, tally: SumTally) -> SumFit:
     assert tally.sums is not None
-    lack, part, lack_squared, part_squared, lack_part, target, target_squared = tally.sums.cpu()
-    value, name, like = torch.zeros_like(lack), None, lack
+    sums = tally.sums.cpu()
+    name, like, value = None, sums[0], torch.zeros_like(sums[0])
     if consumer.offset is not None:
         offset: Any = graph.module.get_submodule(consumer.offset)
         name, like = f"{consumer.offset}.value", offset.value.detach()
         value = like.cpu().double().where(consumer.covered, 0)
-    spread = max(float((target_squared - target**2 / tally.count).sum()), 1e-300)
-    moments = (tally.count, lack, part, lack_squared, part_squared, lack_part)
-    return SumFit(consumer.node, consumer.source, *moments, spread, name, value, consumer.covered, like)
+    return SumFit(consumer.node, consumer.source, tally.count, sums, name, value, consumer.covered, like)

@@ -127,20 +127,17 @@ class LayerFit:
 
 @dataclass(frozen=True)
 class SumFit:
-    """A sum with the site as a term: moments by channel of target minus sum (`lack`) and of the site's contribution (`part`).
+    """A sum with the site as a term. `lack` is target minus sum, `part` the site's contribution to the sum.
 
-    `value` (C,) is its present offset, stored as `name` (None: there is no offset); only `covered` channels may have one.
+    `sums` (7, C) adds up, over `count` examples and places, lack, part, lack², part², lack · part, target and target².
+    `value` (C,) is the present offset, stored as `name` (None: there is no offset) in the dtype of `like`; only `covered`
+    channels may have one.
     """
 
     node: str
     source: Tensor
     count: int
-    lack: Tensor
-    part: Tensor
-    lack_squared: Tensor
-    part_squared: Tensor
-    lack_part: Tensor
-    spread: float
+    sums: Tensor
     name: str | None
     value: Tensor
     covered: Tensor
@@ -153,22 +150,28 @@ class SumFit:
                 f"the sum {self.node!r} has no offset that a repair could set: call prepare(graph, sites) first."
             )
         removed = ~_kept(self.source, keep)
-        best = (self.lack + self.part * removed) / self.count
+        best = (self.sums[0] + self.sums[1] * removed) / self.count
         share = 1 - (ridge / (1 + ridge)) ** ROUNDS if ridge < float("inf") else 0.0
         value = torch.where(self.covered, self.value + share * (best - self.value), self.value)
         weights = {} if self.name is None else {self.name: value.to(self.like)}
         return weights, Errors(self._error(self.value, removed), self._error(value, removed))
 
     def _error(self, value: Tensor, removed: Tensor) -> float:
-        mean = self.lack + self.part * removed
-        square = self.lack_squared + (2 * self.lack_part + self.part_squared) * removed
-        return max(float((square - 2 * value * mean + self.count * value**2).sum()), 0.0) / self.spread
+        lack, part, lack_squared, part_squared, both = self.sums[:5]
+        mean = lack + part * removed
+        square = lack_squared + (2 * both + part_squared) * removed
+        return max(float((square - 2 * value * mean + self.count * value**2).sum()), 0.0) / self._spread()
+
+    def _spread(self) -> float:
+        target, squared = self.sums[5:]
+        return max(float((squared - target**2 / self.count).sum()), 1e-300)
 
     def costs(self, channels: int) -> Tensor:
         """Return the error that removing each filter of the site adds when the offset keeps its mean: its variance, (C,)."""
-        with_part = self.lack_squared + 2 * self.lack_part + self.part_squared - (self.lack + self.part) ** 2 / self.count
-        without = self.lack_squared - self.lack**2 / self.count
-        added = torch.where(self.covered, with_part - without, 2 * self.lack_part + self.part_squared) / self.spread
+        lack, part, lack_squared, part_squared, both = self.sums[:5]
+        with_part = lack_squared + 2 * both + part_squared - (lack + part) ** 2 / self.count
+        without = lack_squared - lack**2 / self.count
+        added = torch.where(self.covered, with_part - without, 2 * both + part_squared) / self._spread()
         costs = torch.zeros(channels + 1, dtype=torch.float64)
         return costs.index_add(0, self.source % (channels + 1), added)[:channels]
 

@@ -14,26 +14,9 @@ from secateurs.config import Recipe
 from secateurs.errors import InvalidInput, UnknownSite, suggest
 from secateurs.graph.structure import Node
 from secateurs.pruning.results import Change, Step
+from secateurs.report import svg
 from secateurs.report.load import LayerChange, Measured, RunReport, SiteImportances, read_run, run_in_memory
-from secateurs.report.svg import (
-    COLOURS,
-    MEDIUM,
-    SMALL,
-    Axis,
-    Dot,
-    Figure,
-    Plot,
-    circle,
-    el,
-    join,
-    line,
-    mark,
-    number,
-    padded,
-    rect,
-    text,
-    ticks,
-)
+from secateurs.report.svg import MEDIUM, SMALL, Axis, Dot, Figure, Plot, number, padded
 from secateurs.selection.allocation import Curve
 
 # ---- one site -----------------------------------------------------------------------------------------------------------
@@ -97,15 +80,11 @@ def _against_filters(
         return None
     chosen = len(step.removed)
     most = points[-1][0]
-    whole = [value for value in ticks(0, most) if value == int(value)]
+    whole = [value for value in svg.ticks(0, most) if value == int(value)]
     plot = Plot(SMALL, Axis(0, most, "filters removed", lambda v, _: f"{v:.0f}", at=whole), y)
     for lowest in allowed:
-        at = plot.y(lowest)
-        plot.add(line(plot.left, at, plot.right, at, "allowed"), text(plot.right, at - 5, "allowed", "note end"))
-    x = plot.x(chosen)
-    side = ("end", x - 8) if x > plot.right - 60 else ("", x + 8)
-    plot.add(line(x, plot.top, x, plot.bottom, "chosen"))
-    plot.add(text(side[1], plot.top + 10, f"{chosen} of {step.channels}", f"note strong {side[0]}"))
+        plot.level(lowest, "allowed", "allowed")
+    plot.chosen(chosen, f"{chosen} of {step.channels}")
     look = {True: ("point chosen-point", 5.0), False: ("point", 3.0)}
     dots = [
         Dot(m, v, f"{plural(m, 'filter')} removed{', chosen' if m == chosen else ''}: {tip(v)}", *look[m == chosen])
@@ -122,7 +101,7 @@ def agreement(step: Step, found: SiteImportances | None) -> Figure | None:
     low, high = padded([v for pair in found.agreement for v in pair], share=0.04, least=1e-3)
     axes = (Axis(low, high, title, lambda v, _: short(v)) for title in ("predicted score", "measured score of each mask"))
     plot = Plot(SMALL, *axes)
-    plot.add(line(plot.left, plot.bottom, plot.right, plot.top, "diagonal"))
+    plot.add(svg.line(plot.left, plot.bottom, plot.right, plot.top, "diagonal"))
     plot.dots(found.agreement, "dots")
     words = f"{len(found.agreement)} masks of {step.site}; held-out r² {plain(step.r2_held_out)}"
     return plot.figure("Predicted against measured score", words)
@@ -143,17 +122,19 @@ def timeline(run: RunReport) -> Figure | None:
     split, places = 192.0, (-0.5, len(events) - 0.5)
     upper = Plot(MEDIUM, Axis(*places), _metric_axis(metric, low, high), bottom=MEDIUM[1] - split)
     cuts, epochs = ([(n, e.accuracy) for n, e in enumerate(events) if (e.what == "cut") == cut] for cut in (True, False))
-    upper.add(*(line(upper.left, upper.y(a), upper.right, upper.y(a), "allowed") for a in allowed))
+    for lowest in allowed:
+        upper.level(lowest, "allowed")
     upper.curve([(n, e.accuracy) for n, e in enumerate(events)])
     step = (upper.right - upper.left) / len(events)
     for points, class_ in ((epochs, "dots solid"), (cuts, "dots cut")):
         upper.dots(points, class_, size=min(max(step * 0.8, 3.2), 9))
-    upper.legend(*[("allowed", "allowed")] * len(allowed), ("point worse", "right after a cut"), ("point", "after training"))
+    trained = [("point", "after training")] if any(e.what == "epoch" for e in events) else []
+    upper.legend(*[("allowed", "allowed")] * len(allowed), ("point worse", "after a cut"), *trained)
     marked = cuts[:: -(-len(cuts) // 9) or 1]  # ticks at nine cuts at most
     x = Axis(*places, "measurements in order, by step", lambda v, _: str(events[round(v)].step), at=[n for n, _ in marked])
     below = Plot(MEDIUM, x, Axis(0, 1, "MACs removed", percent, at=(0, 0.5, 1)), top=split + 42)
     area = "".join(f"V{number(below.y(e.macs_removed))}H{number(below.left + (n + 1) * step)}" for n, e in enumerate(events))
-    below.add(el("path", d=f"M{number(below.left)} {number(below.bottom)}{area}V{number(below.bottom)}z", class_="area"))
+    below.add(svg.el("path", d=f"M{number(below.left)} {number(below.bottom)}{area}V{number(below.bottom)}z", class_="area"))
     tips = [f"{e.label}: {metric.value(e.accuracy)}, {percent(e.macs_removed)} of the MACs removed" for e in events]
     below.tips(tips, f"{metric.title} and MACs over the run", top=upper.top)
     below.marks[:0] = upper.marks
@@ -183,7 +164,7 @@ def frontier(runs: Sequence[RunReport], colours: Sequence[int] | None = None) ->
     for place, run in enumerate(runs):
         front, last = best(run.networks), len(run.networks) - 1
         name = "" if colours is None else f"{run.name}, "
-        colour = "" if colours is None else f" r{colours[place] % COLOURS}"
+        colour = "" if colours is None else f" r{colours[place] % svg.COLOURS}"
         dots = [
             Dot(
                 p.macs_removed,
@@ -213,9 +194,7 @@ def allocation(run: RunReport) -> Figure | None:
         return None
     rises = Axis(0.0, padded([rise for _, rise in shown])[1], "predicted rise of the loss", lambda v, _: f"{v:.3g}")
     plot = Plot(MEDIUM, Axis(0.0, shown[-1][0], f"{run.saving} removed, estimated", percent, 6), rises)
-    chosen = plot.x(run.saving_scale * found.saved)
-    plot.add(line(chosen, plot.top, chosen, plot.bottom, "chosen"))
-    plot.add(text(chosen - 8, plot.top + 10, "chosen", "note strong end"))
+    plot.chosen(run.saving_scale * found.saved, "chosen")
     dots = []
     for saved, measured, accepted in found.tried:
         x, y = min(shown, key=lambda point: abs(point[0] - run.saving_scale * saved))
@@ -259,16 +238,16 @@ def classes(run: RunReport) -> Figure | None:
         y_at, before, after = plot.y(place + 0.5), plot.x(one.before), plot.x(one.after)
         worse = one.change < 0
         written = metric.change(one.change, 1).split(SPACE)[0] if one.change else "0"
-        shape = join(
-            rect(0, y_at - row / 2, size[0], row, "hit"),
-            line(plot.left, y_at, plot.right, y_at, "grid"),
-            line(before, y_at, after, y_at, "loss" if worse else "gain"),
-            circle(before, y_at, 4, "point hollow"),
-            circle(after, y_at, 4.5, "point worse" if worse else "point"),
-            text(plot.left - 10, y_at, names[place], "tick end"),
-            text(size[0] - 4, y_at, written, "tick end strong" if place == 0 else "tick end"),
+        shape = svg.join(
+            svg.rect(0, y_at - row / 2, size[0], row, "hit"),
+            svg.line(plot.left, y_at, plot.right, y_at, "grid"),
+            svg.line(before, y_at, after, y_at, "loss" if worse else "gain"),
+            svg.circle(before, y_at, 4, "point hollow"),
+            svg.circle(after, y_at, 4.5, "point worse" if worse else "point"),
+            svg.text(plot.left - 10, y_at, names[place], "tick end"),
+            svg.text(size[0] - 4, y_at, written, "tick end strong" if place == 0 else "tick end"),
         )
-        plot.add(mark(shape, f"{name}: {metric.value(one.before)} → {metric.value(one.after)}"))
+        plot.add(svg.mark(shape, f"{name}: {metric.value(one.before)} → {metric.value(one.after)}"))
     plot.legend(("point hollow", "before"), ("point", "after"), ("point worse", "after, worse"))
     return plot.figure(f"{metric.title} by class", f"{shown[0][0]} changes by {metric.change(shown[0][1].change)}")
 
@@ -295,14 +274,17 @@ def network(run: RunReport) -> Figure | None:
     # labels lie flat where the longest fits, slant where they are not too dense, and stand otherwise
     angle = 0 if longest < pitch else 45 if pitch >= 24 else 90
     tallest = max(layer.filters for layer in run.layers)
-    body = join(
-        line(_MARGIN, base, places[shown[-1]] + pitch / 2, base, "axis"),
+    body = svg.join(
+        svg.line(_MARGIN, base, places[shown[-1]] + pitch / 2, base, "axis"),
         *(_arc(places[a] + 3, places[b] - 3, base - _TALLEST - _ROOM, lane) for (a, b), lane in lanes.items()),
         *(
             _bar(layers[nodes[place].name], x, base, pitch, _TALLEST / tallest, angle)
             if nodes[place].is_layer
-            else mark(
-                join(line(x, base - _TALLEST - _ROOM, x, base, "join-line"), circle(x, base, min(4.5, pitch * 0.28), "join")),
+            else svg.mark(
+                svg.join(
+                    svg.line(x, base - _TALLEST - _ROOM, x, base, "join-line"),
+                    svg.circle(x, base, min(4.5, pitch * 0.28), "join"),
+                ),
                 f"{nodes[place].name}: sum or concatenation",
             )
             for place, x in places.items()
@@ -342,7 +324,7 @@ def _arc(start: float, end: float, floor: float, lane: int) -> Markup:
         f"M{number(start)} {number(floor)}V{number(top + bend)}q0 {number(-bend)} {number(bend)} {number(-bend)}"
         f"H{number(end - bend)}q{number(bend)} 0 {number(bend)} {number(bend)}V{number(floor)}"
     )
-    return el("path", d=f"{way}M{number(end - 3)} {number(floor - 5)}l3 5l3 -5", class_="shortcut")
+    return svg.el("path", d=f"{way}M{number(end - 3)} {number(floor - 5)}l3 5l3 -5", class_="shortcut")
 
 
 def _bar(layer: LayerChange, x: float, base: float, pitch: float, scale: float, angle: int) -> Markup:
@@ -351,15 +333,15 @@ def _bar(layer: LayerChange, x: float, base: float, pitch: float, scale: float, 
     shade = 0 if gone <= 0 else min(int(gone * 5) + 1, 5)  # 0: nothing removed, then a fifth each
     widths = f"{layer.filters} → {layer.left}"
     label_y = base + (11 if angle else 14)
-    shape = join(
-        rect(x - pitch / 2, base - _TALLEST, pitch, _TALLEST, "hit"),
-        rect(x - wide / 2, base - full, wide, full, "before"),
-        rect(x - wide / 2, base - left, wide, left, f"s{shade}"),
+    shape = svg.join(
+        svg.rect(x - pitch / 2, base - _TALLEST, pitch, _TALLEST, "hit"),
+        svg.rect(x - wide / 2, base - full, wide, full, "before"),
+        svg.rect(x - wide / 2, base - left, wide, left, f"s{shade}"),
         # numbers where there is room for them: before and after, or only what is left
-        text(x, base - full - 6, widths if pitch >= 60 and left != full else str(layer.left), "count middle")
+        svg.text(x, base - full - 6, widths if pitch >= 60 and left != full else str(layer.left), "count middle")
         if pitch >= 24
         else None,
-        el(
+        svg.el(
             "text",
             _short(layer.name),
             x=x,
@@ -369,7 +351,7 @@ def _bar(layer: LayerChange, x: float, base: float, pitch: float, scale: float, 
         ),
     )
     shares = f"({percent(gone, 0)} removed), {percent(layer.weights_removed, 0)} of its weights removed"
-    return mark(shape, f"{layer.name}: {widths} filters {shares}")
+    return svg.mark(shape, f"{layer.name}: {widths} filters {shares}")
 
 
 def _short(name: str) -> str:

@@ -10,7 +10,7 @@ from secateurs._util.files import write_text
 from secateurs._util.format import percent, plural
 from secateurs._util.tables import Sheet
 from secateurs.report.page import render
-from secateurs.report.svg import COLOURS, Axis, Dot, Figure, Plot, colour_of, line, padded, swatch, ticks
+from secateurs.report.svg import COLOURS, Axis, Dot, Figure, Plot, colour_of, padded, swatch, ticks
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def curves(comparison: MethodComparison, one: BudgetComparison, floor: float | N
     right = max((p.macs_removed for p in found), default=0.5) * 1.04
     y = Axis(low, high, "accuracy on the test set", percent, at=ticks(low, min(high, 1.0), 6))
     plot = Plot((540.0, 360.0), Axis(0.0, right, "MACs removed", percent, 6), y)
-    plot.add(line(plot.left, plot.y(comparison.start), plot.right, plot.y(comparison.start), "diagonal"))
+    plot.level(comparison.start, "diagonal")
     for curve in one.curves:
         place = comparison.methods.index(curve.name)
         colour = colour_of(place)

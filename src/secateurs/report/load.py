@@ -113,7 +113,7 @@ class RunReport:
     end: ResultFigures | None
     curves: Mapping[str, Curve]  # by site, where cuts were allocated
     events: tuple[Measured, ...]  # every measurement, in order
-    networks: tuple[Measured, ...]  # the start, the network after every step that cut something, and the final one
+    networks: tuple[Measured, ...]  # the start, after every step that cut something (of an allocation the last), the final one
     importances: Mapping[int, SiteImportances]  # by the number of the step
     nodes: tuple[Node, ...] = ()
     layers: tuple[LayerChange, ...] = ()
@@ -240,14 +240,16 @@ def _report(
     notes: list[str],
 ) -> RunReport:
     steps = tuple(records_of(records, Step))
-    start, end, structure = _only(records, Start), _only(records, ResultFigures), _only(records, Structure)
+    start, end, chosen = _only(records, Start), _only(records, ResultFigures), _only(records, ChosenAllocation)
     networks = [] if start is None else [Measured(0.0, start.accuracy, "start")]
     networks += [
-        Measured(s.macs_removed, s.accuracy, f"step {s.number}, {s.site}: {s.channels} → {s.kept}") for s in steps if s.removed
+        Measured(s.macs_removed, s.accuracy, f"step {s.number}, {s.site}: {s.channels} → {s.kept}")
+        for s in steps
+        if s.removed and (chosen is None or s is steps[-1])  # the networks between the cuts of an allocation are no results
     ]
     if end is not None and len(networks) > 1:
         networks.append(Measured(end.macs.removed, end.search.after, "the end"))
-    nodes = () if structure is None else structure.nodes
+    nodes = tuple(node for structure in records_of(records, Structure) for node in structure.nodes)
     return RunReport(
         folder=folder,
         state=state_of(folder, finished=end is not None),
@@ -256,7 +258,7 @@ def _report(
         provenance=provenance,
         start=start,
         steps=steps,
-        allocation=_only(records, ChosenAllocation),
+        allocation=chosen,
         end=end,
         curves={found.site: found.curve for found in records_of(records, SiteCurve)},
         events=_events(records),
@@ -337,9 +339,15 @@ def _layers(folder: Path, nodes: Sequence[Node], steps: Sequence[Step], notes: l
     if latest is None:
         notes.append("checkpoints/: the network after the latest cut is missing: the widths of the layers are not shown.")
         return ()
-    before, after = _shapes(folder, start, notes), _shapes(folder, latest, notes if latest != start else [])
-    if before is None or after is None:
-        return ()
+    shapes: list[Mapping[str, tuple[int, ...]]] = []
+    for name in (start, latest):
+        try:
+            shapes.append(read_header(folder / name)[1])
+        except (OSError, Damaged) as error:
+            what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+            notes.append(f"{name}: {what}: the widths of the layers are not shown.")
+            return ()
+    before, after = shapes
     found = []
     for node in nodes:
         had = before.get(f"{node.name}.weight", ())
@@ -351,15 +359,6 @@ def _layers(folder: Path, nodes: Sequence[Node], steps: Sequence[Step], notes: l
     if not found:
         notes.append(f"{start}: not the network of this run: the widths of the layers are not shown.")
     return tuple(found)
-
-
-def _shapes(folder: Path, name: str, notes: list[str]) -> dict[str, tuple[int, ...]] | None:
-    try:
-        return read_header(folder / name)[1]
-    except (OSError, Damaged) as error:
-        what = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
-        notes.append(f"{name}: {what}: the widths of the layers are not shown.")
-        return None
 
 
 # ---- progress -----------------------------------------------------------------------------------------------------------

@@ -12,22 +12,9 @@ from typing import Any
 import tomli_w
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from secateurs._util import format as texts
 from secateurs._util.files import write_text
-from secateurs._util.format import (
-    NOTHING,
-    SPACE,
-    Metric,
-    change,
-    clock,
-    count,
-    interval,
-    large,
-    percent,
-    plain,
-    plural,
-    removed,
-    size,
-)
+from secateurs._util.format import NOTHING, SPACE, Metric, count, interval, percent
 from secateurs.config import recipe_fields
 from secateurs.errors import InvalidInput, RunError
 from secateurs.report import charts, verdicts
@@ -70,8 +57,8 @@ def _environment() -> Environment:
     """Templates escape every text, and a name that they misspell is an error."""
     loader = PackageLoader("secateurs.report", "assets")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    written = (change, clock, count, large, percent, plain, plural, removed, size)
-    found.filters |= {write.__name__: write for write in written}
+    written = ("change", "clock", "count", "large", "percent", "plain", "plural", "removed", "size")
+    found.filters |= {name: getattr(texts, name) for name in written}
     return found
 
 

@@ -95,8 +95,7 @@ class Figure:
     def _repr_svg_(self) -> str:
         return self.svg
 
-    def _repr_html_(self) -> str:
-        return self.svg
+    _repr_html_ = _repr_svg_
 
     def __html__(self) -> Markup:
         """The SVG for a page that brings the style: what templates show."""
@@ -219,6 +218,20 @@ class Plot:
         return Figure(title, words, *self.size, join(*self.marks), "" if self.size == SMALL else "medium")
 
     # ---- marks ----------------------------------------------------------------------------------------------------------
+
+    def level(self, value: float, class_: str, words: str = "") -> None:
+        """A line across, at a value of y."""
+        at = self.y(value)
+        self.add(line(self.left, at, self.right, at, class_))
+        if words:
+            self.add(text(self.right, at - 5, words, "note end"))
+
+    def chosen(self, value: float, words: str) -> None:
+        """A line from top to bottom with its words beside it, at a value of x."""
+        x = self.x(value)
+        left = x > self.right - 60
+        self.add(line(x, self.top, x, self.bottom, "chosen"))
+        self.add(text(x - 8 if left else x + 8, self.top + 10, words, "note strong end" if left else "note strong"))
 
     def bars(self, values: Sequence[float], errors: Sequence[float], classes: Sequence[str]) -> None:
         """Bars from zero side by side, one path for each class, with error bars where the error is finite."""
