@@ -128,7 +128,7 @@ class RunReport:
     @property
     def model(self) -> str:
         """The network as its user calls it: the built-in or own name, or the class."""
-        kind = self.provenance.get("model", {}).get("class", "").rpartition(".")[2]
+        kind = str(self.provenance.get("model", {}).get("class", "")).rpartition(".")[2]
         return str(self.provenance.get("origin", {}).get("model") or kind or "a network")
 
     @property

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from secateurs._util import format as texts
 from secateurs._util.files import write_text
-from secateurs._util.format import NOTHING, SPACE, Metric, count, interval, percent
+from secateurs._util.format import NOTHING, Metric, count
 from secateurs.config import recipe_fields
 from secateurs.errors import InvalidInput, RunError
 from secateurs.report import charts, verdicts
@@ -23,7 +23,6 @@ from secateurs.report.load import RunReport, read_run
 from secateurs.report.svg import COLOURS, swatch
 
 REPORT, COMPARISON = "report.html", "comparison.html"
-_SETS = {"train": "Training", "search": "Validation", "test": "Test"}
 
 
 def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
@@ -58,11 +57,8 @@ def _environment() -> Environment:
     loader = PackageLoader("secateurs.report", "assets")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     written = ("change", "clock", "count", "large", "percent", "plain", "plural", "removed", "size")
-    found.filters |= {name: getattr(texts, name) for name in written}
+    found.filters |= {name: getattr(texts, name) for name in written} | {"repr": repr, "quoted": shlex.quote}
     return found
-
-
-# ---- one run ------------------------------------------------------------------------------------------------------------
 
 
 def _run_page(run: RunReport) -> str:
@@ -73,73 +69,10 @@ def _run_page(run: RunReport) -> str:
         charts=charts,
         verdicts=verdicts,
         verdict=verdicts.verdict(run),
-        spread=_spread,
-        loading=_loading(run),
-        export_command=None if run.folder is None or run.end is None else _export_command(run),
+        interval=texts.interval,
         exports=export_rows(run.exports),
-        origin=_origin(run),
         recipe_text="" if run.recipe is None else tomli_w.dumps(recipe_fields(run.recipe)),
     )
-
-
-def _spread(metric: Metric, value: float, examples: int) -> str:
-    """The interval of a metric that is a share of examples."""
-    if not metric.share or not examples:
-        return ""
-    low, high = interval(value, examples)
-    return f"95{SPACE}%: {percent(low)[:-2]} to {percent(high)}, n = {examples:,}"
-
-
-def _export_command(run: RunReport) -> str:
-    """With the model where the run does not know how the command line finds it: it was started from Python."""
-    how = ""
-    if run.provenance.get("origin", {}).get("model") is None:
-        module, _, name = run.provenance.get("model", {}).get("class", "package.module.build").rpartition(".")
-        how = " --model " + shlex.quote(f"{'package.module' if module in ('', '__main__') else module}:{name}")
-    return f"secateurs export {shlex.quote(str(run.folder))}{how} --onnx --pt2 --source"
-
-
-def _loading(run: RunReport) -> str:
-    """Python that builds the original class and loads the smaller network into it."""
-    given = run.provenance.get("origin", {})
-    name, options = given.get("model"), given.get("model_options")
-    arguments = [f"{key}={value!r}" for key, value in options.items()] if isinstance(options, dict) else []
-    lines = ["import secateurs"]
-    if name is None:
-        lines += ["", f"model = {run.model}(...)  # built as it was before pruning; its weights do not matter"]
-    elif ":" not in str(name):
-        lines += ["from secateurs.models import resolve", "", f"model = resolve({', '.join([repr(name), *arguments])})"]
-    else:
-        module, _, function = str(name).partition(":")
-        lines += [f"from {module} import {function}", "", f"model = {function}({', '.join(arguments)})"]
-    return "\n".join([*lines, f"small = secateurs.load(model, {str(run.folder) + '/pruned.safetensors'!r}).module"])
-
-
-def _origin(run: RunReport) -> list[tuple[str, Any]]:
-    """Where the network came from; what is not known is left out."""
-    provenance = run.provenance
-    model, data, origin = (provenance.get(name, {}) for name in ("model", "data", "origin"))
-    found = [
-        ("Network", model.get("class")),
-        ("Options", origin.get("model_options")),
-        ("Weights, SHA-256", model.get("weights_sha256")),
-        ("Data", run.data),
-        *((f"{_SETS.get(name, name)} set", f"{found['count']:,} examples") for name, found in data.get("sets", {}).items()),
-        ("Data, SHA-256", data.get("sha256")),
-        ("Loss", provenance.get("measures", {}).get("loss", "cross_entropy")),
-        ("Metric", run.metric.name),
-        ("Seed", provenance.get("seed")),
-        ("Recipe, SHA-256", provenance.get("recipe_sha256")),
-        ("Versions", provenance.get("versions")),
-        ("Machine", provenance.get("machine")),
-        ("Started", provenance.get("started")),
-        ("Folder", run.folder),
-    ]
-    listed = [(n, ", ".join(f"{k} {v}" for k, v in one.items()) if isinstance(one, dict) else one) for n, one in found]
-    return [(name, value) for name, value in listed if value not in (None, "")]
-
-
-# ---- several runs -------------------------------------------------------------------------------------------------------
 
 
 def _runs_page(runs: Sequence[RunReport]) -> str:
