@@ -254,9 +254,8 @@ def classes(run: RunReport) -> Figure | None:
 
 # ---- the network --------------------------------------------------------------------------------------------------------
 
-_TALLEST = 140.0
-_ROOM = 20.0  # above the bars, for their numbers
-_MARGIN, _LONGEST = 14.0, 20
+_TALLEST, _ROOM, _MARGIN = 140.0, 20.0, 14.0  # of the bars; above them, for their numbers; at both sides
+_LONGEST = 20  # letters of a name
 
 
 def network(run: RunReport) -> Figure | None:
@@ -268,62 +267,43 @@ def network(run: RunReport) -> Figure | None:
     shown = [place for place, node in enumerate(nodes) if node.kind != "input" and (not node.is_layer or node.name in layers)]
     pitch = min(max(1070 / len(shown), 12.4), 96.0)
     places = {place: _MARGIN + (k + 0.5) * pitch for k, place in enumerate(shown)}
-    lanes = _lanes(_shortcuts(nodes, shown))
-    base = _ROOM + 12 + (max(lanes.values(), default=-1) + 1) * 13 + _TALLEST
-    longest = 6.3 * max(len(_short(layer.name)) for layer in run.layers)
+    lanes = _lanes(nodes, shown)
+    floor = 12 + (max(lanes.values(), default=-1) + 1) * 13  # of the arcs
+    base = floor + _ROOM + _TALLEST
+    longest = 6.3 * min(max(map(len, layers)), _LONGEST)
     # labels lie flat where the longest fits, slant where they are not too dense, and stand otherwise
     angle = 0 if longest < pitch else 45 if pitch >= 24 else 90
-    tallest = max(layer.filters for layer in run.layers)
-    body = svg.join(
-        svg.line(_MARGIN, base, places[shown[-1]] + pitch / 2, base, "axis"),
-        *(_arc(places[a] + 3, places[b] - 3, base - _TALLEST - _ROOM, lane) for (a, b), lane in lanes.items()),
-        *(
-            _bar(layers[nodes[place].name], x, base, pitch, _TALLEST / tallest, angle)
-            if nodes[place].is_layer
-            else svg.mark(
-                svg.join(
-                    svg.line(x, base - _TALLEST - _ROOM, x, base, "join-line"),
-                    svg.circle(x, base, min(4.5, pitch * 0.28), "join"),
-                ),
-                f"{nodes[place].name}: sum or concatenation",
-            )
-            for place, x in places.items()
-        ),
-    )
-    width = max(2 * _MARGIN + pitch * len(shown), 300.0)
+    scale = _TALLEST / max(layer.filters for layer in run.layers)
+    marks = [svg.line(_MARGIN, base, places[shown[-1]] + pitch / 2, base, "axis")]
+    marks += [_arc(places[a] + 3, places[b] - 3, floor, lane) for (a, b), lane in lanes.items()]
+    for place, x in places.items():
+        if nodes[place].is_layer:
+            marks.append(_bar(layers[nodes[place].name], x, base, pitch, scale, angle))
+        else:
+            shape = svg.line(x, floor, x, base, "join-line") + svg.circle(x, base, min(4.5, pitch * 0.28), "join")
+            marks.append(svg.mark(shape, f"{nodes[place].name}: sum or concatenation"))
     filters, left = sum(layer.filters for layer in run.layers), sum(layer.left for layer in run.layers)
     words = f"{len(layers)} layers, {filters - left} of {filters} filters removed"
-    height = base + 24 + longest * math.sin(math.radians(angle))
-    return Figure("Widths of the layers before and after", words, width, height, body, "network")
+    width, height = max(2 * _MARGIN + pitch * len(shown), 300.0), base + 24 + longest * math.sin(math.radians(angle))
+    return Figure("Widths of the layers before and after", words, width, height, svg.join(*marks), "network")
 
 
-def _shortcuts(nodes: Sequence[Node], shown: Sequence[int]) -> list[tuple[int, int]]:
-    """Edges that skip a layer."""
-    return [
-        (source, place)
-        for place in shown
-        for source in nodes[place].sources
-        if source in shown and any(source < k < place and nodes[k].is_layer for k in shown)
-    ]
-
-
-def _lanes(arcs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], int]:
-    """Heights above the bars, so that arcs over the same layers do not cross; short ones lie lowest."""
+def _lanes(nodes: Sequence[Node], shown: Sequence[int]) -> dict[tuple[int, int], int]:
+    """Edges that skip a layer, with heights at which those over the same layers do not cross; short ones lie lowest."""
+    edges = [(source, place) for place in shown for source in nodes[place].sources if source in shown]
     lanes: dict[tuple[int, int], int] = {}
-    for a, b in sorted(arcs, key=lambda arc: arc[1] - arc[0]):
-        taken = {lane for (c, d), lane in lanes.items() if a < d and c < b}
-        lanes[a, b] = next(k for k in range(len(lanes) + 1) if k not in taken)
+    for a, b in sorted(edges, key=lambda edge: edge[1] - edge[0]):
+        if any(a < k < b and nodes[k].is_layer for k in shown):
+            taken = {lane for (c, d), lane in lanes.items() if a < d and c < b}
+            lanes[a, b] = next(k for k in range(len(lanes) + 1) if k not in taken)
     return lanes
 
 
 def _arc(start: float, end: float, floor: float, lane: int) -> Markup:
     """An arrow over the bars."""
-    top = floor - 8 - 13 * lane
     bend = min(8.0, (end - start) / 3)
-    way = (
-        f"M{number(start)} {number(floor)}V{number(top + bend)}q0 {number(-bend)} {number(bend)} {number(-bend)}"
-        f"H{number(end - bend)}q{number(bend)} 0 {number(bend)} {number(bend)}V{number(floor)}"
-    )
+    up, over, r = number(floor - 8 - 13 * lane + bend), number(end - bend), number(bend)
+    way = f"M{number(start)} {number(floor)}V{up}q0 -{r} {r} -{r}H{over}q{r} 0 {r} {r}V{number(floor)}"
     return svg.el("path", d=f"{way}M{number(end - 3)} {number(floor - 5)}l3 5l3 -5", class_="shortcut")
 
 
@@ -332,30 +312,22 @@ def _bar(layer: LayerChange, x: float, base: float, pitch: float, scale: float, 
     gone = removed(layer.filters, layer.left)
     shade = 0 if gone <= 0 else min(int(gone * 5) + 1, 5)  # 0: nothing removed, then a fifth each
     widths = f"{layer.filters} → {layer.left}"
-    label_y = base + (11 if angle else 14)
+    # numbers where there is room for them: before and after, or only what is left
+    count = "" if pitch < 24 else widths if pitch >= 60 and left != full else str(layer.left)
+    name = layer.name if len(layer.name) <= _LONGEST else f"…{layer.name[1 - _LONGEST :]}"
+    at = base + (11 if angle else 14)
+    turn = (
+        {"class_": "label", "transform": f"rotate({angle} {number(x)} {number(at)})"} if angle else {"class_": "label middle"}
+    )
     shape = svg.join(
         svg.rect(x - pitch / 2, base - _TALLEST, pitch, _TALLEST, "hit"),
         svg.rect(x - wide / 2, base - full, wide, full, "before"),
         svg.rect(x - wide / 2, base - left, wide, left, f"s{shade}"),
-        # numbers where there is room for them: before and after, or only what is left
-        svg.text(x, base - full - 6, widths if pitch >= 60 and left != full else str(layer.left), "count middle")
-        if pitch >= 24
-        else None,
-        svg.el(
-            "text",
-            _short(layer.name),
-            x=x,
-            y=label_y,
-            class_="label" if angle else "label middle",
-            transform=f"rotate({angle} {number(x)} {number(label_y)})" if angle else None,
-        ),
+        svg.text(x, base - full - 6, count, "count middle") if count else None,
+        svg.el("text", name, x=x, y=at, **turn),
     )
     shares = f"({percent(gone, 0)} removed), {percent(layer.weights_removed, 0)} of its weights removed"
     return svg.mark(shape, f"{layer.name}: {widths} filters {shares}")
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
 
 
 # ---- for notebooks ------------------------------------------------------------------------------------------------------

@@ -14,21 +14,16 @@ from secateurs.report.svg import COLOURS, Axis, Dot, Figure, Plot, colour_of, pa
 
 
 @dataclass(frozen=True)
-class CurvePoint:
-    """The networks of one method at one target, over seeds. Shares are fractions."""
+class Summary:
+    """One method under one budget at one target, over its seeds. Shares are fractions."""
 
+    method: str
+    target: float
     macs_removed: float
-    accuracy: float  # mean, on the test set
-    spread: float  # standard deviation; 0 for one seed
+    test: float
+    test_spread: float  # standard deviation over seeds; 0 for one
     seeds: int
-
-
-@dataclass(frozen=True)
-class MethodCurve:
-    """The networks of one method, by MACs removed."""
-
-    name: str
-    points: tuple[CurvePoint, ...]
+    reached: bool
 
 
 @dataclass(frozen=True)
@@ -38,8 +33,13 @@ class BudgetComparison:
     name: str
     budget: str  # in words
     leads: str  # the best methods at each target, in words
-    curves: tuple[MethodCurve, ...]
+    points: tuple[Summary, ...]
     tables: tuple[Sheet, ...]
+
+    @property
+    def curves(self) -> dict[str, list[Summary]]:
+        """The points by method, in the order of their first appearance."""
+        return {name: [p for p in self.points if p.method == name] for name in dict.fromkeys(p.method for p in self.points)}
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class MethodComparison:
     @property
     def methods(self) -> tuple[str, ...]:
         """Of all budgets, in the order of their first appearance: a method has one colour on the whole page."""
-        return tuple(dict.fromkeys(curve.name for one in self.budgets for curve in one.curves))
+        return tuple(dict.fromkeys(name for one in self.budgets for name in one.curves))
 
 
 def write_method_comparison(comparison: MethodComparison, path: Path) -> Path:
     """Write the page as one HTML file that needs nothing else, whole or not at all, and return its path."""
     budgets = []
     for one in comparison.budgets:
-        floor = closer_look(comparison.start, [[point.accuracy for point in curve.points] for curve in one.curves])
+        floor = closer_look(comparison.start, [[point.test for point in points] for points in one.curves.values()])
         enlarged = None if floor is None else curves(comparison, one, floor)
-        names = [swatch(comparison.methods.index(curve.name)) + curve.name for curve in one.curves]
+        names = [swatch(comparison.methods.index(name)) + name for name in one.curves]
         budgets.append((one, curves(comparison, one), enlarged, names))
     write_text(path, render("methods.html", comparison.title, comparison=comparison, budgets=budgets))
     return path
@@ -82,29 +82,27 @@ def closer_look(start: float, curves: Sequence[Sequence[float]]) -> float | None
 
 def curves(comparison: MethodComparison, one: BudgetComparison, floor: float | None = None) -> Figure:
     """Test accuracy against MACs removed: a line for each method, bars of one standard deviation; only from `floor` up."""
-    found = [point for curve in one.curves for point in curve.points]
-    reach = [p.accuracy + sign * p.spread for p in found for sign in (-1, 1)]
+    reach = [p.test + sign * p.test_spread for p in one.points for sign in (-1, 1)]
     low, high = padded([comparison.start, *(value for value in reach if floor is None or value >= floor)], least=1e-3)
     low, high = low if floor is None else floor, min(high, 1.02)
-    right = max((p.macs_removed for p in found), default=0.5) * 1.04
+    right = max((p.macs_removed for p in one.points), default=0.5) * 1.04
     y = Axis(low, high, "accuracy on the test set", percent, at=ticks(low, min(high, 1.0), 6))
     plot = Plot((540.0, 360.0), Axis(0.0, right, "MACs removed", percent, 6), y)
     plot.level(comparison.start, "diagonal")
-    for curve in one.curves:
-        place = comparison.methods.index(curve.name)
-        colour = colour_of(place)
+    for name, points in one.curves.items():
+        place = comparison.methods.index(name)
         dots = [
-            Dot(p.macs_removed, p.accuracy, _tip(curve.name, p), f"point {colour}", error=p.spread)
-            for p in curve.points
-            if p.accuracy >= low
+            Dot(p.macs_removed, p.test, _tip(p), f"point {colour_of(place)}", error=p.test_spread)
+            for p in points
+            if p.test >= low
         ]
-        points = [(0.0, comparison.start), *((p.macs_removed, p.accuracy) for p in curve.points)]
-        plot.curve(points, dots, f"way {'dashed ' if place >= COLOURS else ''}r{place % COLOURS}")
-    words = f"{plural(len(one.curves), 'method')}, {plural(len(found), 'point')}; original {percent(comparison.start, 2)}"
+        way = [(0.0, comparison.start), *((p.macs_removed, p.test) for p in points)]
+        plot.curve(way, dots, f"way {'dashed ' if place >= COLOURS else ''}r{place % COLOURS}")
+    words = f"{plural(len(one.curves), 'method')}, {plural(len(one.points), 'point')}; original {percent(comparison.start, 2)}"
     part = "" if floor is None else ", the upper part"
     return plot.figure(f"Accuracy against MACs removed, budget {one.name}{part}", words)
 
 
-def _tip(name: str, point: CurvePoint) -> str:
-    spread = f" ± {100 * point.spread:.2f} points ({plural(point.seeds, 'seed')})" if point.seeds > 1 else ""
-    return f"{name}: {percent(point.accuracy, 2)}{spread}, {percent(point.macs_removed)} of the MACs removed"
+def _tip(point: Summary) -> str:
+    spread = f" ± {100 * point.test_spread:.2f} points ({plural(point.seeds, 'seed')})" if point.seeds > 1 else ""
+    return f"{point.method}: {percent(point.test, 2)}{spread}, {percent(point.macs_removed)} of the MACs removed"

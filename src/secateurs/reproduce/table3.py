@@ -21,7 +21,8 @@ from secateurs.cli.progress import display
 from secateurs.errors import InvalidInput
 from secateurs.methods.compare.rows import Row, budget_words, budgets_of, check_comparable, comparison_rows, row_fields
 from secateurs.methods.compare.run import ROWS
-from secateurs.methods.compare.tables import MISSED, Summary, by_target, conditions, mean_spread, summaries
+from secateurs.methods.compare.tables import MISSED, by_target, conditions, mean_spread, summaries
+from secateurs.report.comparison import Summary
 
 FRESH = "fresh"
 METHODS = ("paper", "portfolio+refit", "li", "sfp", "fpgm:uniform", "fpgm-sfp", "random:uniform")

@@ -16,14 +16,7 @@ from secateurs.errors import InvalidInput, RunError
 from secateurs.methods.compare.rows import Row, budget_words, budgets_of, comparison_rows, methods_of
 from secateurs.methods.compare.run import ROWS
 from secateurs.methods.compare.tables import best_words, conditions, rows_sheet, sheets_of, summaries, tables_text
-from secateurs.report.comparison import (
-    BudgetComparison,
-    CurvePoint,
-    MethodComparison,
-    MethodCurve,
-    closer_look,
-    write_method_comparison,
-)
+from secateurs.report.comparison import BudgetComparison, MethodComparison, closer_look, write_method_comparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -151,15 +144,11 @@ def comparison_of_methods(rows: Sequence[Row]) -> MethodComparison:
 
 
 def _budget(rows: Sequence[Row], budget: str) -> BudgetComparison:
-    curves: dict[str, list[CurvePoint]] = {}
-    for point in summaries(rows, budget):
-        shown = CurvePoint(point.macs_removed, point.test, point.test_spread, point.seeds)
-        curves.setdefault(point.method, []).append(shown)
     return BudgetComparison(
         budget,
         budget_words(next(row.budget for row in rows if row.budget.name == budget)),
         best_words(rows, budget),
-        tuple(MethodCurve(method, tuple(points)) for method, points in curves.items()),
+        tuple(summaries(rows, budget)),
         tuple(sheets_of(rows, budget)),
     )
 

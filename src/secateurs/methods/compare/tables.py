@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import mean, stdev
 
 from secateurs._util.format import NOTHING
 from secateurs._util.tables import Sheet
 from secateurs.methods.compare.rows import Row, budget_words, budgets_of, check_comparable, methods_of
+from secateurs.report.comparison import Summary
 
 MISSED = "†"  # marks cells with a network that kept more MACs than its target
-
-
-@dataclass(frozen=True)
-class Summary:
-    """One method under one budget at one target, over its seeds. Shares are fractions."""
-
-    method: str
-    target: float
-    macs_removed: float
-    test: float
-    test_spread: float  # standard deviation over seeds; 0 for one
-    seeds: int
-    reached: bool
 
 
 def by_target(rows: Iterable[Row]) -> dict[tuple[str, float], list[Row]]:
