@@ -55,8 +55,8 @@ def export_rows(exports: Iterable[ExportFigures]) -> list[list[str]]:
     return rows
 
 
-def export_warnings(exports: Iterable[ExportFigures]) -> list[str]:
-    """Where the exported network gains nothing from pruning, in sentences."""
+def export_warnings(exports: Iterable[ExportFigures], shortcut: str = "before") -> list[str]:
+    """Where the exported network gains nothing from pruning, in sentences; `shortcut` is the recipe's."""
     exports, found = list(exports), []
     slower = [timed for one in exports for timed in one.speeds if timed.speedup.high < 1]
     for runtime in dict.fromkeys(timed.runtime for timed in slower):
@@ -66,12 +66,13 @@ def export_warnings(exports: Iterable[ExportFigures]) -> list[str]:
             f"In {runtime} the exported network is slower than the unpruned one: {cases}. Layer widths that are not "
             f"multiples of eight are slow on many devices: prune with --round-to 8{aware}."
         )
-    return found + [aligning_warning(one.alignment.share) for one in exports if one.alignment_outweighs][:1]
+    return found + [aligning_warning(one.alignment.share, shortcut) for one in exports if one.alignment_outweighs][:1]
 
 
-def aligning_warning(share: float) -> str:
+def aligning_warning(share: float, shortcut: str) -> str:
     """The warning where aligning channels takes longer than all that pruning saves."""
+    advice = " Masks after the add (--shortcut after) need less aligning." if shortcut == "before" else ""
     return (
         f"Aligning channels takes {percent(share)} of the pruned network's time in PyTorch, more than pruning saves: the terms "
-        f"of its sums have lost different channels. Masks after the add (--shortcut after) need less aligning."
+        f"of its sums have lost different channels.{advice}"
     )

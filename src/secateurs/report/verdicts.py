@@ -67,8 +67,11 @@ def verdict(run: RunReport) -> ReportVerdict:
             f"same kind (certified on {images:,} images that decided nothing else)."
         )
         if chosen is not None and chosen.by_estimate > chosen.saved:
-            more = percent(min(run.saving_scale * chosen.by_estimate, 1.0), 0)
-            words += f" By the measured drop alone, without that promise, about {more} of the {run.saving} could have gone."
+            more, made = (percent(min(run.saving_scale * saved, 1.0), 0) for saved in (chosen.by_estimate, chosen.saved))
+            words += (
+                f" Without that promise, by the measured drop alone, more could have gone: by estimate up to {more} of the "
+                f"{run.saving} instead of {made}."
+            )
     if end is not None:
         words += f" At the end, {metric.name} has changed by {metric.change(end.search.change)} on the validation set"
         words += f" and by {metric.change(end.test.change)} on the held-out test set." if end.test.count else "."
@@ -120,8 +123,9 @@ def run_warnings(run: RunReport) -> tuple[str, ...]:
                 f"smaller than the uncertainty of the {run.metric.name} itself (95 % interval {percent(low)} to "
                 f"{percent(high)})."
             )
-    found += export_warnings(run.exports)
+    shortcut = "before" if run.recipe is None else run.recipe.shortcut
+    found += export_warnings(run.exports, shortcut)
     speed = None if end is None else end.latency
     if speed is not None and speed.alignment_outweighs and not any(one.alignment_outweighs for one in run.exports):
-        found.append(aligning_warning(speed.aligning))
+        found.append(aligning_warning(speed.aligning, shortcut))
     return tuple(found)
