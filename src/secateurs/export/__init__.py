@@ -3,8 +3,19 @@
 Each export is written to a temporary place, run as its users will run it, compared with the network, and only then moved.
 """
 
-from secateurs.export.deliver import Agreement, Alignment, Exported, Prepared, Speed, prepared
+from secateurs.export.deliver import Agreement, Alignment, Exported, ExportOptions, Prepared, Speed, prepared
 from secateurs.export.programs import to_onnx, to_pt2
 from secateurs.export.source import to_source
 
-__all__ = ["Agreement", "Alignment", "Exported", "Prepared", "Speed", "prepared", "to_onnx", "to_pt2", "to_source"]
+__all__ = [
+    "Agreement",
+    "Alignment",
+    "ExportOptions",
+    "Exported",
+    "Prepared",
+    "Speed",
+    "prepared",
+    "to_onnx",
+    "to_pt2",
+    "to_source",
+]
