@@ -19,11 +19,11 @@ from secateurs._util.terminal import clock
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.criteria import as_criterion
-from secateurs.data.dataset import Examples, class_labels, derive
-from secateurs.data.drawn import drawn, load_drawn, save_drawn
+from secateurs.data.dataset import class_labels, derive
+from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
+from secateurs.data.forms import PAIR, Forward
 from secateurs.data.splits import Data, refuse_nonfinite
-from secateurs.data.stream import Forward, form_of, stream_of
-from secateurs.errors import DataError, InvalidInput, RunError
+from secateurs.errors import InvalidInput, RunError
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
@@ -160,28 +160,35 @@ class Pruner(Run):
         cache_bytes: int | None = None,
     ) -> None:
         model, notes = _unwrapped(model), list[str]()
-        owned, streams = not isinstance(train, Data), dict[str, Any]()
-        if isinstance(train, Data):
-            data = train
-            if val is not None or test is not None or forward is not None:
-                raise InvalidInput("train is a Data, which has its validation and test sets: give no val, test or forward.")
-        else:
-            data, streams, measured = _from_loaders(train, val, test, forward, seed=0 if recipe is None else recipe.seed)
-            loss, metric = measured(loss), measured(metric)
-        notes += data.notes
-        asked = _recipe(recipe, criterion, max_drop=max_drop, target_macs=macs, target_parameters=parameters)
         if evaluate is not None and test is not None:
             raise InvalidInput(
                 "evaluate measures a set of its own, and cannot measure the test set: give no test, and measure result.model "
                 "on your test data."
             )
+        owned, streams, form = not isinstance(train, Data), dict[str, Any](), PAIR
+        if isinstance(train, Data):
+            data = train
+            if val is not None or test is not None or forward is not None:
+                raise InvalidInput("train is a Data, which has its validation and test sets: give no val, test or forward.")
+        else:
+            opened = open_loaders(
+                model,
+                *(train, val, test),
+                forward=forward,
+                own=loss is not None or metric is not None,
+                seed=0 if recipe is None else recipe.seed,
+                folder=None if folder is None else Path(folder),
+            )
+            data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
+        notes += data.notes
+        asked = _recipe(recipe, criterion, max_drop=max_drop, target_macs=macs, target_parameters=parameters)
         if evaluate is not None and asked.confidence:
             asked = replace(asked, confidence=0.0)
             notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = _without_ignored(asked, graph, model, ignore)
         chosen_sites(asked, graph)  # an error here leaves no folder
-        loss_fn, metric_fn = loss or cross_entropy, metric or correct
+        loss_fn, metric_fn = form.measure(loss, cross_entropy), form.measure(metric, correct)
         _check_data(graph, data, loss_fn, metric_fn, evaluate)
         asked = _feasible(asked, data, trains=finetune is not None, given=recipe is not None, notes=notes)
         if time_budget is not None:
@@ -195,7 +202,7 @@ class Pruner(Run):
         try:
             if owned and folder is not None:
                 with disk_errors(Path(folder)):
-                    save_drawn(data, Path(folder))
+                    data = save_drawn(data, Path(folder), whole=form.whole)
             cache = open_cache(journal, store)
             runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, **streams)
             super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback)))
@@ -317,16 +324,12 @@ def resume(
     try:
         if recipe is not None and recipe != stored:
             raise RunError(f"{path}: was started with another recipe. Resume without one, or start a new run.")
-        streams: dict[str, Any] = {}
-        data = train if isinstance(train, Data) else load_drawn(path)
-        if data is None:
-            raise RunError(f"{path}: was started with data in memory. Give the same: resume(folder, model, data).")
-        if not isinstance(train, Data):
-            form = form_of(forward, next(iter(train))) if train is not None else form_of(None, None)
-            streams = {"train": stream_of(train, "train", form)} if train is not None else {}
-            streams |= {"test": stream_of(test, "test", form)} if test is not None else {}
-            loss, metric = (None if each is None else form.measure(each) for each in (loss, metric))
-        loss_fn, metric_fn = loss or cross_entropy, metric or correct
+        if isinstance(train, Data):
+            data, form, streams = train, PAIR, dict[str, Any]()
+        else:
+            own = loss is not None or metric is not None
+            data, form, streams = reopen_loaders(path, model, train, test, forward=forward, own=own)
+        loss_fn, metric_fn = form.measure(loss, cross_entropy), form.measure(metric, correct)
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
@@ -366,26 +369,6 @@ def _shown(
             return pruner.finish()
 
         yield event, follow
-
-
-def _from_loaders(
-    train: Any, val: Any, test: Any, forward: Forward | None, *, seed: int
-) -> tuple[Data, dict[str, Any], Callable[[Measure | None], Measure | None]]:
-    """What a run draws from loaders, the streams that it reads, and how own measures see a batch."""
-    if val is None:
-        raise DataError(
-            "val: got None, wanted a validation loader: examples that the network was not trained on, which decide how much "
-            "may be removed."
-        )
-    for name, source in (("train", train), ("val", val), ("test", test)):
-        if source is not None and not isinstance(source, Examples) and not hasattr(source, "__iter__"):
-            raise DataError(f"{name}: got {type(source).__name__}, wanted a loader: an iterable of batches.")
-    stream = stream_of(train, "train")
-    form = form_of(forward, next(iter(stream.loader), None))
-    streams: dict[str, Any] = {"train": stream_of(train, "train", form)}
-    if test is not None:
-        streams["test"] = stream_of(test, "test", form)
-    return drawn(train, val, form=form, seed=seed), streams, lambda each: None if each is None else form.measure(each)
 
 
 def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: float | None) -> Recipe:

@@ -211,9 +211,9 @@ def run_both(
         if reference is not None:
             stack.enter_context(on_device(reference, where))
             stack.enter_context(eval_mode(reference))
-        for inputs, _ in examples.batches(batch, device=where):
-            take(first, network(inputs), () if reference is None else reference(inputs))
-            first += len(inputs)
+        for each in examples.batches(batch, device=where):
+            take(first, network(*each.args), () if reference is None else reference(*each.args))
+            first += each.size
 
 
 def _sum_of(node: fx.Node, values: Sequence[Any], consumer: SumConsumer | None = None) -> Tensor:
