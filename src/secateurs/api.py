@@ -27,7 +27,7 @@ from secateurs.errors import InvalidInput, RunError
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
-from secateurs.metrics import Measure, check_targets, correct, cross_entropy
+from secateurs.metrics import Measure, check_targets, correct, cross_entropy, output_loss
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
 from secateurs.pruning.estimate import Estimate, estimate
@@ -175,7 +175,7 @@ class Pruner(Run):
                 model,
                 *(train, val, test),
                 forward=forward,
-                own=loss is not None or metric is not None,
+                own=_given(loss=loss, metric=metric),
                 seed=0 if recipe is None else recipe.seed,
                 folder=None if folder is None else Path(folder),
             )
@@ -188,7 +188,10 @@ class Pruner(Run):
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = _without_ignored(asked, graph, model, ignore)
         chosen_sites(asked, graph)  # an error here leaves no folder
-        loss_fn, metric_fn = form.measure(loss, cross_entropy), form.measure(metric, correct)
+        loss_fn, metric_fn = (
+            form.measure(loss, output_loss if form.gives_loss else cross_entropy),
+            form.measure(metric, correct),
+        )
         _check_data(graph, data, loss_fn, metric_fn, evaluate)
         asked = _feasible(asked, data, trains=finetune is not None, given=recipe is not None, notes=notes)
         if time_budget is not None:
@@ -327,9 +330,12 @@ def resume(
         if isinstance(train, Data):
             data, form, streams = train, PAIR, dict[str, Any]()
         else:
-            own = loss is not None or metric is not None
+            own = _given(loss=loss, metric=metric)
             data, form, streams = reopen_loaders(path, model, train, test, forward=forward, own=own)
-        loss_fn, metric_fn = form.measure(loss, cross_entropy), form.measure(metric, correct)
+        loss_fn, metric_fn = (
+            form.measure(loss, output_loss if form.gives_loss else cross_entropy),
+            form.measure(metric, correct),
+        )
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
@@ -369,6 +375,10 @@ def _shown(
             return pruner.finish()
 
         yield event, follow
+
+
+def _given(**options: object) -> list[str]:
+    return [name for name, value in options.items() if value is not None]
 
 
 def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: float | None) -> Recipe:

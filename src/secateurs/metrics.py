@@ -20,10 +20,12 @@ from torch.nn import functional
 from secateurs._util.modules import Device, eval_mode, on_device
 from secateurs.data.dataset import Examples
 from secateurs.data.splits import Data
+from secateurs.data.storage import Rows, Storage
 from secateurs.data.stream import Stream
 from secateurs.errors import DataError, InvalidInput
 
 _IGNORED = -100  # the label that torch's cross-entropy leaves out
+_OUTPUT_BYTES = 1 << 30  # of a network's outputs that are kept in memory
 _PIECE = 1024  # examples whose targets are looked at together: a set on disk may not fit into memory
 
 Measure = Callable[[Any, Any], Tensor]
@@ -59,6 +61,12 @@ def logits_of(outputs: Any) -> Any:
     if isinstance(outputs, Mapping):
         return outputs.get("logits", outputs)
     return getattr(outputs, "logits", outputs)
+
+
+def output_loss(outputs: Any, targets: Any) -> Tensor:
+    """The loss that a network gives itself, as `outputs.loss` or `outputs["loss"]`: the mean of the batch, as a rule."""
+    found: Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
+    return found
 
 
 def evaluate(
@@ -108,12 +116,21 @@ def values(module: nn.Module, examples: Examples, measure: Measure, *, batch: in
 
 def outputs(module: nn.Module, examples: Examples, *, batch: int = 256, device: Device = None) -> Tensor:
     """Outputs of the module in eval mode for every example, (N, …) on the CPU; it must give one tensor."""
+    return _collected(module, examples, lambda given: given, batch=batch, device=device)
+
+
+def _collected(
+    module: nn.Module, examples: Examples, convert: Callable[[Tensor], Tensor], *, batch: int, device: Device
+) -> Tensor:
+    """The converted outputs for every example, (N, …): on disk where they are many, as of dense predictions."""
+    rows = Rows(Storage(_OUTPUT_BYTES, None if examples.storage is None else examples.storage.folder), "outputs")
     with on_device(module, device) as place, eval_mode(module):
-        found = [logits_of(module(*each.args)) for each in examples.batches(batch, device=place)]
-    for given in found:
-        if not isinstance(given, Tensor):
-            raise InvalidInput(f"the network gave a {type(given).__name__}, wanted one tensor of outputs.")
-    return torch.cat([given.cpu() for given in found])
+        for each in examples.batches(batch, device=place):
+            given = logits_of(module(*each.args))
+            if not isinstance(given, Tensor):
+                raise InvalidInput(f"the network gave a {type(given).__name__}, wanted one tensor of outputs.")
+            rows.write([convert(given)])
+    return rows.tensors()[0]
 
 
 def per_example(values: Tensor, count: int) -> Tensor:
@@ -217,13 +234,16 @@ def _expect_tensors(what: str, argument: str, outputs: Any, targets: Any) -> Ten
 
 def with_answers(examples: Examples, module: nn.Module, *, batch: int = 256, device: Device = None) -> Examples:
     """Replace the targets by the module's class probabilities (N, K, …)."""
-    logits = outputs(module, examples, batch=batch, device=device)
-    if not isinstance(logits, Tensor) or logits.ndim < 2 or not logits.is_floating_point():
-        raise InvalidInput(
-            f"the signal 'divergence' compares class logits (N, K, …); this network gives {_described(logits)}. "
-            f'Use signal = "loss" with a loss of your own.'
-        )
-    return replace(examples, targets=functional.softmax(logits, 1))
+
+    def probabilities(logits: Tensor) -> Tensor:
+        if logits.ndim < 2 or not logits.is_floating_point():
+            raise InvalidInput(
+                f"the signal 'divergence' compares class logits (N, K, …); this network gives {_described(logits)}. "
+                f'Use signal = "loss" with a loss of your own.'
+            )
+        return functional.softmax(logits, 1)
+
+    return replace(examples, targets=_collected(module, examples, probabilities, batch=batch, device=device))
 
 
 def divergence(outputs: Any, targets: Any) -> Tensor:

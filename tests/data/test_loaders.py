@@ -1,313 +1,30 @@
-"""Users' loaders: batches of any form, networks of several inputs, sets larger than memory, and mistakes with data."""
+"""Users' loaders: sets larger than memory, any iterable, disjoint sets, resumed runs, and mistakes with data."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from two_inputs import QUICK, RECIPE, TwoInputs, as_dict, loaders, trained
 
 import secateurs as sc
-from secateurs.data import Examples, load_digits
 from secateurs.data import drawn as drawn_module
-from secateurs.data.forms import form_of
+from secateurs.data.drawn import open_loaders
 from secateurs.data.storage import Storage
 from secateurs.data.stream import sample
-from secateurs.errors import DataError, InvalidInput, RunError
-from secateurs.graph.masking import masked
-from secateurs.training import train_
-
-RECIPE = sc.Recipe.best(max_drop=0.05, criterion="l1", repair="none", confidence=0.0)
-QUICK: dict[str, Any] = {"recipe": RECIPE, "progress": False}
-
-
-class TwoInputs(nn.Module):
-    """An image and a mask of its pixels, which is read twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image = nn.Sequential(nn.Conv2d(1, 10, 3, padding=1), nn.BatchNorm2d(10), nn.ReLU())
-        self.mask = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU())
-        self.both = nn.Sequential(nn.Conv2d(14, 12, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
-        self.last = nn.Linear(48, 10)
-
-    def forward(self, image: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
-        found: Tensor = self.last(self.both(torch.cat([self.image(image * mask), self.mask(mask)], 1)) * scale)
-        return found
-
-
-@cache
-def sets() -> tuple[Examples, Examples, Examples]:
-    """Digits with masks that hide a column, as (image, mask) and label."""
-    data = load_digits(search=400, test=200)
-
-    def two(examples: Examples) -> Examples:
-        images = examples.ready().inputs
-        mask = torch.ones_like(images)
-        mask[torch.arange(len(mask)), :, :, torch.arange(len(mask)) % 8] = 0
-        return Examples((images, mask), examples.targets)
-
-    return two(data.train), two(data.search), two(data.test_set)
-
-
-@cache
-def weights() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = TwoInputs()
-    train_(model, sets()[0], sc.TrainSettings(epochs=6, lr=0.1, batch=64))
-    return model.state_dict()
-
-
-def trained() -> TwoInputs:
-    model = TwoInputs()
-    model.load_state_dict(weights())
-    return model
-
-
-def right(model: nn.Module, examples: Examples) -> float:
-    """Accuracy by hand."""
-    with torch.no_grad():
-        return float((model.eval()(*examples.inputs).argmax(1) == examples.targets).double().mean())
-
-
-class Rows(Dataset[Any]):
-    """Examples of the two-input problem, in a form of the user's own."""
-
-    def __init__(self, examples: Examples, form: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
-        self.examples, self.form = examples, form
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, row: int) -> Any:
-        images, masks = self.examples.inputs
-        assert isinstance(self.examples.targets, Tensor)
-        return self.form(images[row], masks[row], self.examples.targets[row])
-
-
-class Triple(NamedTuple):
-    image: Tensor
-    mask: Tensor
-    label: Tensor
-
-
-@dataclass(frozen=True)
-class Sample:
-    pixels: dict[str, Tensor]
-    truth: Tensor
-    name: str = "a string"
-
-
-def collate(rows: list[Sample]) -> Sample:
-    images, masks = (torch.stack([row.pixels[key] for row in rows]) for key in ("image", "mask"))
-    return Sample({"image": images, "mask": masks}, torch.stack([row.truth for row in rows]))
-
-
-def loaders(form: Callable[[Tensor, Tensor, Tensor], Any], **options: Any) -> list[DataLoader[Any]]:
-    return [DataLoader(Rows(part, form), 64, **options) for part in sets()]
-
-
-def as_dict(image: Tensor, mask: Tensor, label: Tensor) -> dict[str, Tensor]:
-    return {"label": label, "mask": mask, "image": image}
-
-
-# ---- several inputs, batches of any form ---------------------------------------------------------------------------------
-
-
-def test_a_network_of_two_inputs_is_pruned_resumed_and_equal_to_the_masked_one(tmp_path: Path) -> None:
-    train, val, test = loaders(as_dict)
-    model = trained().double()
-
-    def options() -> dict[str, Any]:
-        return {"forward": lambda model, batch: model(batch["image"], mask=batch["mask"]), "test": test}
-
-    class Double(Dataset[Any]):
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def __len__(self) -> int:
-            return len(self.inner)
-
-        def __getitem__(self, row: int) -> Any:
-            found = self.inner[row]
-            return {**found, "image": found["image"].double(), "mask": found["mask"].double()}
-
-    test = DataLoader(Double(test.dataset), 64)
-    pruner = sc.Pruner(model, train, val, recipe=RECIPE, folder=tmp_path / "run", **options())
-    next(iter(pruner))
-    pruner.close()
-    result = sc.resume(tmp_path / "run", TwoInputs().double(), train, **options()).finish()
-    assert result.accuracy_before == pytest.approx(right(trained(), sets()[2]))
-    assert result.macs.removed > 0.1
-    assert result.latency is not None
-    graph = sc.trace(model, tuple(part[:2].double() for part in sets()[0].inputs))
-    sites = {site.name: site for site in sc.find_sites(graph)}
-    keep = {name: torch.ones(sites[name].channels, dtype=torch.bool) for name in result.plan.removed()}
-    for name, removed in result.plan.removed().items():
-        keep[name][list(removed)] = False
-    inputs = [part.double() for part in sets()[2].inputs]
-    with torch.no_grad():
-        wanted = masked(graph, keep).eval()(*inputs)
-        torch.testing.assert_close(result.model.eval()(*inputs), wanted, rtol=0, atol=1e-12)
-    plain = sc.prune(trained(), *sets()[:2], **QUICK)  # examples in memory
-    assert plain.plan.removed() == result.plan.removed()
-
-
-FORMS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
-    "pair of a tuple": (lambda image, mask, label: ((image, mask), label), {}, {}),
-    "pair of a dict": (lambda image, mask, label: ({"mask": mask, "image": image}, label), {}, {}),
-    "dict by the names of the arguments": (as_dict, {}, {}),
-    "named tuple": (Triple, {}, {}),
-    "triple": (lambda *parts: parts, {}, {"forward": lambda model, batch: model(*batch[:2])}),
-    "dataclass with a dict": (
-        lambda image, mask, label: Sample({"image": image, "mask": mask}, label),
-        {"collate_fn": collate},
-        {"forward": lambda model, batch: model(**batch.pixels)},
-    ),
-    "own loss of a dataclass": (
-        lambda image, mask, label: Sample({"image": image, "mask": mask}, label),
-        {"collate_fn": collate},
-        {
-            "forward": lambda model, batch: {"scores": model(batch.pixels["image"], batch.pixels["mask"])},
-            "loss": lambda outputs, batch: functional.cross_entropy(outputs["scores"], batch.truth, reduction="none"),
-            "metric": lambda outputs, batch: outputs["scores"].argmax(1) == batch.truth,
-        },
-    ),
-    "own loss of a dict": (
-        as_dict,
-        {},
-        {"loss": lambda outputs, batch: functional.cross_entropy(outputs, batch["label"], reduction="none")},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_batches_of_any_form_give_the_same_network(name: str) -> None:
-    form, loading, calling = FORMS[name]
-    train, val, test = loaders(form, **loading)
-    recipe = replace(RECIPE, sites=("image.0", "both.0"), max_drop=0.1)
-    result = sc.prune(trained(), train, val, test=test, recipe=recipe, progress=False, **calling)
-    assert result.accuracy_before == pytest.approx(right(trained(), sets()[2]))
-    assert result.accuracy_after == pytest.approx(right(result.model, sets()[2]))
-    assert result.macs.removed > 0
-
-
-def test_every_part_of_a_run_takes_two_inputs(tmp_path: Path) -> None:
-    """Ensembles, slopes, repair, refitting, the contract, the recipe's own training, in their defaults."""
-    train, val, test = loaders(as_dict)
-    recipe = sc.Recipe.best(max_drop=0.1, repair_examples=128, retrain=sc.TrainSettings(epochs=1, lr=0.001, batch=64))
-    result = sc.prune(trained(), train, val, test=test, recipe=recipe, folder=tmp_path / "run", progress=False)
-    assert result.macs.removed > 0
-    assert result.bound is not None
-    assert result.accuracy_after == pytest.approx(right(result.model, sets()[2]))
-    one_by_one = replace(
-        sc.Recipe(max_drop=0.1, confidence=0), sites=("both.0",), finetune=sc.TrainSettings(epochs=1, lr=0.001)
-    )
-    assert sc.prune(trained(), train, val, recipe=one_by_one, progress=False).macs.removed > 0
-
-
-def test_what_a_batch_cannot_tell_is_asked_for() -> None:
-    class Optional(nn.Module):
-        def forward(self, image: Tensor, mask: Tensor | None = None, depth: Tensor | None = None) -> Tensor:
-            return image
-
-    image, label = torch.zeros(2, 1, 8, 8), torch.zeros(2).long()
-    with pytest.raises(InvalidInput, match=r"Optional.forward\(image, mask, depth\) is given 'image', 'depth' by name: .* gap"):
-        form_of({"image": image, "depth": image.clone(), "labels": label}, Optional(), None)
-    with pytest.raises(
-        DataError, match=r"arguments of Optional.forward \(image, mask, depth\) and 'labels'. For other.*forward="
-    ):
-        form_of({"a": image, "b": image.clone(), "labels": label}, Optional(), None)
-    with pytest.raises(InvalidInput, match=r"forward passes a bool to the model as argument 'train', which is no tensor"):
-        form_of({"image": image, "labels": label}, Optional(), lambda model, batch: model(batch["image"], train=True))
-    with pytest.raises(InvalidInput, match="called the model 2 times"):
-        form_of({"image": image, "labels": label}, Optional(), lambda model, batch: [model(batch["image"]) for _ in "ab"])
-    form = form_of({"image": image, "labels": label}, Optional(), None)
-    with pytest.raises(DataError, match=r"a batch of the val loader is a dict with 'picture'.*wanted the form of the first"):
-        form.split({"picture": image}, "val")
-    with pytest.raises(DataError, match=r"at 'weight' a tensor of shape \(\): wanted a tensor with a row for each of the 2"):
-        replace(form, whole=True).split({"image": image, "labels": label, "weight": torch.tensor(1.0)}, "val")
-
-
-def test_a_measure_is_given_the_batch_in_its_own_form() -> None:
-    batch = Sample({"image": torch.zeros(2, 1, 8, 8), "mask": torch.ones(2, 1, 8, 8)}, torch.tensor([3, 4]))
-    form = form_of(batch, trained(), lambda model, batch: model(**batch.pixels), own=True)
-    seen: list[Any] = []
-
-    def loss(outputs: Any, given: Any) -> Tensor:
-        seen.append(given)
-        return torch.zeros(2)
-
-    form.measure(loss, lambda outputs, targets: torch.zeros(2))(torch.zeros(2, 10), form.split(batch, "train").targets)
-    assert isinstance(seen[0], Sample)
-    assert seen[0].truth.tolist() == [3, 4]
-    assert seen[0].pixels["image"].shape == (2, 0)  # the inputs are not kept for measures
-    assert seen[0].name is None  # no tensor
-
-
-# ---- outputs that hold a loss and logits ---------------------------------------------------------------------------------
-
-
-class HubModel(nn.Module):
-    """Behaves like an image classifier of a model hub: named arguments, a loss if it is given labels, and logits."""
-
-    def __init__(self, wrap: Callable[..., Any] = dict) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(
-            *(nn.Conv2d(1, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 16, 3, padding=1), nn.ReLU()),
-            *(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10)),
-        )
-        self.wrap = wrap
-
-    def forward(self, pixel_values: Tensor, labels: Tensor | None = None, return_dict: bool | None = None) -> Any:
-        logits = self.net(pixel_values)
-        return self.wrap(loss=None if labels is None else functional.cross_entropy(logits, labels), logits=logits)
-
-
-@dataclass
-class Answer:
-    loss: Tensor | None
-    logits: Tensor
-
-
-@pytest.mark.parametrize("wrap", [dict, Answer])
-def test_a_model_with_its_loss_and_logits_is_pruned_by_default(wrap: Callable[..., Any]) -> None:
-    data = load_digits(search=400, test=200)
-    batches = {
-        name: [{"pixel_values": x, "labels": y, "index": torch.arange(len(y))} for x, y in part.batches(64)]
-        for name, part in data.splits().items()
-    }
-    model = HubModel(wrap)
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    for _ in range(5):
-        for batch in batches["train"]:
-            optimiser.zero_grad()
-            found = model(batch["pixel_values"], batch["labels"])
-            (found["loss"] if wrap is dict else found.loss).backward()
-            optimiser.step()
-    result = sc.prune(model, batches["train"], batches["search"], test=batches["test"], max_drop=0.1, progress=False)
-
-    def accuracy(network: nn.Module) -> float:
-        x, y = data.test_set.batch(slice(None))
-        with torch.no_grad():
-            found = network.eval()(x)
-        return float(((found["logits"] if wrap is dict else found.logits).argmax(1) == y).double().mean())
-
-    assert result.accuracy_before == pytest.approx(accuracy(model))
-    assert result.accuracy_after == pytest.approx(accuracy(result.model))
-    assert result.macs.removed > 0
-    assert result.bound is not None  # a value for each example: the drop is certified
-
+from secateurs.errors import DataError, RunError, SecateursError
 
 # ---- sets larger than memory ---------------------------------------------------------------------------------------------
 
@@ -464,11 +181,180 @@ def test_every_example_of_a_stream_is_equally_likely_to_be_drawn() -> None:
             return ((torch.tensor([float(n)]), 0) for n in range(40))
 
     counts = torch.zeros(40)
-    for seed in range(400):
+    for seed in range(150):
         for size in (1 << 20, 40):  # in memory, and on disk
             found = sample(DataLoader(Numbers(), 7), 10, name="train", seed=seed, storage=Storage(size)).inputs.flatten().long()
             assert len(set(found.tolist())) == 10
         counts[found] += 1
-    # 400 draws with probability 1/4: mean 100, standard deviation 8.7
-    assert counts.min() > 65
-    assert counts.max() < 135
+    # 150 draws with probability 1/4: mean 37.5, standard deviation 5.3
+    assert counts.min() > 11
+    assert counts.max() < 64
+
+
+# ---- any iterable, disjoint sets -----------------------------------------------------------------------------------------
+
+
+class Flat(nn.Module):
+    """Four numbers to three classes, by eight filters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.net(x)
+        return found
+
+
+def table(count: int, start: int = 0) -> TensorDataset:
+    """Rows that differ from those of another start."""
+    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(start))
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+class Factory:
+    """An object that starts a new generator whenever it is read, as pipelines of shards do."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.passes = dataset, 0
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.passes += 1
+        yield from DataLoader(self.dataset, 16)
+
+
+def test_a_factory_of_generators_is_a_loader() -> None:
+    train = Factory(table(100))
+    result = sc.prune(Flat(), train, Factory(table(60, 1)), test=Factory(table(40, 2)), **QUICK)
+    assert result.test.count == 40
+    assert train.passes > 1
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """A dataset with random transforms."""
+
+    def __init__(self, inner: TensorDataset) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        x, y = self.inner[row]
+        return x + random.uniform(0, 1e-3), y
+
+
+def notes(train: Any, val: Any, test: Any = None) -> tuple[str, ...]:
+    return open_loaders(Flat(), train, val, test).data.notes
+
+
+def test_sets_that_share_examples_are_refused_or_pointed_out() -> None:
+    everything = table(100)
+    first, last = Subset(everything, range(60)), Subset(everything, range(50, 100))
+    with pytest.raises(DataError, match="10 examples of one dataset are both in the train set and in the validation set"):
+        notes(DataLoader(first, 8), DataLoader(last, 8))
+    noisy = Noisy(everything)
+    with pytest.raises(DataError, match="10 examples of one dataset are both in the train set and in the validation set"):
+        notes(DataLoader(Subset(noisy, range(60)), 8), DataLoader(Subset(noisy, range(50, 100)), 8))
+    with pytest.raises(DataError, match=r"all 50 inputs drawn of the test set are in the validation set too"):
+        notes(table(30, 1), list(DataLoader(last, 8)), list(DataLoader(last, 50)))
+    with pytest.raises(DataError, match=r"10 examples .* both in the validation set and in the test set"):
+        notes(table(30, 1), DataLoader(first, 8), DataLoader(last, 8, shuffle=True))
+    (shared,) = notes(list(DataLoader(first, 8)), list(DataLoader(last, 8)))
+    assert shared == "10 of 50 validation inputs are also in the train set"
+    assert notes(table(30, 1), table(30, 2), table(30, 3)) == ()
+    assert notes(DataLoader(Subset(noisy, range(50)), 8), DataLoader(Subset(noisy, range(50, 100)), 8)) == ()
+    (unsure,) = notes(DataLoader(Noisy(table(30, 1)), 8), table(30, 2))
+    assert unsure.startswith(
+        "that the train and validation sets share no examples cannot be checked: the train loader gives other"
+    )
+
+
+RESUMED = """
+import random, sys
+import torch
+from torch.utils.data import DataLoader
+sys.path[:0] = sys.argv[2:]
+random.seed(7); torch.manual_seed(7)
+import secateurs as sc
+from test_loaders import Flat, Noisy, table
+print(sc.resume(sys.argv[1], Flat(), DataLoader(Noisy(table(100)), 16, shuffle=True)).finish().plan.to_json())
+"""
+
+
+def test_a_run_with_random_transforms_is_resumed_in_another_process(tmp_path: Path) -> None:
+    train, val = DataLoader(Noisy(table(100)), 16, shuffle=True), DataLoader(Noisy(table(60, 1)), 16)
+    recipe = sc.Recipe(max_drop=0.5, confidence=0, criterion="l1", finetune=sc.TrainSettings(epochs=1, lr=0.01))
+    options: dict[str, Any] = {"recipe": recipe, "folder": tmp_path / "run"}
+    pruner = sc.Pruner(Flat(), train, val, **options)
+    pruner.close()
+    here = Path(__file__).parent
+    program = [sys.executable, "-c", RESUMED, str(tmp_path / "run"), str(here), str(here.parent)]
+    done = subprocess.run(program, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    options["folder"] = tmp_path / "whole"
+    assert done.stdout.strip() == sc.prune(Flat(), train, val, progress=False, **options).plan.to_json().strip()
+
+
+# ---- mistakes ------------------------------------------------------------------------------------------------------------
+
+
+def val_with(change: Any) -> Any:
+    x, y = table(60, 1).tensors
+    return [change(x, y)]
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "float labels": (lambda x, y: (x, y.float()), r"search set: its targets are torch.float32 .* wants class numbers.*loss=…"),
+    "one-hot": (lambda x, y: (x, torch.eye(3)[y]), r"search set: .* accuracy wants .* look one-hot: give targets.argmax\(1\)"),
+    "whole one-hot": (lambda x, y: (x, torch.eye(3)[y].long()), r"shape \(60, 3\) for outputs of shape .* look one-hot"),
+    "labels from 1": (lambda x, y: (x, y + 1), r"has the label 3, .* wanted labels from 0 to 2.*the first class is 0"),
+    "NaN inputs": (lambda x, y: (x.where(y[:, None] > 0, torch.nan), y), r"the search set .* holds NaN or infinite values"),
+    "strings": (lambda x, y: (x, ["cat"] * 60), r"targets of the validation loader are a list of 60 \(str"),
+    "fewer labels": (lambda x, y: (x, y[:5]), r"targets of shape \(5,\) for 60 inputs"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_with_labels_and_inputs_are_named(name: str) -> None:
+    change, message = MISTAKES[name]
+    with pytest.raises(SecateursError, match=message):
+        sc.prune(Flat(), table(100), val_with(change), **QUICK)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_labels_of_any_whole_type_are_taken(dtype: torch.dtype) -> None:
+    train = [(x, y.to(dtype)) for x, y in DataLoader(table(100), 16)]
+    result = sc.prune(Flat(), train, val_with(lambda x, y: (x, y.to(dtype))), **QUICK)
+    x, y = table(60, 1).tensors
+    assert result.accuracy_before == pytest.approx(float((Flat()(x).argmax(1) == y).double().mean()))
+
+
+def test_images_of_different_sizes_are_named() -> None:
+    mixed = [(torch.zeros(4 + row // 30), 0) for row in range(40)]
+    with pytest.raises(
+        DataError, match=r"the train loader cannot make a batch of examples of different shapes .*Resize or pad"
+    ):
+        sc.prune(Flat(), DataLoader(mixed, 40), table(60, 1), **QUICK)  # type: ignore[arg-type]
+    batches = [(torch.zeros(8, 4), torch.zeros(8).long()), (torch.zeros(8, 5), torch.zeros(8).long())]
+    with pytest.raises(DataError, match=r"the train loader gives examples of different shapes \(\(4,\), then \(5,\)\)"):
+        sc.prune(Flat(), batches, table(60, 1), **QUICK)
+
+
+def test_a_loader_that_ends_after_one_pass_is_named() -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.batches = iter(list(DataLoader(table(100), 50)))
+
+        def __iter__(self) -> Iterator[Any]:
+            return self.batches
+
+    with pytest.raises(DataError, match=r"the train loader gave no batch.*it can be read only once"):
+        sc.prune(Flat(), Once(), table(60, 1), **QUICK)
+
+
+def test_very_few_examples_are_enough_for_a_run_without_a_promise() -> None:
+    result = sc.prune(Flat(), table(3), table(2, 1), max_drop=0.01, criterion="l1", progress=False)
+    assert result.bound is None
+    assert any("nothing is promised" in note for note in result.notes)

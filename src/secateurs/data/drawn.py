@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -48,14 +48,14 @@ def open_loaders(
     test: Any = None,
     *,
     forward: Forward | None = None,
-    own: bool = False,
+    own: Collection[str] = (),
     seed: int = 0,
     folder: Path | None = None,
 ) -> Loaders:
     """Find the form of the batches, and draw what scoring, repair and the search read; the same for the same loaders and seed.
 
-    `own`: the user gives a loss or a metric. Random transforms are drawn once for what is kept here. Sets that do not fit into
-    memory lie on the disk of `folder`, which need not exist yet.
+    `own`: which of "loss" and "metric" the user gives. Random transforms are drawn once for what is kept here. Sets that do not
+    fit into memory lie on the disk of `folder`, which need not exist yet.
     """
     if val is None:
         raise DataError(
@@ -155,7 +155,7 @@ def save_drawn(data: Data, folder: Path, *, whole: bool = False) -> Data:
 
 
 def reopen_loaders(
-    folder: Path, model: nn.Module, train: Any, test: Any, *, forward: Forward | None, own: bool
+    folder: Path, model: nn.Module, train: Any, test: Any, *, forward: Forward | None, own: Collection[str]
 ) -> tuple[Data, BatchForm, dict[str, Stream]]:
     """What the run in `folder` drew from its loaders, the form of their batches, and the loaders that are given again."""
     found = load_drawn(folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -32,13 +32,15 @@ class BatchForm:
     """Where a batch holds the arguments of the network, in their order, and what the loss and the metric are given.
 
     Measures are given what lies at `labels` if `whole` is False, else the batch again, with empty tensors (n, 0) in place of
-    the network's inputs. `forward` is the user's own where it changes what the network gives.
+    the network's inputs. `forward` is the user's own where it changes what the network gives. A network that `gives_loss` is
+    called with the labels, too.
     """
 
     inputs: tuple[Place, ...] = ((0,),)
     labels: Place | None = (1,)
     whole: bool = False
     forward: Forward | None = None
+    gives_loss: bool = False
     like: Any = field(default=None, repr=False, compare=False)  # a batch whose tensors have no rows
 
     def split(self, batch: Any, name: str) -> Batch:
@@ -57,7 +59,8 @@ class BatchForm:
                 f"{', '.join(map(repr, map(_key, self.inputs)))}. {_ADVICE}"
             ) from error
         if self.whole:
-            targets = {_key(place): part for place, part in leaves(batch).items() if place not in self.inputs}
+            shown = {place: part for place, part in leaves(batch).items() if place == self.labels or place not in self.inputs}
+            targets = {_key(place): part for place, part in shown.items()}
         for place, part in (*zip(map(_key, self.inputs), inputs, strict=True), *(targets.items() if self.whole else ())):
             if not isinstance(part, Tensor) or part.shape[:1] != inputs[0].shape[:1]:
                 raise DataError(
@@ -88,24 +91,30 @@ PAIR = BatchForm()
 """(inputs, targets)."""
 
 
-def form_of(batch: Any, model: nn.Module, forward: Forward | None, *, name: str = "train", own: bool = False) -> BatchForm:
+def form_of(
+    batch: Any, model: nn.Module, forward: Forward | None, *, name: str = "train", own: Collection[str] = ()
+) -> BatchForm:
     """Find where a batch holds what the model takes: as `forward` calls it, or by the names of the model's arguments.
 
-    `own`: the user gives a loss or a metric. These take (outputs, targets) for pairs of inputs and targets without a `forward`,
-    and (outputs, batch) otherwise.
+    `own`: which of "loss" and "metric" the user gives. These take (outputs, targets) for pairs of inputs and targets without a
+    `forward`, and (outputs, batch) otherwise. Labels that are no class numbers are passed to a model that takes them, and then
+    its outputs hold the loss, unless the user gives one.
     """
     if forward is not None:
-        return _form_by_call(batch, model, forward, own=own)
+        return _form_by_call(batch, model, forward, own=bool(own))
     if _is_pair(batch):
         return PAIR
-    like = _mapped(batch, lambda _, tensor: tensor[:0])
+    like = _mapped(batch, lambda *_: torch.empty(0))
     if isinstance(batch, tuple | list) and len(batch) == 2 and leaves(batch[0]):  # ((image, mask), labels)
         places = [(0, *place) for place in leaves(batch[0])]
         named = {str(place[-1]): place for place in places} if _names(batch[0]) else {}
         return BatchForm(_in_order(model, [] if named else places, named), (1,), like=like)
     tensors = {place: part for place, part in leaves(batch).items() if len(place) == 1} if _names(batch) else {}
     labels = [(known,) for known in _LABELS if (known,) in tensors]
-    others = {str(place[0]): place for place in tensors if place not in labels}
+    gives_loss = "loss" not in own and any(
+        tensors[each].is_floating_point() and each[0] in _arguments(model) for each in labels
+    )
+    others = {str(place[0]): place for place in tensors if gives_loss or place not in labels}
     known = [argument for argument in _arguments(model) if argument in others]
     if len(labels) != 1 or not (known or len(others) == 1):
         raise DataError(
@@ -113,7 +122,7 @@ def form_of(batch: Any, model: nn.Module, forward: Forward | None, *, name: str 
             f"arguments of {type(model).__name__}.forward ({', '.join(_arguments(model))}) and 'labels'. {_ADVICE}"
         )
     inputs = _in_order(model, [], {key: others[key] for key in known}) if known else tuple(others.values())
-    return BatchForm(inputs, labels[0], whole=own, like=like)
+    return BatchForm(inputs, labels[0], whole=bool(own), gives_loss=gives_loss, like=like)
 
 
 _ADVICE = "For other batches give forward=lambda model, batch: …, and loss and metric of (outputs, batch)."
@@ -148,7 +157,7 @@ def _form_by_call(batch: Any, model: nn.Module, forward: Forward, *, own: bool) 
     rest = [place for place in leaves(batch) if place not in inputs]
     labels = [place for place in rest if place[-1] in _LABELS] if len(rest) > 1 else rest
     label = labels[0] if len(labels) == 1 else None
-    like = _mapped(batch, lambda _, tensor: tensor[:0])
+    like = _mapped(batch, lambda *_: torch.empty(0))
     unchanged = returned is given
     whole = own or label is None or not unchanged
     return BatchForm(inputs, label, whole=whole, forward=None if unchanged else forward, like=like)
