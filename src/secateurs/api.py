@@ -205,7 +205,7 @@ class Pruner(Run):
         try:
             if owned and folder is not None:
                 with disk_errors(Path(folder)):
-                    data = save_drawn(data, Path(folder), whole=form.whole)
+                    data = save_drawn(data, Path(folder), whole=form.whole or form.gives_loss)
             cache = open_cache(journal, store)
             runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, **streams)
             super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback)))
@@ -281,13 +281,13 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     """Prune a copy of `model` and return the smaller network: as much is removed as the allowed drop permits.
 
     `train`, `val` and `test` are loaders: any iterables of batches that can be read more than once, streamed and never copied
-    whole. Batches are (inputs, targets); for others give `forward(model, batch)`, `loss(outputs, batch)` and
-    `metric(outputs, batch)`, one value for each example, higher metric = better. `max_drop` is a fraction: 0.01 is one point.
-    `macs=0.5` or `parameters=0.5` stop at a share removed. `evaluate(model) -> float` replaces the metric by one of the whole
-    validation set, `finetune(model)` is the user's own training after the cuts, `criterion` a name or a function
-    (graph, site, data) -> scores (C,). `ignore` lists layers that keep all filters. With a `time_budget` in seconds a cheaper
-    recipe is taken where the work may take longer. `recipe` has all other settings; without
-    one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` continues after a crash.
+    whole. Batches are (inputs, targets), or dicts with the arguments of the model and labels; for others give
+    `forward(model, batch)`, `loss(outputs, batch)` and `metric(outputs, batch)`, one value for each example, higher = better.
+    `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed.
+    `evaluate(model) -> float` replaces the metric by one of the whole validation set, `finetune(model)` is the user's own
+    training after the cuts, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that
+    keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all
+    other settings; without one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` goes on after a crash.
 
     All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
     `progress=False`; `callback` gets every `Progress`.
@@ -318,7 +318,8 @@ def resume(
     """Open the run in `folder` to continue it, on a freshly built `model` of the same class (its weights do not matter).
 
     Iterate over it, or call `finish`. A run that was started with loaders has kept what it drew from them; `train` is needed
-    again only where the recipe trains, `test` where a test set was given. Own callables are given again.
+    again only where the recipe trains or own measures take whole batches, `test` where a test set was given. Own callables are
+    given again.
     """
     path, model = Path(folder), _unwrapped(model)
     if criterion is not None:

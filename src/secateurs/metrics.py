@@ -6,6 +6,7 @@ Batching, mode and device never change a result.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -265,7 +266,8 @@ _PACKAGES = ("torch", "secateurs")  # whose functions are identified by name, in
 
 def display_name(measure: Callable[..., Any]) -> str:
     """Name of a measure: "accuracy" for ours, the function's or its type's name for a user's own."""
-    return "accuracy" if measure is correct else getattr(measure, "__name__", type(measure).__name__)
+    function = inspect.unwrap(measure)
+    return "accuracy" if function is correct else getattr(function, "__name__", type(function).__name__)
 
 
 def fingerprint(measure: Measure) -> str:

@@ -17,7 +17,7 @@ from two_inputs import QUICK, RECIPE, TwoInputs, as_dict, loaders, right, sets, 
 import secateurs as sc
 from secateurs.data import Examples, load_digits
 from secateurs.data.forms import form_of
-from secateurs.errors import DataError, InvalidInput
+from secateurs.errors import DataError, InvalidInput, RunError
 from secateurs.graph.masking import masked
 from secateurs.training import train_
 
@@ -133,6 +133,21 @@ def test_every_part_of_a_run_takes_two_inputs(tmp_path: Path) -> None:
         sc.Recipe(max_drop=0.1, confidence=0), sites=("both.0",), finetune=sc.TrainSettings(epochs=1, lr=0.001)
     )
     assert sc.prune(trained(), train, val, recipe=one_by_one, progress=False).macs.removed > 0
+
+
+def test_a_run_whose_measures_take_whole_batches_needs_a_loader_to_be_resumed(tmp_path: Path) -> None:
+    train, val, _ = loaders(as_dict)
+
+    def right_by_batch(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return outputs.argmax(1) == batch["label"]
+
+    pruner = sc.Pruner(trained(), train, val, recipe=RECIPE, metric=right_by_batch, folder=tmp_path / "run")
+    pruner.close()
+    with pytest.raises(RunError, match=r"depends on the form of batches.* Give the training loader, too"):
+        sc.resume(tmp_path / "run", TwoInputs(), metric=right_by_batch)
+    with pytest.raises(RunError, match=r"metric \(right_by_batch, now accuracy\)"):
+        sc.resume(tmp_path / "run", TwoInputs(), train)
+    assert sc.resume(tmp_path / "run", TwoInputs(), train, metric=right_by_batch).finish().metric == "right_by_batch"
 
 
 def test_what_a_batch_cannot_tell_is_asked_for() -> None:

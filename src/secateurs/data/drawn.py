@@ -135,7 +135,7 @@ def _changes(stream: Stream, seed: int) -> bool:
 def save_drawn(data: Data, folder: Path, *, whole: bool = False) -> Data:
     """Write the sets to the run folder: a resumed run reads them again, whatever the loaders give then.
 
-    `whole`: the user's loss and metric take whole batches. Returns the data; sets that lie on disk lie in the folder now.
+    `whole`: measures depend on the form of batches. Returns the data; sets that lie on disk lie in the folder now.
     """
     for name, examples in data.splits().items():
         targets = examples.targets
@@ -165,7 +165,7 @@ def reopen_loaders(
     given = {name: source for name, source in (("train", train), ("test", test)) if source is not None}
     if whole and not given:
         raise RunError(
-            f"{folder}: its loss and metric take whole batches, whose form a batch shows. Give the training loader, too: "
+            f"{folder}: its loss or metric depends on the form of batches, which a batch shows. Give the training loader, too: "
             f"resume(folder, model, train, …)."
         )
     form = PAIR
@@ -175,7 +175,7 @@ def reopen_loaders(
 
 
 def load_drawn(folder: Path) -> tuple[Data, bool] | None:
-    """The sets that `save_drawn` wrote, and whether measures take whole batches; None if there are no sets."""
+    """The sets that `save_drawn` wrote, and whether measures depend on the form of batches; None if there are no sets."""
     if not _file(folder, "train").exists():
         return None
     sets: dict[str, Examples] = {}

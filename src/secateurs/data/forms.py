@@ -6,6 +6,7 @@ A batch is any nesting of tuples, lists, dicts and dataclasses with tensors insi
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -82,9 +83,8 @@ class BatchForm:
             found = outputs if self.forward is None else self.forward(lambda *args, **options: outputs, batch)
             return default(found, _at(batch, self.labels or ())) if given is None else given(found, batch)
 
-        function = default if given is None else given
-        measured.__name__ = getattr(function, "__name__", type(function).__name__)
-        return measured
+        # the name of a measure is that of the function it wraps
+        return functools.update_wrapper(measured, default if given is None else given, assigned=(), updated=())
 
 
 PAIR = BatchForm()
