@@ -257,7 +257,7 @@ def test_sets_that_share_examples_are_refused_or_pointed_out() -> None:
     noisy = Noisy(everything)
     with pytest.raises(DataError, match="10 examples of one dataset are both in the train set and in the validation set"):
         notes(DataLoader(Subset(noisy, range(60)), 8), DataLoader(Subset(noisy, range(50, 100)), 8))
-    with pytest.raises(DataError, match=r"all 50 inputs drawn of the test set are in the validation set too"):
+    with pytest.raises(DataError, match=r"all 50 inputs drawn from the test set are in the validation set too"):
         notes(table(30, 1), list(DataLoader(last, 8)), list(DataLoader(last, 50)))
     with pytest.raises(DataError, match=r"10 examples .* both in the validation set and in the test set"):
         notes(table(30, 1), DataLoader(first, 8), DataLoader(last, 8, shuffle=True))

@@ -97,8 +97,8 @@ def _check_disjoint(streams: Mapping[str, Stream], sets: Mapping[str, Examples],
         small, large = (name, other) if len(sets[name]) < len(sets[other]) else (other, name)
         shared, count = shared_inputs(sets[small], sets[large]), len(sets[small])
         if shared == count:
-            part = "" if small == "validation" else "drawn "
-            raise DataError(f"all {count} inputs {part}of the {small} set are in the {large} set too: give disjoint sets.")
+            which = "of" if small == "validation" else "drawn from"
+            raise DataError(f"all {count} inputs {which} the {small} set are in the {large} set too: give disjoint sets.")
         (root, rows), (other_root, other_rows) = (rows_of(streams[each].loader) for each in (name, other))
         known = rows is not None and other_rows is not None and root is other_root
         if known and (common := set(rows or ()).intersection(other_rows or ())):
