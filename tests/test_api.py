@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import time
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -176,34 +174,6 @@ def test_the_same_loaders_and_seed_give_the_same_network_though_they_shuffle() -
     assert one.plan == other.plan
     for name, tensor in one.model.state_dict().items():
         assert torch.equal(tensor, other.model.state_dict()[name]), name
-
-
-def test_memory_does_not_depend_on_the_size_of_the_training_set() -> None:
-    """200,000 images of 3 x 224 x 224 that exist only when they are asked for: at most the sample is alive at once."""
-    alive: WeakSet[Tensor] = WeakSet()
-    most = 0
-
-    class Huge(Dataset[tuple[Tensor, int]]):
-        def __len__(self) -> int:
-            return 200_000
-
-        def __getitem__(self, row: int) -> tuple[Tensor, int]:
-            nonlocal most
-            image = torch.full((3, 224, 224), row / 200_000)
-            alive.add(image)
-            most = max(most, len(alive))
-            return image, row % 2
-
-    from secateurs.data.stream import BatchForm, sample
-
-    found = sample(DataLoader(Huge(), 4), 16_384, name="train", seed=0, max_bytes=32 << 20, form=BatchForm())
-    gc.collect()
-    assert found.inputs.shape == (55, 3, 224, 224)  # 32 MiB hold 55 images of 602,112 bytes and their labels
-    assert most <= 60
-    rows = (found.inputs[:, 0, 0, 0] * 200_000).round().long()
-    assert torch.equal(rows % 2, found.targets)
-    assert len(set(rows.tolist())) == 55
-    assert int(rows.max()) > 100_000  # drawn from everywhere
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):

@@ -19,7 +19,7 @@ from transformers import (
 
 import secateurs as sc
 from secateurs.data import load
-from secateurs.integrations.transformers import DICT_BATCHES, Logits, WithLoss, evaluate_with, finetune_with
+from secateurs.integrations.transformers import WithLoss, evaluate_with, finetune_with
 
 digits = load("digits")
 train_set, val_set, test_set = (
@@ -62,15 +62,14 @@ start = trainer(model, 8)
 start.train()
 
 result = sc.prune(
-    Logits(model),  # pixel values in, logits out
+    model,
     start.get_train_dataloader(),
     start.get_eval_dataloader(),
     max_drop=0.02,
     finetune=finetune_with(lambda network: trainer(network, 2)),
     evaluate=evaluate_with(trainer, monitor="eval_accuracy"),
-    leaves=("model.resnet.embedder",),  # its forward compares the number of channels, which torch.fx cannot trace
+    leaves=("resnet.embedder",),  # its forward compares the number of channels, which torch.fx cannot trace
     progress=False,
-    **DICT_BATCHES,
 )
 print(result)
 metrics = trainer(WithLoss(result.model)).evaluate(test_set)

@@ -19,15 +19,15 @@ from secateurs._util.terminal import clock
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.criteria import as_criterion
-from secateurs.data.dataset import Examples, class_labels, derive
-from secateurs.data.drawn import drawn, load_drawn, save_drawn
+from secateurs.data.dataset import class_labels, derive
+from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
+from secateurs.data.forms import PAIR, Forward
 from secateurs.data.splits import Data, refuse_nonfinite
-from secateurs.data.stream import Forward, form_of, stream_of
-from secateurs.errors import DataError, InvalidInput, RunError
+from secateurs.errors import InvalidInput, RunError
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
-from secateurs.metrics import Measure, check_targets, correct, cross_entropy
+from secateurs.metrics import Measure, check_targets, correct, cross_entropy, output_loss
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
 from secateurs.pruning.estimate import Estimate, estimate
@@ -160,28 +160,38 @@ class Pruner(Run):
         cache_bytes: int | None = None,
     ) -> None:
         model, notes = _unwrapped(model), list[str]()
-        owned, streams = not isinstance(train, Data), dict[str, Any]()
-        if isinstance(train, Data):
-            data = train
-            if val is not None or test is not None or forward is not None:
-                raise InvalidInput("train is a Data, which has its validation and test sets: give no val, test or forward.")
-        else:
-            data, streams, measured = _from_loaders(train, val, test, forward, seed=0 if recipe is None else recipe.seed)
-            loss, metric = measured(loss), measured(metric)
-        notes += data.notes
-        asked = _recipe(recipe, criterion, max_drop=max_drop, target_macs=macs, target_parameters=parameters)
         if evaluate is not None and test is not None:
             raise InvalidInput(
                 "evaluate measures a set of its own, and cannot measure the test set: give no test, and measure result.model "
                 "on your test data."
             )
+        owned, streams, form = not isinstance(train, Data), dict[str, Any](), PAIR
+        if isinstance(train, Data):
+            data = train
+            if val is not None or test is not None or forward is not None:
+                raise InvalidInput("train is a Data, which has its validation and test sets: give no val, test or forward.")
+        else:
+            opened = open_loaders(
+                model,
+                *(train, val, test),
+                forward=forward,
+                own=_given(loss=loss, metric=metric),
+                seed=0 if recipe is None else recipe.seed,
+                folder=None if folder is None else Path(folder),
+            )
+            data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
+        notes += data.notes
+        asked = _recipe(recipe, criterion, max_drop=max_drop, target_macs=macs, target_parameters=parameters)
         if evaluate is not None and asked.confidence:
             asked = replace(asked, confidence=0.0)
             notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = _without_ignored(asked, graph, model, ignore)
         chosen_sites(asked, graph)  # an error here leaves no folder
-        loss_fn, metric_fn = loss or cross_entropy, metric or correct
+        loss_fn, metric_fn = (
+            form.measure(loss, output_loss if form.gives_loss else cross_entropy),
+            form.measure(metric, correct),
+        )
         _check_data(graph, data, loss_fn, metric_fn, evaluate)
         asked = _feasible(asked, data, trains=finetune is not None, given=recipe is not None, notes=notes)
         if time_budget is not None:
@@ -195,7 +205,7 @@ class Pruner(Run):
         try:
             if owned and folder is not None:
                 with disk_errors(Path(folder)):
-                    save_drawn(data, Path(folder))
+                    data = save_drawn(data, Path(folder), whole=form.whole or form.gives_loss)
             cache = open_cache(journal, store)
             runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, **streams)
             super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback)))
@@ -271,13 +281,13 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     """Prune a copy of `model` and return the smaller network: as much is removed as the allowed drop permits.
 
     `train`, `val` and `test` are loaders: any iterables of batches that can be read more than once, streamed and never copied
-    whole. Batches are (inputs, targets); for others give `forward(model, batch)`, `loss(outputs, batch)` and
-    `metric(outputs, batch)`, one value for each example, higher metric = better. `max_drop` is a fraction: 0.01 is one point.
-    `macs=0.5` or `parameters=0.5` stop at a share removed. `evaluate(model) -> float` replaces the metric by one of the whole
-    validation set, `finetune(model)` is the user's own training after the cuts, `criterion` a name or a function
-    (graph, site, data) -> scores (C,). `ignore` lists layers that keep all filters. With a `time_budget` in seconds a cheaper
-    recipe is taken where the work may take longer. `recipe` has all other settings; without
-    one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` continues after a crash.
+    whole. Batches are (inputs, targets), or dicts with the arguments of the model and labels; for others give
+    `forward(model, batch)`, `loss(outputs, batch)` and `metric(outputs, batch)`, one value for each example, higher = better.
+    `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed.
+    `evaluate(model) -> float` replaces the metric by one of the whole validation set, `finetune(model)` is the user's own
+    training after the cuts, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that
+    keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all
+    other settings; without one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` goes on after a crash.
 
     All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
     `progress=False`; `callback` gets every `Progress`.
@@ -308,7 +318,8 @@ def resume(
     """Open the run in `folder` to continue it, on a freshly built `model` of the same class (its weights do not matter).
 
     Iterate over it, or call `finish`. A run that was started with loaders has kept what it drew from them; `train` is needed
-    again only where the recipe trains, `test` where a test set was given. Own callables are given again.
+    again only where the recipe trains or own measures take whole batches, `test` where a test set was given. Own callables are
+    given again.
     """
     path, model = Path(folder), _unwrapped(model)
     if criterion is not None:
@@ -317,16 +328,15 @@ def resume(
     try:
         if recipe is not None and recipe != stored:
             raise RunError(f"{path}: was started with another recipe. Resume without one, or start a new run.")
-        streams: dict[str, Any] = {}
-        data = train if isinstance(train, Data) else load_drawn(path)
-        if data is None:
-            raise RunError(f"{path}: was started with data in memory. Give the same: resume(folder, model, data).")
-        if not isinstance(train, Data):
-            form = form_of(forward, next(iter(train))) if train is not None else form_of(None, None)
-            streams = {"train": stream_of(train, "train", form)} if train is not None else {}
-            streams |= {"test": stream_of(test, "test", form)} if test is not None else {}
-            loss, metric = (None if each is None else form.measure(each) for each in (loss, metric))
-        loss_fn, metric_fn = loss or cross_entropy, metric or correct
+        if isinstance(train, Data):
+            data, form, streams = train, PAIR, dict[str, Any]()
+        else:
+            own = _given(loss=loss, metric=metric)
+            data, form, streams = reopen_loaders(path, model, train, test, forward=forward, own=own)
+        loss_fn, metric_fn = (
+            form.measure(loss, output_loss if form.gives_loss else cross_entropy),
+            form.measure(metric, correct),
+        )
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
@@ -368,24 +378,8 @@ def _shown(
         yield event, follow
 
 
-def _from_loaders(
-    train: Any, val: Any, test: Any, forward: Forward | None, *, seed: int
-) -> tuple[Data, dict[str, Any], Callable[[Measure | None], Measure | None]]:
-    """What a run draws from loaders, the streams that it reads, and how own measures see a batch."""
-    if val is None:
-        raise DataError(
-            "val: got None, wanted a validation loader: examples that the network was not trained on, which decide how much "
-            "may be removed."
-        )
-    for name, source in (("train", train), ("val", val), ("test", test)):
-        if source is not None and not isinstance(source, Examples) and not hasattr(source, "__iter__"):
-            raise DataError(f"{name}: got {type(source).__name__}, wanted a loader: an iterable of batches.")
-    stream = stream_of(train, "train")
-    form = form_of(forward, next(iter(stream.loader), None))
-    streams: dict[str, Any] = {"train": stream_of(train, "train", form)}
-    if test is not None:
-        streams["test"] = stream_of(test, "test", form)
-    return drawn(train, val, form=form, seed=seed), streams, lambda each: None if each is None else form.measure(each)
+def _given(**options: object) -> list[str]:
+    return [name for name, value in options.items() if value is not None]
 
 
 def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: float | None) -> Recipe:

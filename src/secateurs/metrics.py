@@ -6,6 +6,7 @@ Batching, mode and device never change a result.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +21,13 @@ from torch.nn import functional
 from secateurs._util.modules import Device, eval_mode, on_device
 from secateurs.data.dataset import Examples
 from secateurs.data.splits import Data
+from secateurs.data.storage import Rows, Storage
 from secateurs.data.stream import Stream
 from secateurs.errors import DataError, InvalidInput
 
 _IGNORED = -100  # the label that torch's cross-entropy leaves out
+_OUTPUT_BYTES = 1 << 30  # of a network's outputs that are kept in memory
+_PIECE = 1024  # examples whose targets are looked at together: a set on disk may not fit into memory
 
 Measure = Callable[[Any, Any], Tensor]
 """Takes a network's outputs and targets for n examples; gives one number for each, or their mean as a scalar."""
@@ -41,16 +45,29 @@ class Evaluation:
 
 
 def cross_entropy(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of every example; class logits (n, K, …) against class numbers (n, …)."""
-    _expect_tensors("cross-entropy", "loss", outputs, targets)
-    return functional.cross_entropy(outputs, targets, reduction="none", label_smoothing=label_smoothing)
+    """Cross-entropy of every example; class logits (n, K, …) against class numbers (n, …) or class probabilities (n, K, …)."""
+    logits = _expect_tensors("cross-entropy", "loss", outputs, targets)
+    wanted = targets if targets.is_floating_point() else targets.long()  # torch takes no other whole numbers
+    return functional.cross_entropy(logits, wanted, reduction="none", label_smoothing=label_smoothing)
 
 
 def correct(outputs: Any, targets: Any) -> Tensor:
     """Whether the largest of the class logits (n, K, …) is that of the target (n, …), for every example."""
-    _expect_tensors("accuracy", "metric", outputs, targets)
-    right: Tensor = outputs.argmax(1) == targets
+    right: Tensor = _expect_tensors("accuracy", "metric", outputs, targets).argmax(1) == targets
     return right
+
+
+def logits_of(outputs: Any) -> Any:
+    """The logits of a network that gives them with other things, as `outputs.logits` or `outputs["logits"]`; else `outputs`."""
+    if isinstance(outputs, Mapping):
+        return outputs.get("logits", outputs)
+    return getattr(outputs, "logits", outputs)
+
+
+def output_loss(outputs: Any, targets: Any) -> Tensor:
+    """The loss that a network gives itself, as `outputs.loss` or `outputs["loss"]`: the mean of the batch, as a rule."""
+    found: Tensor = outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss
+    return found
 
 
 def evaluate(
@@ -93,18 +110,28 @@ def accuracy(
 def values(module: nn.Module, examples: Examples, measure: Measure, *, batch: int = 256, device: Device = None) -> Tensor:
     """The measure of every example, float64 (N,) on the CPU; it must give one value for each."""
     with on_device(module, device) as place, eval_mode(module):
-        found = [per_example(measure(module(x), y), len(x)).cpu() for x, y in examples.batches(batch, device=place)]
+        batches = examples.batches(batch, device=place)
+        found = [per_example(measure(module(*each.args), each.targets), each.size).cpu() for each in batches]
     return torch.cat(found)
 
 
 def outputs(module: nn.Module, examples: Examples, *, batch: int = 256, device: Device = None) -> Tensor:
     """Outputs of the module in eval mode for every example, (N, …) on the CPU; it must give one tensor."""
+    return _collected(module, examples, lambda given: given, batch=batch, device=device)
+
+
+def _collected(
+    module: nn.Module, examples: Examples, convert: Callable[[Tensor], Tensor], *, batch: int, device: Device
+) -> Tensor:
+    """The converted outputs for every example, (N, …): on disk where they are many, as of dense predictions."""
+    rows = Rows(Storage(_OUTPUT_BYTES, None if examples.storage is None else examples.storage.folder), "outputs")
     with on_device(module, device) as place, eval_mode(module):
-        found = [module(inputs) for inputs, _ in examples.batches(batch, device=place)]
-    for given in found:
-        if not isinstance(given, Tensor):
-            raise InvalidInput(f"the network gave a {type(given).__name__}, wanted one tensor of outputs.")
-    return torch.cat([given.cpu() for given in found])
+        for each in examples.batches(batch, device=place):
+            given = logits_of(module(*each.args))
+            if not isinstance(given, Tensor):
+                raise InvalidInput(f"the network gave a {type(given).__name__}, wanted one tensor of outputs.")
+            rows.write([convert(given)])
+    return rows.tensors()[0]
 
 
 def per_example(values: Tensor, count: int) -> Tensor:
@@ -151,24 +178,34 @@ def check_targets(data: Data, outputs: object, measures: Mapping[str, Measure]) 
         what = display_name(measure)
         for name, examples in data.splits().items():
             targets = examples.targets
-            if not isinstance(targets, Tensor) or not isinstance(outputs, Tensor) or outputs.ndim < 2:
-                continue  # the measure itself reports these when it is called
-            if targets.is_floating_point():
-                if measure is cross_entropy and targets.shape[1:] == outputs.shape[1:]:
-                    continue
+            logits = _expect_tensors(what, argument, outputs, targets)
+            assert isinstance(targets, Tensor)
+            if logits.ndim < 2:
                 raise InvalidInput(
-                    f"the {name} set: its targets are {_described(targets)}, and {what} wants class numbers (whole, one for "
-                    f"each example). For regression give {argument}=… of your own."
+                    f"the network gives {_described(logits)}, and {what} wants class logits (N, K, …). For another task give "
+                    f"{argument}=… of your own."
                 )
-            known = (targets >= 0) & (targets < outputs.shape[1])
-            if targets.ndim > 1:
-                known |= targets == _IGNORED
-            if not bool(known.all()):
+            if targets.is_floating_point() and measure is cross_entropy and targets.shape[1:] == logits.shape[1:]:
+                continue
+            if targets.is_floating_point() or targets.shape[1:] != logits.shape[2:]:
+                one_hot = " These look one-hot: give targets.argmax(1)." if targets.shape[1:] == logits.shape[1:] else ""
+                raise InvalidInput(
+                    f"the {name} set: its targets are {_described(targets)} for outputs of shape {tuple(logits.shape)}, and "
+                    f"{what} wants class numbers (whole, one for each example).{one_hot} For regression give {argument}=… of "
+                    f"your own."
+                )
+            for start, piece in zip(range(0, len(targets), _PIECE), torch.split(targets, _PIECE), strict=True):
+                known = (piece >= 0) & (piece < logits.shape[1])
+                if targets.ndim > 1:
+                    known |= piece == _IGNORED
+                if bool(known.all()):
+                    continue
                 place = int((~known.reshape(len(known), -1).all(1)).nonzero()[0])
-                found = int(targets[place].flatten()[~known[place].flatten()][0])
+                found = int(piece[place].flatten()[~known[place].flatten()][0])
                 raise DataError(
-                    f"the {name} set: example {place} has the label {found}, and the network has {outputs.shape[1]} outputs: "
-                    f"wanted labels from 0 to {outputs.shape[1] - 1}. Correct the labels, or give the network more outputs."
+                    f"the {name} set: example {start + place} has the label {found}, and the network has {logits.shape[1]} "
+                    f"outputs: wanted labels from 0 to {logits.shape[1] - 1}. Correct the labels (the first class is 0), or "
+                    f"give the network more outputs."
                 )
 
 
@@ -178,29 +215,36 @@ def _means(
     """The mean of every measure, and the number of examples."""
     sums, count = torch.zeros(len(measures), dtype=torch.float64), 0
     with on_device(module, device) as place, eval_mode(module):
-        for inputs, targets in examples.batches(batch, device=place):
-            given, count = module(inputs), count + len(inputs)
-            sums += torch.stack([total(measure(given, targets), len(inputs)) for measure in measures])
+        for each in examples.batches(batch, device=place):
+            given, count = module(*each.args), count + each.size
+            sums += torch.stack([total(measure(given, each.targets), each.size) for measure in measures])
     if count == 0:
         raise InvalidInput("evaluation over no examples: wanted at least one")
     return (sums / count).tolist(), count
 
 
-def _expect_tensors(what: str, argument: str, outputs: Any, targets: Any) -> None:
-    for name, value in (("outputs", outputs), ("targets", targets)):
+def _expect_tensors(what: str, argument: str, outputs: Any, targets: Any) -> Tensor:
+    """The logits; an error where logits or targets are no tensor."""
+    logits = logits_of(outputs)
+    for name, value in (("outputs", logits), ("targets", targets)):
         if not isinstance(value, Tensor):
             raise InvalidInput(f"{what} needs a tensor of {name}, got a {type(value).__name__}: give {argument}=… of your own")
+    found: Tensor = logits
+    return found
 
 
 def with_answers(examples: Examples, module: nn.Module, *, batch: int = 256, device: Device = None) -> Examples:
     """Replace the targets by the module's class probabilities (N, K, …)."""
-    logits = outputs(module, examples, batch=batch, device=device)
-    if not isinstance(logits, Tensor) or logits.ndim < 2 or not logits.is_floating_point():
-        raise InvalidInput(
-            f"the signal 'divergence' compares class logits (N, K, …); this network gives {_described(logits)}. "
-            f'Use signal = "loss" with a loss of your own.'
-        )
-    return replace(examples, targets=functional.softmax(logits, 1))
+
+    def probabilities(logits: Tensor) -> Tensor:
+        if logits.ndim < 2 or not logits.is_floating_point():
+            raise InvalidInput(
+                f"the signal 'divergence' compares class logits (N, K, …); this network gives {_described(logits)}. "
+                f'Use signal = "loss" with a loss of your own.'
+            )
+        return functional.softmax(logits, 1)
+
+    return replace(examples, targets=_collected(module, examples, probabilities, batch=batch, device=device))
 
 
 def divergence(outputs: Any, targets: Any) -> Tensor:
@@ -208,7 +252,7 @@ def divergence(outputs: Any, targets: Any) -> Tensor:
 
     Never negative, and zero where both agree; the mean over dimensions behind the class axis.
     """
-    each = functional.kl_div(functional.log_softmax(outputs, 1), targets, reduction="none").sum(1)
+    each = functional.kl_div(functional.log_softmax(logits_of(outputs), 1), targets, reduction="none").sum(1)
     return each.reshape(len(each), -1).mean(1)
 
 
@@ -222,7 +266,8 @@ _PACKAGES = ("torch", "secateurs")  # whose functions are identified by name, in
 
 def display_name(measure: Callable[..., Any]) -> str:
     """Name of a measure: "accuracy" for ours, the function's or its type's name for a user's own."""
-    return "accuracy" if measure is correct else getattr(measure, "__name__", type(measure).__name__)
+    function = inspect.unwrap(measure)
+    return "accuracy" if function is correct else getattr(function, "__name__", type(function).__name__)
 
 
 def fingerprint(measure: Measure) -> str:

@@ -14,21 +14,28 @@ LOCK = ".lock"  # file locked by the process that uses the folder
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` on success, synced, and is deleted on error."""
+def replacing_path(path: Path) -> Iterator[Path]:
+    """Give the name of a temporary file to write; it replaces `path` on success, synced, and is deleted on error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}.part"
-    handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # minus the umask, like any new file
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         sync_folder(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a temporary file that replaces `path` on success, synced, and is deleted on error."""
+    with replacing_path(path) as temporary:
+        handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # minus the umask, like any new file
+        with os.fdopen(handle, "wb") as file:
+            yield file
 
 
 def write_bytes(path: Path, data: bytes) -> None:

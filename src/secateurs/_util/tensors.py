@@ -95,5 +95,5 @@ def digest(tensors: Mapping[str, Tensor], header: Mapping[str, str] | None = Non
     for name in sorted(tensors):
         tensor = tensors[name]
         sha.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()

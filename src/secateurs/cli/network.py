@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from secateurs.data import Data
-    from secateurs.graph.trace import Graph
+    from secateurs.graph.trace import Example, Graph
 
 _SHAPE = Parameter(negative="", consume_multiple=True, show_default="that of a built-in model")
 
@@ -77,7 +77,7 @@ def sites(
         )
 
 
-def _example(origin: inputs.Origin, shape: tuple[int, ...] | None) -> Tensor:
+def _example(origin: inputs.Origin, shape: tuple[int, ...] | None) -> Example:
     import torch
 
     from secateurs.models import example_input, names

@@ -99,10 +99,10 @@ def taylor(context: CriterionContext) -> Tensor:
         place = stack.enter_context(on_device(parts.prefix, evaluator.device))
         stack.enter_context(on_device(parts.suffix, evaluator.device))
         stack.enter_context(eval_mode(parts.prefix, parts.suffix))
-        for inputs, targets in examples.batches(evaluator.batch, device=place):
-            activations, *carried = parts.prefix(inputs)
-            slopes = _slopes(parts.suffix, activations, tuple(carried), targets, evaluator.measure)
-            by_channel = (activations * slopes).movedim(parts.axis, 1).reshape(len(inputs), site.channels, -1).sum(2)
+        for batch in examples.batches(evaluator.batch, device=place):
+            activations, *carried = parts.prefix(*batch.args)
+            slopes = _slopes(parts.suffix, activations, tuple(carried), batch.targets, evaluator.measure)
+            by_channel = (activations * slopes).movedim(parts.axis, 1).reshape(batch.size, site.channels, -1).sum(2)
             changes += by_channel.abs().double().sum(0).cpu()
     return changes / len(examples)
 

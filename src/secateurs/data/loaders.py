@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset
 
-from secateurs.data.dataset import Examples, Targets, seeded, target_parts
+from secateurs.data.dataset import Examples, Targets
+from secateurs.data.forms import describe_batch
 from secateurs.data.splits import Data, overlap_notes, refuse_copies, split, split_shares
-from secateurs.errors import DataError, InvalidInput
+from secateurs.data.storage import Storage
+from secateurs.data.stream import rows_of, sample
+from secateurs.errors import InvalidInput
 
 Source = DataLoader[Any] | Dataset[Any] | tuple[Tensor, Targets] | Examples
-_BATCH = 256
 
 
 def from_loaders(
@@ -59,37 +53,14 @@ def from_loaders(
 
 
 def materialise(source: Source, *, name: str = "given", seed: int = 0) -> Examples:
-    """Read all examples of one source into memory; torch's random state is seeded meanwhile, and restored."""
-    if isinstance(source, Examples):
-        return source
-    if isinstance(source, tuple):
-        return Examples(source[0], source[1])
-    if not isinstance(source, DataLoader):
-        source = DataLoader(source, batch_size=_BATCH)
-    with seeded(seed, "materialise", name):
-        batches = [_checked(batch, name) for batch in _in_order(source)]
-    if not batches:
-        raise DataError(f"the {name} loader gave no batch: wanted at least one.")
-    columns = [torch.cat(column) for column in zip(*(target_parts(targets) for _, targets in batches), strict=True)]
-    first = batches[0][1]
-    targets: Targets = tuple(columns) if isinstance(first, tuple) else columns[0]
-    if isinstance(first, dict):
-        targets = dict(zip(sorted(first), columns, strict=True))
-    return Examples(torch.cat([inputs for inputs, _ in batches]), targets)
-
-
-def root_rows(dataset: Any, rows: list[int]) -> tuple[object, list[int]]:
-    """The innermost dataset below `dataset`, and the rows of it that `rows` name."""
-    while isinstance(dataset, Subset):
-        rows, dataset = [int(dataset.indices[row]) for row in rows], dataset.dataset
-    # two TensorDatasets over one tensor share its rows
-    return (dataset.tensors[0] if isinstance(dataset, TensorDataset) else dataset), rows
+    """Read all examples of one source into memory; random states are seeded meanwhile, and restored."""
+    return sample(source, None, name=name, seed=seed, storage=Storage(memory=sys.maxsize))
 
 
 def _read(source: Source, name: str, roots: list[object], *, seed: int) -> Examples:
     """Read one source, with ids that two sources share where both read the same row of one dataset; `roots` grows."""
     examples = materialise(source, name=name, seed=seed)
-    root, rows = _rows_of(source)
+    root, rows = rows_of(source)
     if rows is None or len(rows) != len(examples):
         return examples if isinstance(source, Examples) else Examples(examples.inputs, examples.targets)
     if not any(known is root for known in roots):
@@ -97,65 +68,6 @@ def _read(source: Source, name: str, roots: list[object], *, seed: int) -> Examp
     number = 1 + next(i for i, known in enumerate(roots) if known is root)  # 0 is left to the ids of given Examples
     ids = number * (1 << 40) + torch.tensor(rows, dtype=torch.int64)
     return Examples(examples.inputs, examples.targets, examples.scaling, ids)
-
-
-def _rows_of(source: Source) -> tuple[object, list[int] | None]:
-    """Find the innermost dataset of a source and the rows of it that are read; None if they are unknown."""
-    rows: list[int] | None
-    if isinstance(source, DataLoader):
-        dataset, rows = source.dataset, sampled_rows(source)
-    elif isinstance(source, Dataset) and not isinstance(source, IterableDataset):
-        dataset, rows = source, list(range(len(source)))  # type: ignore[arg-type]
-    else:
-        return source, None
-    return (source, None) if rows is None else root_rows(dataset, rows)
-
-
-def sampled_rows(loader: DataLoader[Any]) -> list[int] | None:
-    """Rows of its dataset that a loader reads, ascending; None for unknown samplers."""
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        return None
-    sampler = loader.sampler
-    if isinstance(sampler, SubsetRandomSampler):
-        return sorted(int(row) for row in sampler.indices)
-    if isinstance(sampler, SequentialSampler | RandomSampler):
-        return list(range(len(loader.dataset)))  # type: ignore[arg-type]
-    return None
-
-
-def _in_order(loader: DataLoader[Any]) -> DataLoader[Any]:
-    rows = sampled_rows(loader)
-    if rows is None:
-        return loader
-    return DataLoader(
-        Subset(loader.dataset, rows),
-        batch_size=loader.batch_size,
-        collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers,
-    )
-
-
-def _checked(batch: Any, name: str) -> tuple[Tensor, Targets]:
-    if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[0], Tensor):
-        raise DataError(
-            f"a batch of the {name} loader is {describe_batch(batch)}: wanted (inputs, targets) with a tensor of inputs."
-        )
-    targets: Targets = tuple(batch[1]) if isinstance(batch[1], list) else batch[1]
-    parts = target_parts(targets)
-    if not parts or not all(isinstance(part, Tensor) for part in parts):
-        raise DataError(
-            f"the targets of the {name} loader are {describe_batch(batch[1])}: wanted a tensor, or a tuple or dict of tensors."
-        )
-    return batch[0], targets
-
-
-def describe_batch(value: Any) -> str:
-    """What a batch is made of, for messages."""
-    if isinstance(value, dict):
-        return f"a dict with {', '.join(map(repr, value))}"
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(part).__name__ for part in value[:4])})"
-    return f"a {type(value).__name__}"
 
 
 def as_data(value: object, *, name: str) -> Data:

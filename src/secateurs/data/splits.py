@@ -13,6 +13,8 @@ from torch import Tensor
 from secateurs.data.dataset import Examples, class_labels, generator_for, target_parts
 from secateurs.errors import DataError, InvalidInput
 
+_PIECE = 256  # examples that are looked at together
+
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -123,14 +125,17 @@ def refuse_copies(given: Mapping[str, Examples]) -> None:
 def refuse_nonfinite(data: Data) -> None:
     """Raise if an input or a target is NaN or infinite, with the set and index of the first one."""
     for name, examples in data.splits().items():
-        for what, values in (("input", examples.inputs), *(("target", part) for part in target_parts(examples.targets))):
-            if not values.is_floating_point() or bool(values.isfinite().all()):
+        parts = [("input", part) for part in examples.stored.args]
+        for what, values in (*parts, *(("target", part) for part in target_parts(examples.targets))):
+            if not values.is_floating_point():
                 continue
-            bad = (~values.flatten(1).isfinite().all(1) if values.ndim > 1 else ~values.isfinite()).nonzero().flatten()
-            raise DataError(
-                f"the {name} set of {data.name!r}: {what} {int(bad[0])} holds NaN or infinite values ({len(bad)} of "
-                f"{len(values)} {what}s do). Remove these examples, or fill in the values."
-            )
+            # piece by piece: a set on disk may not fit into memory
+            bad = torch.cat([~piece.isfinite().all(1) for piece in torch.split(values.reshape(len(values), -1), _PIECE)])
+            if bool(bad.any()):
+                raise DataError(
+                    f"the {name} set of {data.name!r}: {what} {int(bad.nonzero()[0])} holds NaN or infinite values "
+                    f"({int(bad.sum())} of {len(values)} {what}s do). Remove these examples, or fill in the values."
+                )
 
 
 def overlap_notes(train: Examples, search: Examples, test: Examples) -> tuple[str, ...]:
@@ -164,5 +169,5 @@ def _digest_of(parts: Mapping[str, str]) -> str:
 
 
 def _row_digests(examples: Examples) -> list[bytes]:
-    rows = examples.inputs.detach().cpu().contiguous().flatten(1).view(torch.uint8).numpy()
-    return [hashlib.blake2b(row.data, digest_size=16).digest() for row in rows]
+    parts = [part.detach().cpu().reshape(len(part), -1).contiguous().view(torch.uint8).numpy() for part in examples.stored.args]
+    return [hashlib.blake2b(b"".join(row.data for row in rows), digest_size=16).digest() for rows in zip(*parts, strict=True)]

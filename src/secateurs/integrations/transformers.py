@@ -1,14 +1,12 @@
-"""Hugging Face transformers: prune image classifiers, and train and measure them with a Trainer while they are pruned.
+"""Hugging Face transformers: train and measure image classifiers with a Trainer while they are pruned.
 
-Batches are dicts with `pixel_values` and `labels`. Models answer with dicts, and most of their forwards take `**kwargs`, which
-torch.fx cannot trace: `Logits` makes a model a network of one tensor, `WithLoss` makes a network what a Trainer trains.
-This module does not import transformers.
+`secateurs.prune` takes most such models, and loaders of dicts with `pixel_values` and `labels`, as they are. A traced network
+does not take labels: `WithLoss` makes it what a Trainer trains. This module does not import transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,13 +14,14 @@ from torch.nn import functional
 
 from secateurs._util.modules import device_of
 from secateurs.errors import InvalidInput
+from secateurs.metrics import logits_of
 
 TrainerFactory = Callable[[nn.Module], Any]
 """Makes a new transformers.Trainer for a model that gives a loss and logits."""
 
 
 class Logits(nn.Module):
-    """An image classifier of transformers as a network: pixel values in, logits (N, classes) out."""
+    """An image classifier as a network of one tensor, logits (N, classes) out, where its own forward cannot be traced."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class Logits(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """A network of `pixel_values` as a Trainer calls it: with labels it also gives the mean cross-entropy."""
+    """A network of `pixel_values` as a Trainer calls it: logits, and with labels their mean cross-entropy."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -43,27 +42,8 @@ class WithLoss(nn.Module):
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Return the logits of a batch, and its loss if `labels` are given."""
-        logits = self.network(pixel_values)
+        logits = logits_of(self.network(pixel_values))
         return {"logits": logits} if labels is None else {"loss": functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def forward(model: Callable[[Tensor], Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-    """Call a network on a batch."""
-    return model(batch["pixel_values"])
-
-
-def loss(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Cross-entropy of each example, (N,)."""
-    return functional.cross_entropy(logits, batch["labels"], reduction="none")
-
-
-def accuracy(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-    """Whether each example is classified correctly, (N,)."""
-    return (logits.argmax(1) == batch["labels"]).float()
-
-
-DICT_BATCHES: Mapping[str, Any] = MappingProxyType({"forward": forward, "loss": loss, "metric": accuracy})
-"""Options of `secateurs.prune` for loaders of such batches: `prune(Logits(model), train, val, **DICT_BATCHES)`."""
 
 
 def finetune_with(trainer: TrainerFactory) -> Callable[[nn.Module], None]:

@@ -70,11 +70,11 @@ def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int
 def _images_a_second(context: PruningContext) -> float:
     module, best = context.original.module, math.inf
     with on_device(module, context.runtime.device) as place, eval_mode(module), torch.no_grad():
-        inputs = context.validation.batch(slice(0, _TIMED), device=place).inputs
+        timed = context.validation.batch(slice(0, _TIMED), device=place)
         for _ in range(3):
             began = time.perf_counter()
-            module(inputs)
+            module(*timed.args)
             if place.type == "cuda":
                 torch.cuda.synchronize(place)
             best = min(best, time.perf_counter() - began)
-    return len(inputs) / best
+    return timed.size / best

@@ -28,7 +28,7 @@ from secateurs.errors import RunError
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import Site
 from secateurs.graph.structure import describe, nodes_from
-from secateurs.graph.trace import Graph
+from secateurs.graph.trace import Graph, like_network
 from secateurs.metrics import changed, display_name, fingerprints
 from secateurs.pruning.context import NetworkState
 from secateurs.pruning.results import KINDS, Count, ResultFigures, RunResult, Step, Structure
@@ -227,13 +227,9 @@ def check_origin(path: Path, data: Data, measures: Mapping[str, Callable[..., An
         raise RunError(f"{path}: was started with another {was}. Give what it was started with, or start a new run.")
 
 
-def example_for(model: nn.Module, data: Data) -> Tensor:
-    """Two training inputs on the model's device, in the type that it computes in."""
-    inputs = data.train.batch(slice(0, 2)).inputs
-    first = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if first is None:
-        return inputs
-    return inputs.to(first.device, first.dtype if inputs.is_floating_point() else inputs.dtype)
+def example_for(model: nn.Module, data: Data) -> tuple[Tensor, ...]:
+    """Two training examples as the model's arguments: on its device, in the type that it computes in."""
+    return like_network(model, data.train.batch(slice(0, 2)).args)
 
 
 def load_start(path: Path, model: nn.Module, data: Data, known: Mapping[str, Any]) -> Graph:

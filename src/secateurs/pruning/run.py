@@ -376,7 +376,7 @@ class Run:
             macs=Change(cost_before.macs, cost_after.macs),
             bytes=Change(cost_before.bytes, cost_after.bytes),
             classes=ClassAccuracies(tuple(self.data.classes), *classes) if classes and all(classes) else ClassAccuracies(),
-            latency=self._measure_speed(timed.batch(slice(0, _TIMED)).inputs) if any(s.removed for s in self.steps) else None,
+            latency=self._measure_speed(timed.batch(slice(0, _TIMED)).args) if any(s.removed for s in self.steps) else None,
             seconds=time.monotonic() - self._began,
             graph=graph,
             steps=tuple(self.steps),
@@ -384,10 +384,10 @@ class Run:
             cost_after=cost_after,
         )
 
-    def _measure_speed(self, inputs: Tensor) -> MeasuredSpeed:
+    def _measure_speed(self, inputs: tuple[Tensor, ...]) -> MeasuredSpeed:
         graph, device = self.state.graph, self.context.runtime.device
         (found,) = latency(self.original, graph, example_input=inputs, repeats=_TIMINGS, device=device).speedups
-        return MeasuredSpeed(found.ratio, found.low, found.high, len(inputs), aligning_share(graph, inputs))
+        return MeasuredSpeed(found.ratio, found.low, found.high, len(inputs[0]), aligning_share(graph, inputs))
 
     # ---- what a run can be asked for -------------------------------------------------------------------------------------
 

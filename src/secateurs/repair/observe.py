@@ -205,9 +205,9 @@ def run_both(
     """Run two networks over the examples, in eval mode; `take` gets the number of a batch's first example and both outputs."""
     first, other = 0, network if reference is None else reference
     with on_device(network, device) as where, on_device(other, where), eval_mode(network, other):
-        for inputs, _ in examples.batches(batch, device=where):
-            take(first, network(inputs), () if reference is None else reference(inputs))
-            first += len(inputs)
+        for each in examples.batches(batch, device=where):
+            take(first, network(*each.args), () if reference is None else reference(*each.args))
+            first += each.size
 
 
 def _sum_of(node: fx.Node, values: Sequence[Any], consumer: SumConsumer | None = None) -> Tensor:

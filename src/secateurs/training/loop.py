@@ -17,10 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from secateurs._util.modules import Device, keeping_modes, on_device
 from secateurs.config import Augment, TrainSettings
-from secateurs.data.dataset import Batch, Examples, generator_for, map_targets, seeded
+from secateurs.data.dataset import Batch, Examples, Inputs, generator_for, input_parts, map_inputs, seeded
 from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.errors import InvalidInput, TrainingError
-from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
+from secateurs.metrics import Measure, correct, cross_entropy, evaluate, logits_of, loss, total
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
 from secateurs.training.state import (
     EpochRecord,
@@ -34,14 +34,13 @@ from secateurs.training.state import (
 )
 
 
-def augment(images: Tensor, kind: Augment, *, pad: int, generator: torch.Generator) -> Tensor:
+def augment(images: Inputs, kind: Augment, *, pad: int, generator: torch.Generator) -> Inputs:
     """Augment images (N, C, H, W) as `kind` says, each independently; "none" returns them unchanged."""
     if kind == "none":
         return images
-    if images.ndim != 4:
-        raise InvalidInput(
-            f"augment = {kind!r} for inputs of shape {tuple(images.shape)}: wanted images (N, C, H, W), or 'none'"
-        )
+    if not isinstance(images, Tensor) or images.ndim != 4:
+        shapes = ", ".join(str(tuple(part.shape)) for part in input_parts(images))
+        raise InvalidInput(f"augment = {kind!r} for inputs of shape {shapes}: wanted images (N, C, H, W), or 'none'")
     cropped = random_crop(images, pad=pad, generator=generator)
     return random_flip(cropped, generator=generator) if kind == "crop-flip" else cropped
 
@@ -69,8 +68,8 @@ def random_flip(images: Tensor, *, generator: torch.Generator) -> Tensor:
     return torch.where(mirrored[:, None, None, None], images.flip(3), images)
 
 
-Objective = Callable[[Tensor, Any, Any], Tensor]
-"""Takes inputs, the network's outputs and targets; gives the scalar to minimise."""
+Objective = Callable[[tuple[Tensor, ...], Any, Any], Tensor]
+"""Takes the network's arguments, the network's outputs and targets; gives the scalar to minimise."""
 
 
 def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None) -> Objective:
@@ -82,9 +81,9 @@ def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: 
         raise InvalidInput(f"distill = {settings.distill} needs a teacher: give teacher=…, or set distill = 0")
     share, temperature = settings.distill, settings.temperature
 
-    def with_teacher(inputs: Tensor, outputs: Any, targets: Any) -> Tensor:
+    def with_teacher(inputs: tuple[Tensor, ...], outputs: Any, targets: Any) -> Tensor:
         with torch.no_grad():
-            wanted = teacher(inputs)
+            wanted = teacher(*inputs)
         return (1 - share) * plain(outputs, targets).mean() + share * distance(outputs, wanted, temperature)
 
     return with_teacher
@@ -95,6 +94,7 @@ def distance(outputs: Any, wanted: Any, temperature: float) -> Tensor:
 
     The square keeps the gradients as large as those of the plain loss, whatever the temperature.
     """
+    outputs, wanted = logits_of(outputs), logits_of(wanted)
     if not isinstance(outputs, Tensor) or not isinstance(wanted, Tensor) or outputs.shape != wanted.shape:
         raise InvalidInput("distillation needs one tensor of class logits, of the same shape, from network and teacher")
     student = functional.log_softmax(outputs / temperature, 1)
@@ -134,7 +134,7 @@ def recalibrate_(
     chosen = order[: (full if batches is None else min(full, batches)) * batch]
     with on_device(module, device) as place, undone_on_error(module), _averaging(module, norms), torch.no_grad():
         for rows in torch.split(chosen, batch):
-            module(examples.batch(rows.to(examples.inputs.device), device=place).inputs)
+            module(*examples.batch(rows.to(examples.place), device=place).args)
 
 
 @contextmanager
@@ -302,28 +302,31 @@ class _Loop:
         if isinstance(examples, Stream):  # the user's loader augments and shuffles
             with seeded_everywhere(settings.seed, "stream", number):
                 for inputs, targets in islice(examples.batches(device=self.place), steps):
-                    wanted = torch.channels_last if settings.channels_last and inputs.ndim == 4 else torch.preserve_format
-                    yield Batch(inputs.contiguous(memory_format=wanted) if inputs.ndim == 4 else inputs, targets)
+                    yield Batch(map_inputs(self._laid_out, inputs), targets)
             return
         order = torch.randperm(len(examples), generator=generator_for(settings.seed, "order", number))
         crops = generator_for(settings.seed, "augment", number)
         for place in range(steps):
             start = place * settings.batch
             end = len(examples) if place == self.per_epoch - 1 else start + settings.batch
-            chosen = examples.take(order[start:end].to(examples.inputs.device))
+            rows = order[start:end].to(examples.place)
+            chosen = examples.stored.mapped(lambda part, rows=rows: part[rows])  # type: ignore[misc]
             stored = augment(chosen.inputs, settings.augment, pad=settings.pad, generator=crops)
-            inputs = examples.scaled(stored.to(self.place))
-            if settings.channels_last and inputs.ndim == 4:
-                inputs = inputs.contiguous(memory_format=torch.channels_last)
-            yield Batch(inputs, map_targets(lambda part: part.to(self.place), chosen.targets))
+            moved = Batch(stored, chosen.targets).mapped(lambda part: part.to(self.place))
+            yield Batch(map_inputs(self._laid_out, examples.scaled(moved.inputs)), moved.targets)
+
+    def _laid_out(self, part: Tensor) -> Tensor:
+        """Images in the layout that the settings want; anything else unchanged."""
+        is_image = self.settings.channels_last and part.ndim == 4
+        return part.contiguous(memory_format=torch.channels_last) if is_image else part
 
     def _train_on(self, batch: Batch, rate: float, number: int, sums: _Sums) -> None:
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.zero_grad(set_to_none=True)
         with _precision(self.place, self.settings):
-            outputs = self.module(batch.inputs)
-            value = self.objective(batch.inputs, outputs, batch.targets)
+            outputs = self.module(*batch.args)
+            value = self.objective(batch.args, outputs, batch.targets)
         found = float(value.detach())
         if not isfinite(found):
             raise self._diverged(f"the loss is {found}", number, rate)
@@ -336,7 +339,7 @@ class _Loop:
         self.optimiser.zero_grad(set_to_none=True)
         with torch.no_grad():
             shown = None if self.metric is None else self.metric(outputs, batch.targets)
-        sums.add(found, shown, len(batch.inputs))
+        sums.add(found, shown, batch.size)
 
     def _check_weights(self, number: int, rate: float) -> None:
         for name in sorted(self.finite - _finite(self.module)):

@@ -89,7 +89,7 @@ def named_budget(name: str, examples: Examples, *, sites: int) -> Budget:
 
 def _with_augmentation(settings: TrainSettings, examples: Examples) -> TrainSettings:
     """Add the paper's crops and flips for colour images, and none for others: a flipped digit is another digit."""
-    shape = examples.inputs.shape[1:]
+    shape = examples.stored.args[0].shape[1:]
     if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 8:
         return replace(settings, augment="crop-flip", pad=min(shape[1:]) // 8)
     return replace(settings, augment="none")

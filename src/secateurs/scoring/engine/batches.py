@@ -10,7 +10,7 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from secateurs.data.dataset import Examples, target_parts
+from secateurs.data.dataset import Examples
 from secateurs.scoring.engine.forward import CachedBatch, MaskedForward
 
 CGROUPS = (  # the limit of a container and what is used of it, in the second and the first version of cgroups
@@ -40,9 +40,8 @@ class CachedBatches:
         if number in self.kept:
             return self.kept[number]
         start = number * self.size
-        inputs, targets = self.examples.batch(slice(start, start + self.size), device=self.device)
-        batch = forward.batch(inputs, targets, start)
-        size = memory_of(batch.tensors(), besides=[self.examples.inputs, *target_parts(self.examples.targets)])
+        batch = forward.batch(self.examples.batch(slice(start, start + self.size), device=self.device), start)
+        size = memory_of(batch.tensors(), besides=self.examples.stored.columns())
         with self._lock:
             if self._used + size <= self.budget:
                 self.kept[number] = batch

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from secateurs.data.dataset import Targets, map_targets, target_parts
+from secateurs.data.dataset import Batch, Targets, map_targets, target_parts
 from secateurs.errors import InvalidInput
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import mask_channels
@@ -99,12 +99,14 @@ class MaskedForward:
         network = self.network
         return take_difference(network.suffix, consumers(network.suffix, network.axis))
 
-    def batch(self, inputs: Tensor, targets: Targets, start: int) -> CachedBatch:
+    def batch(self, given: Batch, start: int) -> CachedBatch:
         """Run the prefix over a batch, and what no mask changes."""
         laid_out = self.network.laid_out
-        activations, *carried = self.prefix(laid_out(inputs))
+        activations, *carried = self.prefix(*map(laid_out, given.args))
         finite = bool(torch.isfinite(activations).all())
-        batch = CachedBatch(laid_out(activations), tuple(map(laid_out, carried)), targets, len(inputs), start, finite=finite)
+        batch = CachedBatch(
+            laid_out(activations), tuple(map(laid_out, carried)), given.targets, given.size, start, finite=finite
+        )
         if self.strategy.masking != "subtract" or not finite:
             return batch
         totals = [self._difference.whole(piece.activations, *piece.carried) for piece in self.pieces(batch)]
@@ -145,7 +147,9 @@ class MaskedForward:
                 functional_call(self.suffix, given, (self._masked(piece, mask), *piece.carried), tie_weights=False)
                 for piece in pieces
             ]
-        return found[0] if len(found) == 1 else pytree.tree_map(lambda *parts: torch.cat(parts), *found)
+        if len(found) == 1:
+            return found[0]
+        return pytree.tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *found)
 
     def _masked(self, piece: CachedBatch, mask: Tensor) -> Tensor:
         if not piece.finite:  # zero times infinity is not zero

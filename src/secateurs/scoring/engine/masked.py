@@ -53,7 +53,7 @@ def split_for(
         raise InvalidInput(f"site {site.name!r}: no examples to measure on, wanted at least one.")
     if batch < 1:
         raise InvalidInput(f"batch size {batch}: wanted at least 1")
-    few = examples.batch(slice(0, 3)).inputs
+    few = examples.batch(slice(0, 3)).args
     network = prepare(split_at(graph, site), few, channels=site.channels, device=device, unfolded=unfolded)
     assert strategy is None or strategy.masking in possible_maskings(network), strategy
     budget = free_memory(network.device) // 4 if cache_bytes is None else cache_bytes

@@ -46,8 +46,10 @@ class SplitNetwork:
         return value.contiguous(memory_format=self.layout) if is_image else value
 
 
-def prepare(split: Split, inputs: Tensor, *, channels: int, device: Device, unfolded: Collection[str]) -> SplitNetwork:
-    """Copy both parts to `device` and fold their BatchNorms; `inputs` are a few examples as the network takes them."""
+def prepare(
+    split: Split, inputs: tuple[Tensor, ...], *, channels: int, device: Device, unfolded: Collection[str]
+) -> SplitNetwork:
+    """Copy both parts to `device` and fold their BatchNorms; `inputs`: its arguments for a few examples."""
     prefix, suffix = (copy.deepcopy(part).eval().requires_grad_(False) for part in (split.prefix, split.suffix))
     weights = [*suffix.parameters(), *prefix.parameters()]
     place = next((t.device for t in weights), device_of(prefix)) if device is None else torch.device(device)
@@ -61,7 +63,7 @@ def prepare(split: Split, inputs: Tensor, *, channels: int, device: Device, unfo
         part.to(place)
     names = {**dict(suffix.named_parameters(remove_duplicate=False)), **dict(suffix.named_buffers(remove_duplicate=False))}
     with torch.no_grad():
-        carried_rows, separable = _probe(prefix, suffix, inputs.to(place))
+        carried_rows, separable = _probe(prefix, suffix, tuple(part.to(place) for part in inputs))
         for part in (prefix, suffix):
             fold_norms_(part, unfolded)
             part.to(memory_format=layout)  # type: ignore[call-overload]  # the stubs know only the form with a dtype
@@ -158,11 +160,12 @@ class _ShapeRecorder(fx.Interpreter):
         return result
 
 
-def _probe(prefix: fx.GraphModule, suffix: fx.GraphModule, inputs: Tensor) -> tuple[tuple[bool, ...], bool]:
+def _probe(prefix: fx.GraphModule, suffix: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[tuple[bool, ...], bool]:
     """Run two and three of `inputs` (at least one): which carried values have rows, and whether examples are separable."""
 
     def run(count: int) -> tuple[Any, list[Any], Any]:
-        activations, *carried = _ShapeRecorder(prefix).run(inputs[torch.arange(count, device=inputs.device) % len(inputs)])
+        rows = torch.arange(count, device=inputs[0].device) % len(inputs[0])
+        activations, *carried = _ShapeRecorder(prefix).run(*(part[rows] for part in inputs))
         return activations, carried, _ShapeRecorder(suffix).run(activations, *carried)
 
     try:
@@ -171,7 +174,7 @@ def _probe(prefix: fx.GraphModule, suffix: fx.GraphModule, inputs: Tensor) -> tu
         return (), False
     rows = tuple(_is_row(a, 2) and _is_row(b, 3) for a, b in zip(carried, more_carried, strict=True))
     fixed = all(isinstance(value, Tensor) for value in more_carried)  # a size that is carried is that of the whole batch
-    pairs = list(zip(pytree.tree_leaves(outputs), pytree.tree_leaves(more_outputs), strict=True))
+    pairs = list(zip(_leaves(outputs), _leaves(more_outputs), strict=True))
     alike = all(_is_row(a, 2) and _is_row(b, 3) and close(a, b[:2]) for a, b in pairs)
     return rows, fixed and _is_row(activations, 2) and alike
 
@@ -190,7 +193,12 @@ def close(one: Any, other: Any) -> bool:
         scale = float(finite.max()) if finite.numel() else 1.0
         return torch.allclose(a, b, rtol=0, atol=TOLERANCE.get(a.dtype, 1e-4) * scale, equal_nan=True)
 
-    return all(same(a, b) for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True))
+    return all(same(a, b) for a, b in zip(_leaves(one), _leaves(other), strict=True))
+
+
+def _leaves(outputs: Any) -> list[Any]:
+    """What outputs hold; a field that is left empty does not count."""
+    return [leaf for leaf in pytree.tree_leaves(outputs) if leaf is not None]
 
 
 # ---- BatchNorm folding -----------------------------------------------------------------------------------------------
