@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from secateurs._util.modules import to_device
 from secateurs.errors import InvalidInput
 
 
@@ -105,8 +106,8 @@ class Examples:
 
     def batch(self, rows: Tensor | slice, *, device: torch.device | str | None = None) -> Batch:
         """Inputs and targets of the given rows, scaled, on `device` (None: where they are stored)."""
-        inputs = self.scaled(self.inputs[rows].to(device))
-        return Batch(inputs, map_targets(lambda part: part[rows].to(device), self.targets))
+        inputs = self.scaled(to_device(self.inputs[rows], device))
+        return Batch(inputs, map_targets(lambda part: to_device(part[rows], device), self.targets))
 
     def batches(self, size: int, *, device: torch.device | str | None = None) -> Iterator[Batch]:
         """Iterate over all examples in order, `size` at a time; the last batch may be smaller."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from secateurs._util.modules import to_device
 from secateurs.data.dataset import Batch, Examples, Targets, derive, map_targets, seeded, target_parts
 from secateurs.data.loaders import describe_batch, sampled_rows
 from secateurs.errors import DataError, InvalidInput
@@ -128,12 +129,15 @@ class Stream:
             raise DataError(f"{self.name}: got {type(self.loader).__name__}, wanted a loader: an iterable of batches.")
 
     def batches(self, size: int = 0, *, device: torch.device | str | None = None) -> Iterator[Batch]:
-        """Read the loader from its beginning; `size` is ignored, its batches are as they come."""
+        """Read the loader from its beginning, batch by batch; larger ones than `size` in parts, with 0 as they come."""
         empty = True
         for batch in self.loader:
             empty = False
             inputs, targets = self.form.split(batch, self.name)
-            yield Batch(inputs.to(device, non_blocking=True), map_targets(lambda part: part.to(device), targets))
+            for start in range(0, len(inputs), size or max(len(inputs), 1)):
+                rows = slice(start, start + size) if size else slice(None)
+                wanted = map_targets(lambda part, rows=rows: to_device(part[rows], device), targets)  # type: ignore[misc]
+                yield Batch(to_device(inputs[rows], device), wanted)
         if empty:
             raise DataError(f"the {self.name} loader gave no batch: wanted at least one.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -31,7 +32,7 @@ from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import Graph
 from secateurs.metrics import changed, display_name, fingerprints
 from secateurs.pruning.context import NetworkState
-from secateurs.pruning.results import KINDS, Count, ResultFigures, RunResult, Step, Structure
+from secateurs.pruning.results import KINDS, Count, ResultFigures, RunResult, Step, Structure, phase_seconds
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.importance import Importance
 from secateurs.training.resumable import CHECKPOINT
@@ -271,25 +272,26 @@ def _weights_digest(graph: Graph) -> str:
 # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def save_start(journal: Journal, graph: Graph) -> None:
-    """Save the original network, after its structure is journaled."""
-    describe_network(journal, graph)
+def save_start(journal: Journal, graph: Graph, began: float) -> None:
+    """Save the original network, after its structure is journaled; the work began at `began`."""
+    describe_network(journal, graph, began)
     _save(journal, START, graph)
 
 
-def describe_network(journal: Journal, graph: Graph) -> None:
-    """Journal the structure of the original network, once."""
-    journal.once(Structure, lambda: Structure(nodes_from(describe(graph))))
+def describe_network(journal: Journal, graph: Graph, began: float) -> None:
+    """Journal the structure of the original network, once; the work began at `began`."""
+    journal.once(Structure, lambda: Structure(nodes_from(describe(graph)), time.monotonic() - began))
 
 
-def save_step(journal: Journal, state: NetworkState, step: Step) -> Step:
-    """Journal a step, with a checkpoint in place of the earlier one if the network changed."""
+def save_step(journal: Journal, state: NetworkState, step: Step, began: float) -> Step:
+    """Journal a step that began at `began`, with a checkpoint in place of the earlier one if the network changed."""
     earlier = _latest_cut(journal)
     if step.removed and journal.path is not None:
         names = _checkpoint(step.number)
         _save(journal, names[0], state.graph)
         journal.save_tensors(names[1], state.momentum, listed=True)
         step = replace(step, files=journal.file_digests(*(f"{name}.safetensors" for name in names)))
+    step = replace(step, seconds=time.monotonic() - began)
     journal.append(step)
     journal.delete(CHECKPOINT)
     for name in _checkpoint(earlier.number) if step.removed and earlier is not None else ():
@@ -314,15 +316,21 @@ def load_state(journal: Journal, original: Graph) -> NetworkState:
     return replace(state, accuracy=steps[-1].accuracy, loss=steps[-1].loss)
 
 
-def save_result(journal: Journal, result: RunResult) -> None:
-    """Save the smaller network and its plan, and journal the figures."""
-    if journal.path is None:
-        return
-    _save(journal, "pruned", result.graph)
-    with disk_errors(journal.path):
-        result.graph.plan.save(journal.path / "plan.json")
-    files = journal.file_digests("plan.json", "pruned.safetensors")
-    journal.once(ResultFigures, lambda: replace(result.figures(), files=files))
+def save_result(journal: Journal, result: RunResult, began: float) -> RunResult:
+    """Save the smaller network and its plan, and journal the figures, of which the last measurement began at `began`."""
+    files: dict[str, str] = {}
+    if journal.path is not None:
+        _save(journal, "pruned", result.graph)
+        with disk_errors(journal.path):
+            result.graph.plan.save(journal.path / "plan.json")
+        files = journal.file_digests("plan.json", "pruned.safetensors")
+
+    def figures() -> ResultFigures:
+        phases = (*phase_seconds(journal.records), ("final measurement", time.monotonic() - began))
+        return replace(result.figures(), files=files, phases=phases, seconds=sum(seconds for _, seconds in phases))
+
+    found = journal.once(ResultFigures, figures)
+    return replace(result, files=files, phases=found.phases, seconds=found.seconds)
 
 
 def _latest_cut(journal: Journal) -> Step | None:

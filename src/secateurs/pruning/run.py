@@ -56,6 +56,7 @@ from secateurs.selection.latency_widths import fast_widths
 from secateurs.selection.search import Cut
 
 _TIMED, _TIMINGS = 64, 12  # examples at once, and how often, when the speed is measured
+_MEASUREMENTS = 3  # at the end: on the test set, on the validation set, of the speed
 
 
 def chosen_sites(recipe: Recipe, graph: Graph) -> list[str]:
@@ -85,7 +86,7 @@ class Run:
         self._allocation: ChosenAllocation | None = None
         self._curves: Mapping[str, SiteCurve] = {}
         self._last_allocated = ""
-        self._loss_cut = self.state.loss  # right after the current cut
+        self._loss_cut, self._training = self.state.loss, 0.0  # right after the current cut; seconds of training after it
         assert context.acceptance_sets  # too few images for the contract are an error at once
 
     def algorithm1(self) -> Iterator[Step]:
@@ -117,13 +118,20 @@ class Run:
 
     def measure_original(self) -> None:
         """Measure the original network on the validation set, once; also describes it in the journal."""
-        describe_network(self.journal, self.original)
+        describe_network(self.journal, self.original, self._began)
+        whole = self.context.runtime.evaluate
+        values = None if whole is None else whole.count
 
         def measure() -> Start:
-            found = self.context.measured(self.state)
-            return Start(found.accuracy, found.loss)
+            began, found = time.monotonic(), self.context.measured(self.state)
+            return Start(found.accuracy, found.loss, values, time.monotonic() - began)
 
         start = self.journal.once(Start, measure)
+        if start.values != values:
+            raise RunError(
+                f"evaluate gives {values or 1} values, and gave {start.values or 1} when the run was started. Give the one "
+                f"that it was started with, or start a new run."
+            )
         if not self.steps:
             self.state = replace(self.state, accuracy=start.accuracy, loss=start.loss)
 
@@ -213,10 +221,11 @@ class Run:
         return found
 
     def _measure_curve(self, site: Site) -> SiteCurve:
-        number = self.context.progress.number
+        began, number = time.monotonic(), self.context.progress.number
         prepared = self.context.prepare(self.original, site)
         ranking = self._ranked(prepared, number, f"curve-{number:04d}")
-        return measure_curve(self.context, prepared, ranking, self._allowed_widths(self.original, site))
+        found = measure_curve(self.context, prepared, ranking, self._allowed_widths(self.original, site))
+        return replace(found, seconds=time.monotonic() - began)
 
     def _done(self, number: int, name: str) -> bool:
         return any(step.round == number and step.site == name for step in self.steps)
@@ -301,15 +310,17 @@ class Run:
 
     def finetune(self, prepared: PreparedSite, cut: Cut) -> None:
         """Recalibrate and fine-tune the network after a cut, if the recipe asks for that; an allocation's cuts together."""
-        self._loss_cut = self.state.loss
+        self._loss_cut, self._training = self.state.loss, 0.0
         if not cut.m or (self._allocation is not None and prepared.site.name != self._last_allocated):
             return
+        began = time.monotonic()
         self.state = recalibrate(self.context, self.budget, self.state)
         self.state = finetune(self.context, self.budget, self.state, self.step_number)
+        self._training = time.monotonic() - began
 
     def settle(self, prepared: PreparedSite, ranking: Ranking, cut: Cut) -> Step:
         """Journal the step, with a checkpoint if the network changed."""
-        site, before, certification = prepared.site, self._before, self.context.acceptance_sets.certification
+        site, before = prepared.site, self._before
         if self._allocation is not None:
             copy_ranking(self.journal, f"curve-{self.context.progress.number:04d}", f"{self.step_number:04d}")
         parameters, macs = self.context.shares_removed(self.state.graph)
@@ -330,13 +341,14 @@ class Run:
             masks=ranking.masks,
             r2_held_out=ranking.r2_held_out,
             split_half=ranking.split_half,
-            seconds=time.monotonic() - self._entered,
+            seconds=0.0,  # known when the checkpoint is written
+            training_seconds=self._training,
             criterion=ranking.criterion,
             note=ranking.note,
             examples=ranking.examples,
             compared=ranking.compared,
             bound=cut.bound,
-            images=0 if certification is None or cut.bound is None else len(certification),
+            images=0 if cut.bound is None else self.context.acceptance_sets.certifying,
             by_estimate=cut.by_estimate,
             refused=cut.refused,
             answers=tuple(self.budget.answers),
@@ -346,7 +358,7 @@ class Run:
             loss_before=before.loss,
             importance=ranking.importance,
         )
-        self.steps.append(save_step(self.journal, self.state, step))
+        self.steps.append(save_step(self.journal, self.state, step, self._entered))
         self.budget.answers = []
         return self.steps[-1]
 
@@ -356,20 +368,23 @@ class Run:
         """Retrain, then read the test set: once, for the original network and for the smaller one."""
         if any(step.removed for step in self.steps):
             self.state = retrain(self.context, self.budget, self.state, self.step_number)
-        self.result = self._measure_result()
-        save_result(self.journal, self.result)
+        began = time.monotonic()
+        self.result = save_result(self.journal, self._measure_result(), began)
 
     def _measure_result(self) -> RunResult:
         context, graph, original = self.context, self.state.graph, self.original
         test = context.runtime.test if self.data.test is None else self.data.test.ready(context.dtype)
+        context.progress.report("measure", 0, _MEASUREMENTS)
         before, after = (None if test is None else context.evaluate(network, test) for network in (original, graph))
+        context.progress.report("measure", 1, _MEASUREMENTS)
         first, last = (context.measured(NetworkState(network)).accuracy for network in (original, graph))
+        context.progress.report("measure", 2, _MEASUREMENTS)
         classes = [context.by_class(found, test) for found in (before, after) if isinstance(test, Examples) and found]
         cost_before, cost_after = context.cost_before, cost(graph)
         timed = test if isinstance(test, Examples) else context.validation
         return RunResult(
             stopped=self.stopped,
-            metric=display_name(context.runtime.evaluate or context.runtime.metric),
+            metric=display_name(context.runtime.metric) if context.runtime.evaluate is None else context.runtime.evaluate.name,
             search=Change(first, last),
             test=NO_TEST if before is None or after is None else TestChange(before.accuracy, after.accuracy, after.count),
             parameters=Change(cost_before.parameters, cost_after.parameters),
@@ -377,7 +392,7 @@ class Run:
             bytes=Change(cost_before.bytes, cost_after.bytes),
             classes=ClassAccuracies(tuple(self.data.classes), *classes) if classes and all(classes) else ClassAccuracies(),
             latency=self._measure_speed(timed.batch(slice(0, _TIMED)).inputs) if any(s.removed for s in self.steps) else None,
-            seconds=time.monotonic() - self._began,
+            seconds=0.0,  # known when all is saved
             graph=graph,
             steps=tuple(self.steps),
             cost_before=cost_before,
@@ -413,9 +428,9 @@ class Run:
         """Save the current network (see `secateurs.save`)."""
         return save(self.graph, path)
 
-    def save_start(self) -> None:
-        """Save the original network, from which a run is resumed."""
-        save_start(self.journal, self.original)
+    def save_start(self, began: float) -> None:
+        """Save the original network, from which a run is resumed; the work began at `began`."""
+        save_start(self.journal, self.original, began)
 
     def restore(self) -> None:
         """Continue from what the journal and the checkpoints hold."""
