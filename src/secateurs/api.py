@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import inspect
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -30,7 +29,7 @@ from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
 from secateurs.metrics import Measure, check_targets, correct, cross_entropy
 from secateurs.pruning.acceptance import check_contract, contract_of
-from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
+from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.estimate import Estimate, estimate, within_time
 from secateurs.pruning.folder import check_origin, create_folder, example_for, load_start, open_cache, open_folder, provenance
 from secateurs.pruning.results import KINDS, Progress
@@ -78,8 +77,12 @@ class Pruner(Run):
         store: str | Path | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        began, model, notes = time.monotonic(), unwrapped(model), list[str]()
+        clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
         check_device(device)
+        functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
+        for name, given in functions.items():
+            if given is not None and not callable(given):
+                raise InvalidInput(f"{name}: got {type(given).__name__} ({given!r:.40}), wanted a function.")
         owned, streams = not isinstance(train, Data), dict[str, Any]()
         if isinstance(train, Data):
             data = train
@@ -111,7 +114,8 @@ class Pruner(Run):
         journal = Journal(None, KINDS)
         if folder is not None:
             measures = {"loss": loss_fn, "metric": evaluate or metric_fn}
-            known = provenance(graph, data, asked, measures=measures, store=store, origin=origin)
+            again = [name for name, given in (("finetune", finetune), ("test", test)) if given is not None]
+            known = provenance(graph, data, asked, measures=measures, again=again, store=store, origin=origin)
             journal = create_folder(Path(folder), asked, known)
         try:
             if owned and folder is not None:
@@ -119,9 +123,9 @@ class Pruner(Run):
                     save_drawn(data, Path(folder))
             cache = open_cache(journal, store)
             runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, **streams)
-            super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback)))
+            super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback), clock))
             self.notes = notes
-            self.save_start(began)
+            self.save_start()
         except BaseException:
             journal.close()
             raise
@@ -257,6 +261,11 @@ def resume(
             loss, metric = (None if each is None else form.measure(each) for each in (loss, metric))
         loss_fn, metric_fn = loss or cross_entropy, metric or correct
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
+        for name, given in (("finetune", finetune), ("test", test)):
+            if given is None and name in known.get("again", ()):
+                raise RunError(f"{path}: was started with {name}. Give it again: resume(folder, model, {name}=…).")
+        if not isinstance(train, Data) and train is None and (stored.finetune or stored.retrain):
+            raise RunError(f"{path}: its recipe trains on the train loader. Give it again: resume(folder, model, train).")
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
         whole = None if evaluate is None else WholeMetric.of(evaluate, start)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import secateurs as sc
-from secateurs.data import Data, Examples
-from secateurs.errors import DataError, InvalidInput, RunError
+from secateurs.data import Examples
+from secateurs.errors import DataError, InvalidInput
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -148,7 +148,7 @@ def test_batches_and_outputs_may_be_dicts() -> None:
     assert result.macs.removed == pytest.approx(plain.macs.removed)
 
 
-# ---- mistakes
+# ---- mistakes ------------------------------------------------------------------------------------------------------------
 
 
 def test_wrappers_of_torch_are_taken_off() -> None:
@@ -180,24 +180,3 @@ def generator() -> Iterator[tuple[Tensor, Tensor]]:
 def test_mistakes_with_loaders_are_named(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         sc.prune(trained(), *arguments(), **QUICK)
-
-
-def test_other_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"max_drop=1: wanted a fraction below 1: 0.01 is one point"):
-        sc.prune(trained(), *loaders(), max_drop=1)
-    with pytest.raises(InvalidInput, match=r"model: got OrderedDict, wanted an nn\.Module"):
-        sc.prune(trained().state_dict(), *loaders())  # type: ignore[arg-type]
-    (tmp_path / "thesis.tex").write_text("...")
-    with pytest.raises(RunError, match=r"holds other files \(thesis.tex\). Choose an empty or a new folder"):
-        sc.prune(trained(), *loaders(), folder=tmp_path, **QUICK)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    with pytest.raises(InvalidInput, match=r"forward.* did not call the model"):
-        sc.prune(trained(), *loaders(), forward=lambda model, batch: batch[0], **QUICK)
-    data = Data("mine", *digits())
-    with pytest.raises(InvalidInput, match="give no val, test or forward"):
-        sc.prune(trained(), data, loaders()[1])
-
-
-def test_an_untrained_network_is_pointed_out() -> None:
-    result = sc.prune(build(), *loaders(), **QUICK)
-    assert any("it seems untrained" in note for note in result.notes)

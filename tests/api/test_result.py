@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from digit_loaders import QUICK, RECIPE, build, digits, loader, loaders, right, trained
+from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loader, loaders, right, trained
 
 import secateurs as sc
 from secateurs.errors import InvalidInput
+from secateurs.pruning.run import Run
+from torture.journals import entries_of
 
 
 def test_one_call_gives_a_smaller_network_and_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +86,49 @@ def test_a_pruner_is_watched_step_by_step() -> None:
     assert sites == [step.site for step in pruner.finish().steps]
 
 
+def test_both_sets_have_their_figures() -> None:
+    result = sc.prune(trained(), *loaders(), test=loader(digits()[2]), **ONE_CUT)
+    for found, examples in ((result.validation, digits()[1]), (result.test, digits()[2])):
+        assert found.before == pytest.approx(right(trained(), examples))
+        assert found.after == pytest.approx(right(result.model, examples))
+
+
+@pytest.mark.parametrize("folder", [None, "run"])
+def test_the_times_of_the_phases_add_up_to_the_time_that_passed(
+    folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # how long the disk takes for the very last line is not counted
+    recipe = replace(RECIPE, finetune=sc.TrainSettings(epochs=1, lr=0.01), retrain=sc.TrainSettings(epochs=1, lr=0.01))
+    sc.prune(trained(), *loaders(), **ONE_CUT)  # whatever is imported late
+    began = time.monotonic()
+    pruner = sc.Pruner(trained(), *loaders(), recipe=recipe, folder=None if folder is None else tmp_path / folder)
+    for _ in pruner.algorithm1():
+        time.sleep(0.05)  # the user's own time does not count
+        began += 0.05
+    Run._finish(pruner)  # without the report
+    passed = time.monotonic() - began
+    assert pruner.result is not None
+    phases = dict(pruner.result.phases)
+    assert sum(phases.values()) == pytest.approx(pruner.result.seconds)
+    assert pruner.result.seconds == pytest.approx(passed, rel=0.02, abs=0.02)
+    assert all(phases[name] > 0 for name in ("preparation", "curves", "allocation", "steps", "training", "final measurement"))
+    if folder is not None:
+        (end,) = [entry for entry in entries_of(tmp_path / folder) if entry["unit"] == "end"]
+        assert end["seconds"] == pruner.result.seconds
+    pruner.close()
+
+
 def test_modules_are_taken_where_graphs_are() -> None:
-    example = digits()[0].inputs[:2]
-    names = [site.name for site in sc.find_sites(trained(), example)]
-    assert names == [site.name for site in sc.find_sites(sc.trace(trained(), example))]
-    with pytest.raises(InvalidInput, match="Sequential without an example"):
-        sc.find_sites(trained())
+    model, example = trained(), digits()[0].inputs[:2]
+    graph = sc.trace(model, example)
+    assert [site.name for site in sc.find_sites(model, example)] == [site.name for site in sc.find_sites(graph)]
+    assert sc.cost(model, example).macs == sc.cost(graph).macs == 64 * (12 * 9 + 16 * 12 * 9) + 640
+    smaller = sc.compact(graph, {"0": torch.arange(12) < 6})
+    for networks in ((model, smaller), (model, smaller.module), (graph, smaller.module)):
+        timed = sc.latency(*networks, example_input=example, repeats=5, warmup=1)
+        assert timed.batch == 2
+        assert len(timed.speedups) == 1
+    with pytest.raises(InvalidInput, match=r"Sequential without an example.* find_sites\(model, example_input\)"):
+        sc.find_sites(model)
+    with pytest.raises(InvalidInput, match="example"):
+        sc.cost(model)

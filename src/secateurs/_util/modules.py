@@ -103,12 +103,16 @@ class BatchLimit:
     def __init__(self) -> None:
         self.most: int | None = None  # None: no batch was too large yet
 
+    def within(self, batch: int) -> int:
+        """The batch, or the limit if that is smaller."""
+        return batch if self.most is None else min(batch, self.most)
+
     def run(self, batch: int, work: Callable[[int], T]) -> T:
         """Call `work(batch)`; where memory runs out, again with half the batch, which then is the limit of all later calls.
 
         `work` starts from the beginning each time, so that it gives what it gives with the smaller batch.
         """
-        batch = batch if self.most is None else min(batch, self.most)
+        batch = self.within(batch)
         while True:
             try:
                 return work(batch)

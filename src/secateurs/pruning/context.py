@@ -5,6 +5,7 @@ The context has no state of its own: the same network and site give the same ans
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -73,6 +74,22 @@ class ProgressReporter:
             self.callback(Progress(phase, done, total, "" if site is None else site.name, self.number, self.sites, self.round))
 
 
+class Stopwatch:
+    """Counts the seconds of a run's work, one unit after the other, without gaps between them."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Do not count the time that passed since the last unit: it was the caller's own."""
+        self._began = time.monotonic()
+
+    def lap(self) -> float:
+        """The seconds since the last unit ended; the next one begins now."""
+        began, self._began = self._began, time.monotonic()
+        return self._began - began
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedSite:
     """A site of a network with what its repair needs: `graph` has room for it, and computes the same."""
@@ -111,6 +128,7 @@ class PruningContext:
     runtime: Runtime
     journal: Journal = field(default_factory=lambda: Journal(None, {}))
     progress: ProgressReporter = field(default_factory=ProgressReporter)
+    clock: Stopwatch = field(default_factory=Stopwatch)
 
     # ---- examples ----------------------------------------------------------------------------------------------------
 

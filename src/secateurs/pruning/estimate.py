@@ -79,7 +79,7 @@ def estimate(context: PruningContext) -> Estimate:
     if recipe.allocation == "global":
         trials = 10 if recipe.confidence == 0 else 25  # networks that are built and measured
         passes += trials * (len(sites) * repairs + (repairs if recipe.repair == "every-layer" else 0) + validation)
-    speed = _images_a_second(context)
+    speed = context.runtime.limit.run(_TIMED, lambda batch: _images_a_second(context, batch))
     return Estimate(passes / speed + _OVERHEAD * len(sites), round(passes), speed, _bytes(context))
 
 
@@ -113,10 +113,10 @@ def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int
     return float(masks) * (settings.examples if isinstance(settings.examples, int) else pool)
 
 
-def _images_a_second(context: PruningContext) -> float:
+def _images_a_second(context: PruningContext, batch: int) -> float:
     module, best = context.original.module, math.inf
     with on_device(module, context.runtime.device) as place, eval_mode(module), torch.no_grad():
-        inputs = context.validation.batch(slice(0, _TIMED), device=place).inputs
+        inputs = context.validation.batch(slice(0, batch), device=place).inputs
         for _ in range(3):
             began = time.perf_counter()
             module(inputs)

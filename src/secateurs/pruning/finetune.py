@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -41,7 +40,8 @@ def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkS
     chosen = subset(train, min(recipe.recalibrate, len(train)), seed=derive(recipe.seed, "recalibrate"))
 
     def trained() -> NetworkState:
-        recalibrate_(state.graph.module, chosen, batch=recipe.batch, device=context.runtime.device)
+        module, device = state.graph.module, context.runtime.device
+        context.runtime.limit.run(recipe.batch, lambda batch: recalibrate_(module, chosen, batch=max(batch, 2), device=device))
         return context.measured(state)
 
     return _rollback_if_over_budget(budget, state, trained)
@@ -70,10 +70,10 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
             raise RunError(f"{journal.path}: the retrained weights are missing. Restore checkpoints/ from a copy.")
         state.graph.module.load_state_dict(found[0])
         return state
-    began, state = time.monotonic(), _train(context, budget, state, settings, "retrain", step)
+    state = _train(context, budget, state, settings, "retrain", step)
     journal.save_tensors(RETRAINED, state.graph.module.state_dict(), listed=True)
     files = journal.file_digests(f"{RETRAINED}.safetensors")
-    journal.append(Retrained(state.accuracy, state.loss, files, time.monotonic() - began))
+    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap()))
     journal.delete(CHECKPOINT)
     return state
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -31,7 +30,7 @@ from secateurs.graph.sites import Site
 from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import Graph
 from secateurs.metrics import changed, display_name, fingerprints
-from secateurs.pruning.context import NetworkState
+from secateurs.pruning.context import NetworkState, Stopwatch
 from secateurs.pruning.results import KINDS, Count, ResultFigures, RunResult, Step, Structure, phase_seconds
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.importance import Importance
@@ -93,16 +92,18 @@ def provenance(
     recipe: Recipe,
     *,
     measures: Mapping[str, Callable[..., Any]],
+    again: Sequence[str],
     store: str | Path | None,
     origin: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Where network, data and figures of a run come from, as plain values."""
+    """Where network, data and figures of a run come from, as plain values; `again`: what is given again to resume it."""
     return {
         "model": {"class": graph.plan.model, "weights_sha256": _weights_digest(graph), "leaves": list(graph.leaves)},
         "data": data.record(),
         "seed": recipe.seed,
         "measures": {role: display_name(measure) for role, measure in measures.items()},
         "fingerprints": fingerprints(measures),
+        "again": list(again),
         "store": None if store is None else str(Path(store).absolute()),
         "origin": dict(origin or {}),
         **environment(),
@@ -272,26 +273,26 @@ def _weights_digest(graph: Graph) -> str:
 # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def save_start(journal: Journal, graph: Graph, began: float) -> None:
-    """Save the original network, after its structure is journaled; the work began at `began`."""
-    describe_network(journal, graph, began)
+def save_start(journal: Journal, graph: Graph, clock: Stopwatch) -> None:
+    """Save the original network, after its structure is journaled."""
+    describe_network(journal, graph, clock)
     _save(journal, START, graph)
 
 
-def describe_network(journal: Journal, graph: Graph, began: float) -> None:
-    """Journal the structure of the original network, once; the work began at `began`."""
-    journal.once(Structure, lambda: Structure(nodes_from(describe(graph)), time.monotonic() - began))
+def describe_network(journal: Journal, graph: Graph, clock: Stopwatch) -> None:
+    """Journal the structure of the original network, once."""
+    journal.once(Structure, lambda: Structure(nodes_from(describe(graph)), clock.lap()))
 
 
-def save_step(journal: Journal, state: NetworkState, step: Step, began: float) -> Step:
-    """Journal a step that began at `began`, with a checkpoint in place of the earlier one if the network changed."""
+def save_step(journal: Journal, state: NetworkState, step: Step, clock: Stopwatch) -> Step:
+    """Journal a step, with a checkpoint in place of the earlier one if the network changed."""
     earlier = _latest_cut(journal)
     if step.removed and journal.path is not None:
         names = _checkpoint(step.number)
         _save(journal, names[0], state.graph)
         journal.save_tensors(names[1], state.momentum, listed=True)
         step = replace(step, files=journal.file_digests(*(f"{name}.safetensors" for name in names)))
-    step = replace(step, seconds=time.monotonic() - began)
+    step = replace(step, seconds=clock.lap())
     journal.append(step)
     journal.delete(CHECKPOINT)
     for name in _checkpoint(earlier.number) if step.removed and earlier is not None else ():
@@ -316,8 +317,8 @@ def load_state(journal: Journal, original: Graph) -> NetworkState:
     return replace(state, accuracy=steps[-1].accuracy, loss=steps[-1].loss)
 
 
-def save_result(journal: Journal, result: RunResult, began: float) -> RunResult:
-    """Save the smaller network and its plan, and journal the figures, of which the last measurement began at `began`."""
+def save_result(journal: Journal, result: RunResult, clock: Stopwatch) -> RunResult:
+    """Save the smaller network and its plan, and journal the figures; returns them with their times."""
     files: dict[str, str] = {}
     if journal.path is not None:
         _save(journal, "pruned", result.graph)
@@ -326,7 +327,7 @@ def save_result(journal: Journal, result: RunResult, began: float) -> RunResult:
         files = journal.file_digests("plan.json", "pruned.safetensors")
 
     def figures() -> ResultFigures:
-        phases = (*phase_seconds(journal.records), ("final measurement", time.monotonic() - began))
+        phases = (*phase_seconds(journal.records), ("final measurement", clock.lap()))
         return replace(result.figures(), files=files, phases=phases, seconds=sum(seconds for _, seconds in phases))
 
     found = journal.once(ResultFigures, figures)

@@ -7,7 +7,6 @@ curves follows the frontier of predicted loss against saving; the cuts of one of
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -78,9 +77,8 @@ def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[st
 
 def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str, SiteCurve]) -> ChosenAllocation:
     """Try allocations as whole networks."""
-    began, baseline, sets = time.monotonic(), budget.original, context.acceptance_sets
+    baseline, sets = budget.original, context.acceptance_sets
     values, allocations = baseline.values, allocations_for(context, curves)
-    prepared = time.monotonic() - began
     networks: dict[int, Graph] = {}
 
     def network(index: int) -> Graph:
@@ -106,11 +104,7 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
         return Trial("certifying", index, verdict.accepted, upper=verdict.upper)
 
     def once(judge: str, index: int, compute: Callable[[], Trial]) -> Trial:
-        def timed() -> Trial:
-            began, found = time.monotonic(), compute()
-            return replace(found, seconds=time.monotonic() - began)
-
-        return context.journal.once(Trial, timed, judge=judge, place=index)
+        return context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=judge, place=index)
 
     certifies = values is not None and sets.sides is not None
     chosen = choose_allocation(
@@ -121,7 +115,7 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
         images=sets.certifying,
         on_trial=lambda done, of: context.progress.report("divide", done, of),
     )
-    return replace(chosen, seconds=prepared)
+    return replace(chosen, seconds=context.clock.lap())
 
 
 def choose_allocation(

@@ -12,8 +12,6 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from secateurs._util.decode import brief
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
@@ -81,8 +79,7 @@ class Run:
         self.result: RunResult | None = None
         self.stopped = ""  # why no further site is cut
         self._interrupted = False
-        self._began = time.monotonic()
-        self._before, self._entered = self.state, self._began  # the network and the time when the current site was entered
+        self._before = self.state  # the network when the current site was entered
         self._allocation: ChosenAllocation | None = None
         self._curves: Mapping[str, SiteCurve] = {}
         self._last_allocated = ""
@@ -98,6 +95,7 @@ class Run:
             cut = self.remove(site, cut)  # 6: remove the m least important filters
             self.finetune(site, cut)  # 7: fine-tune f on D_train
             yield self.settle(site, ranking, cut)
+            self.context.clock.restart()
 
     def __iter__(self) -> Iterator[Step]:
         if self._interrupted:
@@ -118,13 +116,13 @@ class Run:
 
     def measure_original(self) -> None:
         """Measure the original network on the validation set, once; also describes it in the journal."""
-        describe_network(self.journal, self.original, self._began)
+        describe_network(self.journal, self.original, self.context.clock)
         whole = self.context.runtime.evaluate
         values = None if whole is None else whole.count
 
         def measure() -> Start:
-            began, found = time.monotonic(), self.context.measured(self.state)
-            return Start(found.accuracy, found.loss, values, time.monotonic() - began)
+            found = self.context.measured(self.state)
+            return Start(found.accuracy, found.loss, values, self.context.clock.lap())
 
         start = self.journal.once(Start, measure)
         if start.values != values:
@@ -183,7 +181,7 @@ class Run:
         """The site, prepared; nothing if the current network no longer has it."""
         site = self.context.site(self.state.graph, name)
         if site is not None:
-            self._before, self._entered = self.state, time.monotonic()
+            self._before = self.state
             yield self.context.prepare(self.state.graph, site)
 
     def _sites_of_round(self, number: int) -> tuple[str, ...]:
@@ -221,11 +219,11 @@ class Run:
         return found
 
     def _measure_curve(self, site: Site) -> SiteCurve:
-        began, number = time.monotonic(), self.context.progress.number
+        number = self.context.progress.number
         prepared = self.context.prepare(self.original, site)
         ranking = self._ranked(prepared, number, f"curve-{number:04d}")
         found = measure_curve(self.context, prepared, ranking, self._allowed_widths(self.original, site))
-        return replace(found, seconds=time.monotonic() - began)
+        return replace(found, seconds=self.context.clock.lap())
 
     def _done(self, number: int, name: str) -> bool:
         return any(step.round == number and step.site == name for step in self.steps)
@@ -358,7 +356,7 @@ class Run:
             loss_before=before.loss,
             importance=ranking.importance,
         )
-        self.steps.append(save_step(self.journal, self.state, step, self._entered))
+        self.steps.append(save_step(self.journal, self.state, step, self.context.clock))
         self.budget.answers = []
         return self.steps[-1]
 
@@ -368,8 +366,7 @@ class Run:
         """Retrain, then read the test set: once, for the original network and for the smaller one."""
         if any(step.removed for step in self.steps):
             self.state = retrain(self.context, self.budget, self.state, self.step_number)
-        began = time.monotonic()
-        self.result = save_result(self.journal, self._measure_result(), began)
+        self.result = save_result(self.journal, self._measure_result(), self.context.clock)
 
     def _measure_result(self) -> RunResult:
         context, graph, original = self.context, self.state.graph, self.original
@@ -391,7 +388,7 @@ class Run:
             macs=Change(cost_before.macs, cost_after.macs),
             bytes=Change(cost_before.bytes, cost_after.bytes),
             classes=ClassAccuracies(tuple(self.data.classes), *classes) if classes and all(classes) else ClassAccuracies(),
-            latency=self._measure_speed(timed.batch(slice(0, _TIMED)).inputs) if any(s.removed for s in self.steps) else None,
+            latency=self._measure_speed(timed) if any(step.removed for step in self.steps) else None,
             seconds=0.0,  # known when all is saved
             graph=graph,
             steps=tuple(self.steps),
@@ -399,8 +396,9 @@ class Run:
             cost_after=cost_after,
         )
 
-    def _measure_speed(self, inputs: Tensor) -> MeasuredSpeed:
-        graph, device = self.state.graph, self.context.runtime.device
+    def _measure_speed(self, examples: Examples) -> MeasuredSpeed:
+        graph, device, limit = self.state.graph, self.context.runtime.device, self.context.runtime.limit
+        inputs = examples.batch(slice(0, limit.within(_TIMED))).inputs
         (found,) = latency(self.original, graph, example_input=inputs, repeats=_TIMINGS, device=device).speedups
         return MeasuredSpeed(found.ratio, found.low, found.high, len(inputs), aligning_share(graph, inputs))
 
@@ -428,9 +426,9 @@ class Run:
         """Save the current network (see `secateurs.save`)."""
         return save(self.graph, path)
 
-    def save_start(self, began: float) -> None:
-        """Save the original network, from which a run is resumed; the work began at `began`."""
-        save_start(self.journal, self.original, began)
+    def save_start(self) -> None:
+        """Save the original network, from which a run is resumed."""
+        save_start(self.journal, self.original, self.context.clock)
 
     def restore(self) -> None:
         """Continue from what the journal and the checkpoints hold."""

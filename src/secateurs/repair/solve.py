@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secateurs._util.modules import accumulation_dtype
 from secateurs.graph.channels import ids
 from secateurs.graph.consumers import ELSEWHERE
 
@@ -26,9 +27,9 @@ class Patches:
     places: tuple[int, ...]
 
     def rows(self, images: Tensor, places: Tensor) -> Tensor:
-        """Return the features at flat place numbers in images, each (R,): (G, R, p) in float64."""
+        """Return the features at flat place numbers in images, each (R,): (G, R, p) in the device's finest type."""
         found = self.view[(images, *torch.unravel_index(places, self.places))] if self.places else self.view[images]
-        return F.pad(found.flatten(2).transpose(0, 1).double(), (0, 1), value=1.0)
+        return F.pad(found.flatten(2).transpose(0, 1).to(accumulation_dtype(found.device)), (0, 1), value=1.0)
 
 
 def patches(layer: Any, x: Tensor) -> Patches:
@@ -66,20 +67,21 @@ def _spread_out(layer: Any, x: Tensor) -> Tensor:
 
 
 def target_rows(layer: Any, y: Tensor, images: Tensor, places: Tensor) -> Tensor:
-    """Return the layer's output `y` at flat place numbers in images, each (R,): (G, R, O) in float64."""
+    """Return the layer's output `y` at flat place numbers in images, each (R,): (G, R, O) in the device's finest type."""
+    dtype = accumulation_dtype(y.device)
     if isinstance(layer, nn.Linear):
         y = y if y.dim() > 1 else y[None]
         found = y.flatten(1, -2)[images, places] if y.dim() > 2 else y[images]
-        return found.double()[None]
+        return found.to(dtype)[None]
     y = y if y.dim() > len(layer.kernel_size) + 1 else y[None]
     found = y.flatten(2).transpose(1, 2)[images, places]
-    return torch.unflatten(found.double(), 1, (layer.groups, -1)).transpose(0, 1)
+    return torch.unflatten(found.to(dtype), 1, (layer.groups, -1)).transpose(0, 1)
 
 
 def matrix_of(layer: Any) -> Tensor:
-    """Return the layer's weights with the bias (0 if there is none) in the last row: (G, p, O) in float64."""
-    features = _by_feature(layer, layer.weight.detach().double())
-    bias = torch.zeros_like(features[:, :1]) if layer.bias is None else layer.bias.detach().double()
+    """Return the layer's weights with the bias (0 if there is none) in the last row: (G, p, O) in float64, on the CPU."""
+    features = _by_feature(layer, layer.weight.detach().cpu().double())
+    bias = torch.zeros_like(features[:, :1]) if layer.bias is None else layer.bias.detach().cpu().double()
     return torch.cat([features, bias.view(groups_of(layer), 1, -1)], 1)
 
 
