@@ -151,10 +151,6 @@ def test_batches_and_outputs_may_be_dicts() -> None:
 # ---- mistakes ------------------------------------------------------------------------------------------------------------
 
 
-def test_wrappers_of_torch_are_taken_off() -> None:
-    assert sc.prune(nn.DataParallel(trained()), *loaders(), **QUICK).macs.removed > 0
-
-
 def generator() -> Iterator[tuple[Tensor, Tensor]]:
     yield from loader(digits()[0])
 
