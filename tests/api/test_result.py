@@ -71,9 +71,9 @@ def test_too_few_validation_examples_promise_nothing_and_say_so() -> None:
 def test_a_time_budget_takes_a_cheaper_recipe_and_says_so() -> None:
     pruner = sc.Pruner(trained(), *loaders(), max_drop=0.05)
     needed = pruner.estimate().seconds
-    began = time.monotonic()
+    began = time.process_time()  # other processes do not count
     pruner.finish()
-    assert time.monotonic() - began < 5 * needed  # rather too long than too short, but for what other processes do meanwhile
+    assert needed / 5 < time.process_time() - began < 3 * needed
     short = sc.Pruner(trained(), *loaders(), max_drop=0.05, time_budget=needed / 10)
     assert short.recipe.criterion == "fpgm"
     assert any("may take longer than the time budget" in note for note in short.notes)

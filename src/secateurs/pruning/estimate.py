@@ -22,6 +22,7 @@ from secateurs.graph.node_info import shape_of
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph
 from secateurs.pruning.context import PruningContext, Runtime
+from secateurs.pruning.run import chosen_sites
 from secateurs.repair.observe import CHUNK_BYTES, GRAM_BYTES, gram_size
 from secateurs.scoring.engine.batches import free_memory
 from secateurs.scoring.ensemble import PILOT, ROUNDS
@@ -32,7 +33,7 @@ _CURVE, _COMPARED = 8, 3  # points of a curve; cuts at which a portfolio compare
 _TIMED = 32  # examples
 _NETWORKS = 5  # alive together: the original, a smaller one, one that is repaired, one split at a site
 _ALIVE = 3  # of the largest activations of a batch, and of a layer's moments
-_OVERHEAD = 4.0  # seconds a site for surgery, proofs and least squares of small layers
+_SITE, _CUT = 0.3, 0.05  # seconds for surgery, proofs and least squares of small layers: at a site, and for a cut that is tried
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def within_time(seconds: float, recipe: Recipe, graph: Graph, data: Data, runtim
 def estimate(context: PruningContext) -> Estimate:
     """Time one batch, and count the passes that the recipe may need at all sites, and the bytes."""
     recipe, held_out = context.recipe, len(context.held_out.examples)
-    sites = [site for site in find_sites(context.original, recipe.shortcut) if site.channels > 1]
+    chosen = chosen_sites(recipe, context.original)
+    sites = [site for site in find_sites(context.original, recipe.shortcut) if site.name in chosen and site.channels > 1]
     criteria = recipe.portfolio if recipe.criterion == "portfolio" else (recipe.criterion,)
     pool, validation = len(context.ranker.pool), len(context.validation)
     repairs = 0 if recipe.repair == "none" else 2 * len(context.repair_examples)
@@ -76,11 +78,13 @@ def estimate(context: PruningContext) -> Estimate:
             passes += _SUFFIX * held_out * _CURVE
         else:
             passes += recipe.rounds * (_SUFFIX * math.log2(site.channels + 1) + 1) * validation
+    overhead = _SITE * len(sites)
     if recipe.allocation == "global":
         trials = 10 if recipe.confidence == 0 else 25  # networks that are built and measured
         passes += trials * (len(sites) * repairs + (repairs if recipe.repair == "every-layer" else 0) + validation)
+        overhead += _CUT * trials * len(sites)
     speed = context.runtime.limit.run(_TIMED, lambda batch: _images_a_second(context, batch))
-    return Estimate(passes / speed + _OVERHEAD * len(sites), round(passes), speed, _bytes(context))
+    return Estimate(passes / speed + overhead, round(passes), speed, _bytes(context))
 
 
 def _bytes(context: PruningContext) -> int:
