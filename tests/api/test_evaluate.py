@@ -114,6 +114,18 @@ def in_train_mode(model: nn.Module) -> float:
     return macro_recall(model)
 
 
+def on_meta(model: nn.Module) -> float:
+    found = macro_recall(model)
+    model.to("meta")
+    return found
+
+
+def in_half_precision(model: nn.Module) -> float:
+    found = macro_recall(model)
+    model.half()
+    return found
+
+
 @pytest.mark.parametrize(
     ("evaluate", "error", "message"),
     [
@@ -130,6 +142,8 @@ def in_train_mode(model: nn.Module) -> float:
         (lambda model: torch.tensor([1.0, torch.inf]), NonFinite, "gave 1 NaN or infinite values of 2 for the original"),
         (shuffled, InvalidInput, "other values when it was called again for the same network.* does not shuffle"),
         (in_train_mode, InvalidInput, "changed the network's weights or buffers.* stay in eval mode"),
+        (in_half_precision, InvalidInput, "changed the network's weights or buffers.* Measure a copy"),
+        (on_meta, InvalidInput, "changed the network's weights or buffers.* Measure a copy"),
     ],
 )
 def test_what_is_no_metric_is_an_error_before_anything_is_written(

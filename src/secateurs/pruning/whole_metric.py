@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from secateurs._util.modules import keeping_modes
+from secateurs._util.modules import device_of, keeping_modes
 from secateurs._util.tensors import digest
 from secateurs.errors import InvalidInput, NonFinite
 from secateurs.graph.trace import Graph
@@ -79,12 +79,14 @@ def _key(graph: Graph) -> str:
 
 
 def _called(function: Evaluate, module: nn.Module) -> Tensor:
-    """What the function gives for a network in eval mode, which it must not change; its modes are restored."""
-    before = digest(dict(module.state_dict()))
+    """What the function gives for a network in eval mode, which it must not change; modes and device are restored."""
+    before, place = digest(dict(module.state_dict())), device_of(module)
     with keeping_modes(module):
         module.eval()
         found = function(module)
-    if digest(dict(module.state_dict())) != before:
+    if not any(tensor.is_meta for tensor in module.state_dict().values()):
+        module.to(place)
+    if place != device_of(module) or digest(dict(module.state_dict())) != before:
         raise InvalidInput(
             "evaluate(model) changed the network's weights or buffers: wanted them as they were. Measure a copy, or stay in "
             "eval mode: in train mode BatchNorm changes its statistics."
