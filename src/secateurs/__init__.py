@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from secateurs.api import Pruner, Result, prune, resume
+    from secateurs.api import Pruner, prune, resume
     from secateurs.compaction import Verification, compact, replay, verify
     from secateurs.compaction.serialization import load, save
     from secateurs.config import Recipe, TrainSettings, read_recipe
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from secateurs.graph.sites import Site, Unprunable, find_site, find_sites
     from secateurs.graph.trace import Graph, trace
     from secateurs.pruning.results import Step
+    from secateurs.report.result import Result
     from secateurs.scoring.ensemble import Ensemble, score_masks
     from secateurs.scoring.importance import Importance, fit_importance, fit_pairs, scores
     from secateurs.scoring.masks import sample_masks
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 # Names are loaded when they are first used: importing torch takes seconds, which `secateurs --help` should not.
 _HOMES = {
-    "api": ("Pruner", "Result", "prune", "resume"),
+    "api": ("Pruner", "prune", "resume"),
     "compaction": ("Verification", "compact", "replay", "verify"),
     "compaction.serialization": ("load", "save"),
     "criteria": ("criterion",),
@@ -40,6 +41,7 @@ _HOMES = {
     "graph.sites": ("Site", "Unprunable", "find_site", "find_sites"),
     "graph.trace": ("Graph", "trace"),
     "pruning.results": ("Step",),
+    "report.result": ("Result",),
     "scoring.ensemble": ("Ensemble", "score_masks"),
     "scoring.importance": ("Importance", "fit_importance", "fit_pairs", "scores"),
     "scoring.masks": ("sample_masks",),

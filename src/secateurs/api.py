@@ -1,11 +1,12 @@
-"""The public entry points: `prune` a network in one call, watch a `Pruner` step by step, `resume` a run; and their `Result`."""
+"""The public entry points: `prune` a network in one call, watch a `Pruner` step by step, `resume` a run."""
 
 from __future__ import annotations
 
 import glob
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -13,117 +14,34 @@ from typing import Any
 
 from torch import nn
 
+from secateurs._util.format import size
 from secateurs._util.journal import Journal, disk_errors
-from secateurs._util.modules import Device, device_of, eval_mode
+from secateurs._util.modules import Device, check_device, device_of, eval_mode, unwrapped
 from secateurs._util.terminal import clock
-from secateurs.compaction.serialization import save
-from secateurs.config import Recipe
+from secateurs.config import Recipe, declarations
 from secateurs.criteria import as_criterion
 from secateurs.data.dataset import class_labels, derive
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
 from secateurs.data.forms import PAIR, Forward
 from secateurs.data.splits import Data, refuse_nonfinite
-from secateurs.errors import InvalidInput, RunError
-from secateurs.graph.plan import Plan
+from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
 from secateurs.metrics import Measure, check_targets, correct, cross_entropy, output_loss
 from secateurs.pruning.acceptance import check_contract, contract_of
-from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
-from secateurs.pruning.estimate import Estimate, estimate
+from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
+from secateurs.pruning.estimate import Estimate, estimate, within_time
 from secateurs.pruning.folder import check_origin, create_folder, example_for, load_start, open_cache, open_folder, provenance
-from secateurs.pruning.results import KINDS, Progress, RunResult
+from secateurs.pruning.results import KINDS, Progress
 from secateurs.pruning.run import Run, chosen_sites
+from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 from secateurs.report import Plots, plots, write_report
 from secateurs.report.progress import RunWatcher, display
+from secateurs.report.result import Result
 from secateurs.scoring.cache import MeasurementCache
 
 Ignore = Sequence[str | nn.Module | type[nn.Module]]
 """Layers that keep all their filters: by pattern of names, by module, or by type."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Result(RunResult):
-    """The smaller network, and all that is known about it. `print(result)` says what matters in four lines."""
-
-    max_drop: float = field(metadata={"journal": False})
-    confidence: float = field(metadata={"journal": False})  # of the bound; 0: nothing is promised
-    notes: tuple[str, ...] = field(metadata={"journal": False})
-    folder: Path | None = field(metadata={"journal": False})
-    records: tuple[Any, ...] = field(metadata={"journal": False}, repr=False)  # of the journal
-    recipe: Recipe = field(metadata={"journal": False}, repr=False)
-
-    @property
-    def model(self) -> nn.Module:
-        """The smaller network: an ordinary module, to be called, trained, saved."""
-        return self.graph.module
-
-    @property
-    def plan(self) -> Plan:
-        """The filters that were removed, in the original network's numbers."""
-        return self.graph.plan
-
-    @property
-    def accuracy_before(self) -> float:
-        """The metric of the original network, on the test set if one was given, else on the validation set."""
-        return self.test.before if self.test.count else self.search.before
-
-    @property
-    def accuracy_after(self) -> float:
-        """The metric of the smaller network, on the same set."""
-        return self.test.after if self.test.count else self.search.after
-
-    @property
-    def bound(self) -> float | None:
-        """Upper bound on the drop, at `confidence`; None: nothing is promised."""
-        return next((step.bound for step in reversed(self.steps) if step.bound is not None), None)
-
-    def save(self, path: str | Path) -> Path:
-        """Save the network as safetensors, to be loaded by `secateurs.load`."""
-        return save(self.graph, path)
-
-    def export(self, path: str | Path) -> Path:
-        """Write the network for use without secateurs: NAME.onnx, NAME.pt2, or a folder of plain source."""
-        from secateurs.export import to_onnx, to_pt2, to_source
-
-        path = Path(path)
-        write = {".onnx": to_onnx, ".pt2": to_pt2, "": to_source}.get(path.suffix)
-        if write is None:
-            raise InvalidInput(f"export: got {path.name!r}, wanted a name that ends in .onnx or .pt2, or a folder for source.")
-        write(self.graph, path)
-        return path
-
-    def report(self) -> Path | None:
-        """Write the report into the run folder; None for a run without one."""
-        return None if self.folder is None else write_report(self.folder)
-
-    @property
-    def plot(self) -> Plots:
-        """The figures of the run, for notebooks."""
-        return plots(self.records if self.folder is None else self.folder, recipe=self.recipe)
-
-    def __str__(self) -> str:
-        speed = "" if self.latency is None else f", {self.latency.summary()} here in eager mode"
-        kept = f" It is kept in {self.folder}." if self.folder is not None else ""
-        if self.bound is not None:
-            promise = f"At {100 * self.confidence:g} % confidence the drop is at most {self._amount(self.bound)}."
-        elif self.macs.removed == 0 and self.parameters.removed == 0:
-            promise = (
-                f"No filter can be removed within a drop of {self._amount(self.max_drop)}: allow more, or give more examples."
-            )
-        else:
-            promise = f"Nothing is promised: the drop of {self._amount(self.max_drop)} was allowed by point estimates."
-        lines = [
-            f"{100 * self.macs.removed:.1f} % of the MACs and {100 * self.parameters.removed:.1f} % of the parameters "
-            f"are removed{speed}.",
-            f"{self.summary().split('removed, ', 1)[1].capitalize()}.",
-            promise,
-            f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
-        ]
-        return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
-
-    def _amount(self, drop: float) -> str:
-        return f"{100 * drop:.2f} points" if self.metric == "accuracy" else f"{drop:.4g}"
 
 
 class Pruner(Run):
@@ -142,7 +60,7 @@ class Pruner(Run):
         macs: float | None = None,
         parameters: float | None = None,
         test: Any = None,
-        evaluate: Callable[[nn.Module], float] | None = None,
+        evaluate: Evaluate | None = None,
         finetune: Callable[..., Any] | None = None,
         criterion: str | Callable[..., Any] | None = None,
         forward: Forward | None = None,
@@ -159,7 +77,12 @@ class Pruner(Run):
         store: str | Path | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        model, notes = _unwrapped(model), list[str]()
+        clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
+        check_device(device)
+        functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
+        for name, given in functions.items():
+            if given is not None and not callable(given):
+                raise InvalidInput(f"{name}: got {type(given).__name__} ({given!r:.40}), wanted a function.")
         if evaluate is not None and test is not None:
             raise InvalidInput(
                 "evaluate measures a set of its own, and cannot measure the test set: give no test, and measure result.model "
@@ -182,9 +105,6 @@ class Pruner(Run):
             data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
         notes += data.notes
         asked = _recipe(recipe, criterion, max_drop=max_drop, target_macs=macs, target_parameters=parameters)
-        if evaluate is not None and asked.confidence:
-            asked = replace(asked, confidence=0.0)
-            notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = _without_ignored(asked, graph, model, ignore)
         chosen_sites(asked, graph)  # an error here leaves no folder
@@ -193,22 +113,27 @@ class Pruner(Run):
             form.measure(metric, correct),
         )
         _check_data(graph, data, loss_fn, metric_fn, evaluate)
-        asked = _feasible(asked, data, trains=finetune is not None, given=recipe is not None, notes=notes)
+        whole = None if evaluate is None else WholeMetric.of(evaluate, graph)
+        if whole is not None and whole.count is None and asked.confidence:
+            asked = replace(asked, confidence=0.0)
+            notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
+        asked = _feasible(asked, data, whole, trains=finetune is not None, given=recipe is not None, notes=notes)
         if time_budget is not None:
-            runtime = Runtime(loss_fn, metric_fn, device, MeasurementCache(), None)
-            asked = _within(time_budget, asked, graph, data, runtime, notes)
+            runtime = Runtime(loss_fn, metric_fn, device, MeasurementCache(), None, whole)
+            asked = within_time(time_budget, asked, graph, data, runtime, notes)
         journal = Journal(None, KINDS)
         if folder is not None:
             measures = {"loss": loss_fn, "metric": evaluate or metric_fn}
-            known = provenance(graph, data, asked, measures=measures, store=store, origin=origin)
+            again = [name for name, given in (("finetune", finetune), ("test", test)) if given is not None]
+            known = provenance(graph, data, asked, measures=measures, again=again, store=store, origin=origin)
             journal = create_folder(Path(folder), asked, known)
         try:
             if owned and folder is not None:
                 with disk_errors(Path(folder)):
                     data = save_drawn(data, Path(folder), whole=form.whole or form.gives_loss)
             cache = open_cache(journal, store)
-            runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, **streams)
-            super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback)))
+            runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, **streams)
+            super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback), clock))
             self.notes = notes
             self.save_start()
         except BaseException:
@@ -283,15 +208,22 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     `train`, `val` and `test` are loaders: any iterables of batches that can be read more than once, streamed and never copied
     whole. Batches are (inputs, targets), or dicts with the arguments of the model and labels; for others give
     `forward(model, batch)`, `loss(outputs, batch)` and `metric(outputs, batch)`, one value for each example, higher = better.
-    `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed.
-    `evaluate(model) -> float` replaces the metric by one of the whole validation set, `finetune(model)` is the user's own
-    training after the cuts, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that
-    keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all
-    other settings; without one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` goes on after a crash.
+    `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed. `evaluate(model)`
+    replaces the metric by one of the whole validation set: one number, with which point estimates decide, or a tensor (N,) with
+    a value for each example, whose mean is then certified as a metric is. `finetune(model)` is the user's own training after
+    the cuts, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that keep all filters.
+    With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all other settings;
+    without one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` continues after a crash.
 
     All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
     `progress=False`; `callback` gets every `Progress`.
     """
+    known = inspect.signature(Pruner).parameters
+    for name in options:
+        if name in declarations(Recipe) and name not in known:
+            raise InvalidInput(f"prune: {name} is a field of the recipe. Give recipe=Recipe.best({name}=…).")
+        if name not in known:
+            raise InvalidInput(f"prune: unknown option {name!r}.{suggest(name, known)}")
     with _shown(progress, options.pop("callback", None)) as (callback, follow):
         return follow(Pruner(model, train, val, callback=callback, **options))
 
@@ -304,7 +236,7 @@ def resume(
     *,
     recipe: Recipe | None = None,
     test: Any = None,
-    evaluate: Callable[[nn.Module], float] | None = None,
+    evaluate: Evaluate | None = None,
     finetune: Callable[..., Any] | None = None,
     criterion: Callable[..., Any] | None = None,
     forward: Forward | None = None,
@@ -321,7 +253,8 @@ def resume(
     again only where the recipe trains or own measures take whole batches, `test` where a test set was given. Own callables are
     given again.
     """
-    path, model = Path(folder), _unwrapped(model)
+    path, model = Path(folder), unwrapped(model)
+    check_device(device)
     if criterion is not None:
         as_criterion(criterion)
     journal, stored, known = open_folder(path)
@@ -338,9 +271,15 @@ def resume(
             form.measure(metric, correct),
         )
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
+        for name, given in (("finetune", finetune), ("test", test)):
+            if given is None and name in known.get("again", ()):
+                raise RunError(f"{path}: was started with {name}. Give it again: resume(folder, model, {name}=…).")
+        if not isinstance(train, Data) and train is None and (stored.finetune or stored.retrain):
+            raise RunError(f"{path}: its recipe trains on the train loader. Give it again: resume(folder, model, train).")
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
-        runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, **streams)
+        whole = None if evaluate is None else WholeMetric.of(evaluate, start)
+        runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, **streams)
         return Pruner._resumed(PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback)))
     except BaseException:
         journal.close()
@@ -364,9 +303,11 @@ def _shown(
         def follow(pruner: Pruner) -> Result:
             watchers.append(RunWatcher(screen, pruner.recipe, pruner.steps))
             if progress:
-                found, place = pruner.estimate(), device_of(pruner.graph.module)
-                speed = f"{found.images_a_second:,.0f} images a second on {pruner.context.runtime.device or place}"
-                screen.line(f"At {speed} this takes roughly {clock(found.seconds)}, without training.")
+                found, place = pruner.estimate(), pruner.context.runtime.device or device_of(pruner.graph.module)
+                screen.line(
+                    f"Pruning on {place}, at {found.images_a_second:,.0f} images a second: this takes roughly "
+                    f"{clock(found.seconds)}, without training, and up to {size(found.bytes)} of memory besides the data."
+                )
             shown = 0
             for step in pruner:
                 for note in pruner.notes[shown:]:
@@ -393,31 +334,18 @@ def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, *
     return Recipe.best(**known) if recipe is None else replace(recipe, **known)
 
 
-def _feasible(recipe: Recipe, data: Data, *, trains: bool, given: bool, notes: list[str]) -> Recipe:
+def _feasible(recipe: Recipe, data: Data, whole: WholeMetric | None, *, trains: bool, given: bool, notes: list[str]) -> Recipe:
     """The recipe, without its promise where the validation set is too small for it and no recipe was given."""
+    count = len(data.search) if whole is None or whole.count is None else whole.count
+    contract, labels = contract_of(recipe, trains=trains), class_labels(data.search.targets)
     try:
-        check_contract(data.search, contract_of(recipe, trains=trains), seed=derive(recipe.seed, "certify"))
+        check_contract(count, labels, contract, seed=derive(recipe.seed, "certify"))
     except InvalidInput as error:
         if given:
             raise
         notes.append(f"nothing is promised: {str(error).split('. ')[0]}; point estimates decide")
         return replace(recipe, confidence=0.0)
     return recipe
-
-
-def _within(seconds: float, recipe: Recipe, graph: Graph, data: Data, runtime: Runtime, notes: list[str]) -> Recipe:
-    """The recipe, or a cheaper one where it may take longer than `seconds`: criteria of weights, then the simpler repair."""
-    cheaper: dict[str, Any] = {"criterion": "fpgm", "allocation": recipe.allocation}
-    for one in (recipe, replace(recipe, **cheaper), replace(recipe, **cheaper, repair="none")):
-        needed = estimate(PruningContext(graph, data, one, runtime)).seconds
-        if needed <= seconds:
-            break
-    if one is not recipe:
-        chosen = f"criterion {one.criterion!r} and repair {one.repair!r} are used"
-        notes.append(f"the recipe may take longer than the time budget of {clock(seconds)}: {chosen}")
-    if needed > seconds:
-        notes.append(f"even so it takes up to {clock(needed)} on this machine")
-    return one
 
 
 def _without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ignore) -> Recipe:
@@ -442,24 +370,9 @@ def _without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ign
     return replace(recipe, sites=tuple(glob.escape(site.name) for site in sites))
 
 
-def _check_data(
-    graph: Graph, data: Data, loss_fn: Measure, metric: Measure, evaluate: Callable[[nn.Module], float] | None
-) -> None:
+def _check_data(graph: Graph, data: Data, loss_fn: Measure, metric: Measure, evaluate: Evaluate | None) -> None:
     """Refuse data that the network or our own loss and metric cannot take, before anything is written."""
     refuse_nonfinite(data)
     with eval_mode(graph.module):
         measures = {"loss": loss_fn} if evaluate is not None else {"loss": loss_fn, "metric": metric}
         check_targets(data, graph.module(*graph.example), measures)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The network itself, without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"model: got {type(model).__name__}, wanted an nn.Module.")
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner

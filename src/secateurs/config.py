@@ -14,7 +14,7 @@ from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import tomli_w
@@ -100,8 +100,21 @@ _KINDS: dict[Any, tuple[type, str, str]] = {
 }
 
 
+def _refuse_unknown(kind: Any, fields: dict[str, Any], where: str, prefix: str = "") -> None:
+    known = declarations(kind)
+    for name in fields:
+        if name not in known:
+            raise RecipeError(f"{where}: unknown field {brief(repr(prefix + name))}.{suggest(brief(name), known)}")
+
+
 class _Checked:
     """Settings whose fields are checked by their declarations; numbers become plain ints and floats, lists tuples."""
+
+    def __new__(cls, *values: Any, **fields: Any) -> Self:
+        if values:
+            raise RecipeError(f"{cls.__name__}({brief(repr(values[0]))}): wanted fields by name, such as max_drop=0.01.")
+        _refuse_unknown(cls, fields, cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -121,7 +134,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         return value
     shown = brief(repr(value))
     if not kinds:
-        raise RecipeError(f"{name} = {shown}: wanted one of {', '.join(choices)}.{suggest(brief(value), choices)}")
+        raise RecipeError(f"{name} = {shown}: wanted one of {', '.join(choices)}.{suggest(brief(value), choices, listed=True)}")
     (kind,) = kinds
     if kind in _KINDS:
         if isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool)):
@@ -336,7 +349,12 @@ class Recipe(EnsembleSettings):
     recalibrate: int | None = setting(
         None, "Training examples on which BatchNorm statistics are measured again after every cut.", "training", low=1
     )
-    batch: int = setting(256, "Examples at once while scoring and searching.", "scoring", low=1)
+    batch: int = setting(256, "Examples at once while scoring and searching; fewer where memory runs out.", "scoring", low=1)
+    scoring_precision: Precision = setting(
+        "float32",
+        "Precision of the passes that score masks (autocast); accuracies are measured in the network's own.",
+        "scoring",
+    )
     seed: int = setting(0, "Seed of everything random.", "scoring")
 
     @staticmethod
@@ -358,7 +376,9 @@ class Recipe(EnsembleSettings):
         for field, name in (("criterion", self.criterion), *(("portfolio", name) for name in self.portfolio)):
             allowed = [other for other in CRITERIA if other != field]  # a portfolio holds no portfolio
             if name not in allowed:
-                raise RecipeError(f"{field} = {name!r}: wanted one of {', '.join(allowed)}.{suggest(name, allowed)}")
+                raise RecipeError(
+                    f"{field} = {name!r}: wanted one of {', '.join(allowed)}.{suggest(name, allowed, listed=True)}"
+                )
         by_repair = self.criterion == "obs" or set(self.portfolio) <= {"obs"}
         everywhere = self.allocation == "global"
         if not self.portfolio:
@@ -451,10 +471,7 @@ def _overridden(fields: dict[str, Any], overrides: dict[str, Any], where: str) -
 
 
 def _made(kind: Any, fields: dict[str, Any], where: str, prefix: str = "") -> Any:
-    known = declarations(kind)
-    for name in fields:
-        if name not in known:
-            raise RecipeError(f"{where}: unknown field {brief(repr(prefix + name))}.{suggest(brief(name), known)}")
+    _refuse_unknown(kind, fields, where, prefix)
     try:
         return kind(**fields)
     except InvalidInput as error:

@@ -70,17 +70,24 @@ class RunError(SecateursError):
     """A run folder is locked, damaged, unwritable, or was started with other settings."""
 
 
+class OutOfMemory(SecateursError):
+    """A device has not enough memory for a single example."""
+
+
 class TrainingError(SecateursError):
     """Training diverged, or cannot continue from its checkpoint."""
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Text to append to an error: ' Did you mean …?' with the nearest known names, or all of a short list."""
+def suggest(name: str, known: Iterable[str], *, listed: bool = False) -> str:
+    """Text to append to an error: ' Did you mean …?' with the nearest known names, or else some of them all.
+
+    `listed`: the error names them all anyway.
+    """
     names = list(known)
     near = get_close_matches(name, names, n=3, cutoff=0.5)
     if near:
         return f" Did you mean {', '.join(map(repr, near))}?"
-    if not names:
+    if not names or listed:
         return ""
     shown = ", ".join(map(repr, names[:8]))
     return f" Known: {shown}{', …' if len(names) > 8 else ''}."

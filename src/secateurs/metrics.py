@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from secateurs._util.modules import Device, eval_mode, on_device
+from secateurs._util.modules import Device, accumulation_dtype, eval_mode, on_device
 from secateurs.data.dataset import Examples
 from secateurs.data.splits import Data
 from secateurs.data.storage import Rows, Storage
@@ -111,7 +111,7 @@ def values(module: nn.Module, examples: Examples, measure: Measure, *, batch: in
     """The measure of every example, float64 (N,) on the CPU; it must give one value for each."""
     with on_device(module, device) as place, eval_mode(module):
         batches = examples.batches(batch, device=place)
-        found = [per_example(measure(module(*each.args), each.targets), each.size).cpu() for each in batches]
+        found = [per_example(measure(module(*each.args), each.targets), each.size).cpu().double() for each in batches]
     return torch.cat(found)
 
 
@@ -135,7 +135,10 @@ def _collected(
 
 
 def per_example(values: Tensor, count: int) -> Tensor:
-    """One float64 value for each of `count` examples, the mean over further dimensions; a mean alone is refused."""
+    """One value for each of `count` examples, the mean over further dimensions, float64 if the device has it.
+
+    A mean alone is refused.
+    """
     if _tensor(values).ndim == 0 or len(values) != count:
         raise InvalidInput(
             f"a loss or metric gave a tensor of shape {tuple(values.shape)} for {count} examples: wanted one value for each "
@@ -143,7 +146,7 @@ def per_example(values: Tensor, count: int) -> Tensor:
             f"confidence = 0 and no worst_class, and for a loss with estimator = 'losses', adaptive = false and "
             f"scoring_examples = 'all' or a number."
         )
-    return values.double().reshape(count, -1).mean(1)
+    return values.to(accumulation_dtype(values.device)).reshape(count, -1).mean(1)
 
 
 def total(values: Tensor, count: int) -> Tensor:

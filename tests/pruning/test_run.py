@@ -87,7 +87,7 @@ def test_a_run_gives_a_smaller_network_that_reloads_to_the_reported_accuracy(tmp
     outcome = run.finish()
     assert_same_bits(before, model.state_dict())
     assert [step.number for step in steps] == list(range(1, len(steps) + 1))
-    assert {event.phase for event in seen} == {"score", "search", "finetune", "retrain"}
+    assert {event.phase for event in seen} == {"score", "search", "finetune", "retrain", "measure"}
     assert outcome.cost_after.parameters == sum(p.numel() for p in outcome.graph.module.parameters())
     assert outcome.cost_after.parameters < outcome.cost_before.parameters
     again = load(perceptron(), tmp_path / "run" / "pruned.safetensors")

@@ -48,7 +48,8 @@ class ResidualNet(nn.Module):
 
 def without_times(folder: Path) -> list[dict[str, Any]]:
     """The entries of a run's journal without what was measured by a clock."""
-    return [{k: v for k, v in entry.items() if k not in ("seconds", "latency")} for entry in entries_of(folder)]
+    times = ("seconds", "training_seconds", "phases", "latency")
+    return [{k: v for k, v in entry.items() if k not in times} for entry in entries_of(folder)]
 
 
 def differing_file(one: Path, other: Path) -> str | None:

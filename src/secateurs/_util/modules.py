@@ -1,21 +1,41 @@
-"""Device and training mode of modules, changed inside a block and restored after it."""
+"""Device and training mode of modules, changed inside a block and restored after it; what a device has, and what fits it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from secateurs.errors import InvalidInput, OutOfMemory
 
 Device = str | torch.device | None
 """None: the module's own device."""
+
+WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
+
+T = TypeVar("T")
 
 
 def device_of(module: nn.Module) -> torch.device:
     """Device of the module's first parameter or buffer; the CPU if it has none."""
     first = next((t for t in [*module.parameters(), *module.buffers()]), None)
     return torch.device("cpu") if first is None else first.device
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The network itself, without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model: got {type(model).__name__}, wanted an nn.Module.")
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
 
 
 @contextmanager
@@ -51,3 +71,58 @@ def on_device(module: nn.Module, device: Device) -> Iterator[torch.device]:
     finally:
         if target != original:
             module.to(original)
+
+
+def check_device(device: Device) -> None:
+    """Refuse a device that torch does not know, or that this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises one or another, by kind of device
+        first = str(error).partition("\n")[0]
+        raise InvalidInput(
+            f"device: got {str(device)!r}, which cannot be used here ({first}). Leave device out to stay on the model's "
+            f"own, or give 'cpu'."
+        ) from error
+
+
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """The finest floating-point type that the device computes in: float64, or float32 where it has none."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def to_device(tensor: Tensor, device: Device) -> Tensor:
+    """The tensor on `device` (None: where it is); copies to CUDA come from pinned memory, and do not wait."""
+    if device is None or torch.device(device).type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class BatchLimit:
+    """The largest batch that fits into the device's memory, as far as it is known; all measurements of a run share it."""
+
+    def __init__(self) -> None:
+        self.most: int | None = None  # None: no batch was too large yet
+
+    def within(self, batch: int) -> int:
+        """The batch, or the limit if that is smaller."""
+        return batch if self.most is None else min(batch, self.most)
+
+    def run(self, batch: int, work: Callable[[int], T]) -> T:
+        """Call `work(batch)`; where memory runs out, again with half the batch, which then is the limit of all later calls.
+
+        `work` starts from the beginning each time, so that it gives what it gives with the smaller batch.
+        """
+        batch = self.within(batch)
+        while True:
+            try:
+                return work(batch)
+            except torch.OutOfMemoryError as error:
+                if batch == 1:
+                    raise OutOfMemory(
+                        "the device has not enough memory for a single example. Use a device with more memory, smaller inputs, "
+                        "or the CPU (device='cpu')."
+                    ) from error
+            # outside of the handler, where the error no longer holds what its frames had in memory
+            self.most = batch = batch // 2
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()

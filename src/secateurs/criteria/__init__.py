@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -111,7 +111,11 @@ def score_filters(name: str, evaluator: SiteEvaluator, examples: Examples | None
     if name not in CRITERIA:
         raise InvalidInput(f"criterion: got {name!r}.{suggest(name, CRITERIA)}")
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.long))
-    coef = CRITERIA[name](CriterionContext(evaluator, nothing if examples is None else examples, seed)).detach().cpu().double()
+    data = nothing if examples is None else examples
+    found = evaluator.limit.run(
+        evaluator.batch, lambda batch: CRITERIA[name](CriterionContext(replace(evaluator, batch=batch), data, seed))
+    )
+    coef = found.detach().cpu().double()
     unknown = torch.tensor(torch.nan, dtype=torch.float64)
     return Importance(coef, unknown, torch.full_like(coef, torch.nan), unknown, unknown, unknown)
 

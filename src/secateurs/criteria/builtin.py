@@ -103,7 +103,7 @@ def taylor(context: CriterionContext) -> Tensor:
             activations, *carried = parts.prefix(*batch.args)
             slopes = _slopes(parts.suffix, activations, tuple(carried), batch.targets, evaluator.measure)
             by_channel = (activations * slopes).movedim(parts.axis, 1).reshape(batch.size, site.channels, -1).sum(2)
-            changes += by_channel.abs().double().sum(0).cpu()
+            changes += by_channel.abs().cpu().double().sum(0)
     return changes / len(examples)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from secateurs._util.modules import to_device
 from secateurs.data.storage import Rows, Storage
 from secateurs.errors import InvalidInput
 
@@ -152,7 +153,7 @@ class Examples:
 
     def batch(self, rows: Tensor | slice, *, device: torch.device | str | None = None) -> Batch:
         """Inputs and targets of the given rows, scaled, on `device` (None: where they are stored)."""
-        found = self.stored.mapped(lambda part: part[rows].to(device))
+        found = self.stored.mapped(lambda part: to_device(part[rows], device))
         return Batch(self.scaled(found.inputs), found.targets)
 
     def batches(self, size: int, *, device: torch.device | str | None = None) -> Iterator[Batch]:

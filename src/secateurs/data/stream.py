@@ -25,6 +25,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from secateurs._util.modules import to_device
 from secateurs.data.dataset import Batch, Examples, derive, seeded
 from secateurs.data.forms import PAIR, BatchForm
 from secateurs.data.storage import Rows, Storage
@@ -72,9 +73,12 @@ class Stream:
             )
 
     def batches(self, size: int = 0, *, device: torch.device | str | None = None) -> Iterator[Batch]:
-        """Read the loader from its beginning; `size` is ignored, its batches are as they come."""
+        """Read the loader from its beginning, batch by batch; larger ones than `size` in parts, with 0 as they come."""
         for batch in self.raw():
-            yield self.form.split(batch, self.name).mapped(lambda part: part.to(device, non_blocking=True))
+            found = self.form.split(batch, self.name)
+            for start in range(0, found.size, size or max(found.size, 1)):
+                rows = slice(start, start + size) if size else slice(None)
+                yield found.mapped(lambda part, rows=rows: to_device(part[rows], device))  # type: ignore[misc]
 
     @property
     def length(self) -> int | None:

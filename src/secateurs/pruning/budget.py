@@ -61,7 +61,7 @@ class AccuracyBudget:
     def spent(self) -> bool:
         """Whether nothing can be certified any more: the first refusal was final."""
         sets = self.context.acceptance_sets
-        return sets.certification is not None and sets.contract.chance(self.earlier_answers()) == 0
+        return sets.sides is not None and sets.contract.chance(self.earlier_answers()) == 0
 
     def allows(self, accuracy: float, *, baseline: float) -> bool:
         """Whether an accuracy is within the drop from `baseline`."""
@@ -71,7 +71,7 @@ class AccuracyBudget:
         """Whether the network keeps the budget of this site; the certification images are asked where there are any."""
         counted = self.original if self.context.recipe.budget == "run" else self._at_this_site
         assert counted is not None
-        if counted.values is None or self.context.acceptance_sets.certification is None:
+        if counted.values is None or self.context.acceptance_sets.sides is None:
             return self.allows(state.accuracy, baseline=counted.accuracy)
         if not self.context.predicted(state.graph, counted.values).by_estimate:
             return False  # the search images say so, which costs nothing: certification need not be asked
@@ -95,8 +95,10 @@ class AccuracyBudget:
         """
         counted, site = self.baseline(state), prepared.site
 
-        def measure(keep: Tensor) -> float:
-            return self.context.whole_metric(self.context.compacted(prepared, keep, verify=False)[0])
+        def measure(keep: Tensor) -> Tensor:
+            whole = self.context.runtime.evaluate
+            assert whole is not None
+            return whole(self.context.compacted(prepared, keep, verify=False)[0])
 
         def find() -> SiteCut:
             context, trials = self.context, count(1)

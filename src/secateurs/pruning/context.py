@@ -5,16 +5,17 @@ The context has no state of its own: the same network and site give the same ans
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from secateurs._util.journal import Journal
-from secateurs._util.modules import Device, keeping_modes
+from secateurs._util.modules import BatchLimit, Device
 from secateurs._util.tensors import digest
 from secateurs.compaction import compact
 from secateurs.config import Recipe
@@ -22,20 +23,22 @@ from secateurs.criteria.ranking import Ranker, Ranking, rank
 from secateurs.data.dataset import Examples, class_labels, derive
 from secateurs.data.splits import Data, subset
 from secateurs.data.stream import Stream
-from secateurs.errors import InvalidInput
 from secateurs.graph.cost import Cost, cost
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site, find_site, find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, evaluate, loss, values, with_answers
-from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, contract_of, split_acceptance_sets
+from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
 from secateurs.pruning.results import Progress
+from secateurs.pruning.whole_metric import WholeMetric
 from secateurs.repair import Reconstruction, Repair, apply_, observe, prepare, refit_
 from secateurs.scoring import OnScored
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.selection.contract import Contract, Verdict
 from secateurs.training import carry_momentum
+
+T = TypeVar("T")
 
 _HELD_OUT = 1024  # examples tell orders and curves apart well enough; the search images may be many more
 
@@ -49,10 +52,11 @@ class Runtime:
     device: Device
     cache: MeasurementCache
     cache_bytes: int | None  # of activations kept while masks are scored; None: a quarter of the free memory
-    evaluate: Callable[[nn.Module], float] | None = None  # of the user: the metric of the whole validation set
+    evaluate: WholeMetric | None = None  # of the user: the metric of the whole validation set
     finetune: Callable[..., Any] | None = None  # of the user: trains the network after cuts
     train: Stream | None = None  # what the recipe's own training reads; None: the training examples in memory
     test: Stream | None = None  # read at the end; None: the test examples in memory, if there are any
+    limit: BatchLimit = field(default_factory=BatchLimit)  # of the recipe's batch, where memory runs out
 
 
 @dataclass(eq=False)
@@ -68,6 +72,22 @@ class ProgressReporter:
         """Report that `done` of `total` units of a phase are done."""
         if self.callback is not None:
             self.callback(Progress(phase, done, total, "" if site is None else site.name, self.number, self.sites, self.round))
+
+
+class Stopwatch:
+    """Counts the seconds of a run's work, one unit after the other, without gaps between them."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Do not count the time that passed since the last unit: it was the caller's own."""
+        self._began = time.monotonic()
+
+    def lap(self) -> float:
+        """The seconds since the last unit ended; the next one begins now."""
+        began, self._began = self._began, time.monotonic()
+        return self._began - began
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +128,7 @@ class PruningContext:
     runtime: Runtime
     journal: Journal = field(default_factory=lambda: Journal(None, {}))
     progress: ProgressReporter = field(default_factory=ProgressReporter)
+    clock: Stopwatch = field(default_factory=Stopwatch)
 
     # ---- examples ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +151,14 @@ class PruningContext:
     def acceptance_sets(self) -> AcceptanceSets:
         """The validation images, divided into those that search and those that certify."""
         seed = derive(self.recipe.seed, "certify")
-        return split_acceptance_sets(self.validation, self.contract, self.runtime.metric, seed=seed)
+        return split_acceptance_sets(
+            self.validation,
+            self.contract,
+            self.runtime.metric,
+            seed=seed,
+            whole=self.runtime.evaluate,
+            others=self.data.train,
+        )
 
     @cached_property
     def held_out(self) -> HeldOut:
@@ -165,7 +193,12 @@ class PruningContext:
 
     def _answered(self, examples: Examples) -> Examples:
         """The same examples with the original network's outputs as targets."""
-        return with_answers(examples, self.original.module, batch=self.recipe.batch, device=self.runtime.device)
+        device = self.runtime.device
+        return self._batched(lambda batch: with_answers(examples, self.original.module, batch=batch, device=device))
+
+    def _batched(self, work: Callable[[int], T]) -> T:
+        """Work in batches of the recipe's size, or as many examples as fit into memory."""
+        return self.runtime.limit.run(self.recipe.batch, work)
 
     @cached_property
     def repair_examples(self) -> Examples:
@@ -185,15 +218,17 @@ class PruningContext:
         if self.recipe.repair == "none":
             return PreparedSite(graph, site, None)
         prepared = prepare(graph, [site])
-        found = observe(
-            prepared,
-            site.name,
-            self.repair_examples,
-            # once fine-tuned, the network no longer aims at the original's outputs
-            original=self.original if self.recipe.finetune is None else None,
-            batch=self.recipe.batch,
-            device=self.runtime.device,
-            seed=derive(self.recipe.seed, "repair"),
+        found = self._batched(
+            lambda batch: observe(
+                prepared,
+                site.name,
+                self.repair_examples,
+                # once fine-tuned, the network no longer aims at the original's outputs
+                original=self.original if self.recipe.finetune is None else None,
+                batch=batch,
+                device=self.runtime.device,
+                seed=derive(self.recipe.seed, "repair"),
+            )
         )
         if not found.layers and not found.sums:  # all consumers of the site are too large, or of a kind that is left alone
             return PreparedSite(graph, site, None)
@@ -203,7 +238,14 @@ class PruningContext:
         """Measures masks of the site by `measure`, the network repaired under each mask if the recipe repairs."""
         runtime, repair = self.runtime, prepared.reconstruction
         found = SiteEvaluator(
-            prepared.graph, prepared.site, measure, runtime.cache, self.recipe.batch, runtime.device, runtime.cache_bytes
+            prepared.graph,
+            prepared.site,
+            measure,
+            runtime.cache,
+            self.recipe.batch,
+            runtime.device,
+            runtime.cache_bytes,
+            limit=runtime.limit,
         )
         if repair is None:
             return found
@@ -221,7 +263,7 @@ class PruningContext:
         """Rank the site's filters by the recipe's criterion, least important first."""
         return rank(
             self.recipe.criterion,
-            self.evaluator(prepared, self.runtime.loss_fn),
+            replace(self.evaluator(prepared, self.runtime.loss_fn), precision=self.recipe.scoring_precision),
             self.ranker,
             reconstruction=prepared.reconstruction,
             step=step,
@@ -242,10 +284,14 @@ class PruningContext:
         """The network with every layer solved against the original, if the recipe wants that; else `graph` itself."""
         if self.recipe.repair != "every-layer":
             return graph
-        fresh = copied(graph)
         seed, device = derive(self.recipe.seed, "refit"), self.runtime.device
-        refit_(fresh, self.original, self.repair_examples, batch=self.recipe.batch, device=device, seed=seed)
-        return fresh
+
+        def refit(batch: int) -> Graph:
+            fresh = copied(graph)
+            refit_(fresh, self.original, self.repair_examples, batch=batch, device=device, seed=seed)
+            return fresh
+
+        return self._batched(refit)
 
     # ---- whole networks ----------------------------------------------------------------------------------------------
 
@@ -261,32 +307,20 @@ class PruningContext:
 
     def evaluate(self, graph: Graph, examples: Examples | Stream) -> Evaluation:
         """Loss and accuracy of a network."""
-        runtime, batch = self.runtime, self.recipe.batch
-        return evaluate(
-            graph.module, examples, loss_fn=runtime.loss_fn, metric=runtime.metric, batch=batch, device=runtime.device
+        loss_fn, metric, device = self.runtime.loss_fn, self.runtime.metric, self.runtime.device
+        return self._batched(
+            lambda batch: evaluate(graph.module, examples, loss_fn=loss_fn, metric=metric, batch=batch, device=device)
         )
 
     def measured(self, state: NetworkState) -> NetworkState:
         """The same network with its accuracy and loss on the validation set."""
-        if self.runtime.evaluate is None:
+        whole, loss_fn, device = self.runtime.evaluate, self.runtime.loss_fn, self.runtime.device
+        if whole is None:
             found = self.evaluate(state.graph, self.validation)
             return replace(state, accuracy=found.accuracy, loss=found.loss)
-        runtime, batch = self.runtime, self.recipe.batch
-        mean = loss(state.graph.module, self.validation, loss_fn=runtime.loss_fn, batch=batch, device=runtime.device)
-        return replace(state, accuracy=self.whole_metric(state.graph), loss=mean)
-
-    def whole_metric(self, graph: Graph) -> float:
-        """The user's metric of the whole validation set; the network gets its mode back."""
-        assert self.runtime.evaluate is not None
-        with keeping_modes(graph.module):
-            graph.module.eval()
-            found = self.runtime.evaluate(graph.module)
-        try:
-            return float(found)
-        except (TypeError, ValueError) as error:
-            raise InvalidInput(
-                f"evaluate(model) returned a {type(found).__name__}, wanted one number: higher is better."
-            ) from error
+        module = state.graph.module
+        mean = self._batched(lambda batch: loss(module, self.validation, loss_fn=loss_fn, batch=batch, device=device))
+        return replace(state, accuracy=float(whole(state.graph).mean()), loss=mean)
 
     def with_cut(self, state: NetworkState, prepared: PreparedSite, keep: Tensor) -> NetworkState:
         """The smaller network, repaired if the recipe repairs, and measured; keeps the momentum of the weights it keeps.
@@ -312,18 +346,25 @@ class PruningContext:
     def baseline_values(self, graph: Graph) -> BaselineValues | None:
         """The metric of a network on every acceptance image, to count drops from; None where only means count."""
         sets = self.acceptance_sets
-        return None if sets.by_means else sets.values(graph.module, batch=self.recipe.batch, device=self.runtime.device)
+        if sets.by_means:
+            return None
+        return BaselineValues(
+            self._values(graph, "search"), None if sets.sides is None else self._values(graph, "certification")
+        )
 
     def predicted(self, graph: Graph, start: BaselineValues) -> Verdict:
         """What the search images predict that certification will say of a network; may be asked any number of times."""
-        return self.acceptance_sets.predict(start, self._values(graph, self.acceptance_sets.search))
+        return self.acceptance_sets.predict(start, self._values(graph, "search"))
 
     def certified(self, graph: Graph, start: BaselineValues, answers: list[bool]) -> Verdict:
         """What the certification images say of a network, after `answers`; the caller appends the new answer to them."""
-        sets = self.acceptance_sets
-        assert sets.certification is not None
-        return sets.promise(start, answers).certify(self._values(graph, sets.certification))
+        return self.acceptance_sets.promise(start, answers).certify(self._values(graph, "certification"))
 
-    def _values(self, graph: Graph, examples: Examples) -> Tensor:
-        metric = self.acceptance_sets.metric
-        return values(graph.module, examples, metric, batch=self.recipe.batch, device=self.runtime.device)
+    def _values(self, graph: Graph, side: Side) -> Tensor:
+        """The metric of a network on every acceptance image of one side, float64 (N,)."""
+        sets, device = self.acceptance_sets, self.runtime.device
+        if sets.whole is not None:
+            return sets.side_of(sets.whole(graph), side)
+        examples = sets.search if side == "search" else sets.certification
+        assert examples is not None
+        return self._batched(lambda batch: values(graph.module, examples, sets.metric, batch=batch, device=device))

@@ -1,23 +1,39 @@
-"""Roughly how long a run takes, before it starts: the passes that it may need times the measured time of one."""
+"""Roughly how long a run takes, and how much memory, before it starts; and a cheaper recipe where it takes too long.
+
+The time is that of the passes that it may need times the measured time of one. The memory is that of the largest things that
+are alive together: networks, cached activations, a batch on its way, and the moments of a repair.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from secateurs._util.modules import eval_mode, on_device
-from secateurs.config import MOST_PAIRS
+from secateurs._util.modules import device_of, eval_mode, on_device
+from secateurs._util.terminal import clock
+from secateurs.config import MOST_PAIRS, Recipe
+from secateurs.data.splits import Data
+from secateurs.graph.cost import WEIGHTED, cost
+from secateurs.graph.node_info import shape_of
 from secateurs.graph.sites import find_sites
-from secateurs.pruning.context import PruningContext
+from secateurs.graph.trace import Graph
+from secateurs.pruning.context import PruningContext, Runtime
+from secateurs.pruning.run import chosen_sites
+from secateurs.repair.observe import CHUNK_BYTES, GRAM_BYTES, gram_size
+from secateurs.scoring.engine.batches import free_memory
+from secateurs.scoring.ensemble import PILOT, ROUNDS
 
 _BACK = 3  # passes that an image counts whose gradient is wanted
 _SUFFIX = 0.6  # share of the network behind a site, on average: what precedes it runs once
 _CURVE, _COMPARED = 8, 3  # points of a curve; cuts at which a portfolio compares orders
 _TIMED = 32  # examples
-_OVERHEAD = 4.0  # seconds a site for surgery, proofs and least squares of small layers
+_NETWORKS = 5  # alive together: the original, a smaller one, one that is repaired, one split at a site
+_ALIVE = 3  # of the largest activations of a batch, and of a layer's moments
+_SITE, _CUT = 0.3, 0.05  # seconds for surgery, proofs and least squares of small layers: at a site, and for a cut that is tried
 
 
 @dataclass(frozen=True)
@@ -27,12 +43,29 @@ class Estimate:
     seconds: float
     passes: int  # images brought through the network
     images_a_second: float
+    bytes: int  # besides the data and torch itself
+
+
+def within_time(seconds: float, recipe: Recipe, graph: Graph, data: Data, runtime: Runtime, notes: list[str]) -> Recipe:
+    """The recipe, or a cheaper one where it may take longer than `seconds`: criteria of weights, then the simpler repair."""
+    cheaper: dict[str, Any] = {"criterion": "fpgm", "allocation": recipe.allocation}
+    for one in (recipe, replace(recipe, **cheaper), replace(recipe, **cheaper, repair="none")):
+        needed = estimate(PruningContext(graph, data, one, runtime)).seconds
+        if needed <= seconds:
+            break
+    if one is not recipe:
+        chosen = f"criterion {one.criterion!r} and repair {one.repair!r} are used"
+        notes.append(f"the recipe may take longer than the time budget of {clock(seconds)}: {chosen}")
+    if needed > seconds:
+        notes.append(f"even so it takes up to {clock(needed)} on this machine")
+    return one
 
 
 def estimate(context: PruningContext) -> Estimate:
-    """Time one batch, and count the passes that the recipe may need at all sites."""
+    """Time one batch, and count the passes that the recipe may need at all sites, and the bytes."""
     recipe, held_out = context.recipe, len(context.held_out.examples)
-    sites = [site for site in find_sites(context.original, recipe.shortcut) if site.channels > 1]
+    chosen = chosen_sites(recipe, context.original)
+    sites = [site for site in find_sites(context.original, recipe.shortcut) if site.name in chosen and site.channels > 1]
     criteria = recipe.portfolio if recipe.criterion == "portfolio" else (recipe.criterion,)
     pool, validation = len(context.ranker.pool), len(context.validation)
     repairs = 0 if recipe.repair == "none" else 2 * len(context.repair_examples)
@@ -45,11 +78,28 @@ def estimate(context: PruningContext) -> Estimate:
             passes += _SUFFIX * held_out * _CURVE
         else:
             passes += recipe.rounds * (_SUFFIX * math.log2(site.channels + 1) + 1) * validation
+    overhead = _SITE * len(sites)
     if recipe.allocation == "global":
         trials = 10 if recipe.confidence == 0 else 25  # networks that are built and measured
         passes += trials * (len(sites) * repairs + (repairs if recipe.repair == "every-layer" else 0) + validation)
-    speed = _images_a_second(context)
-    return Estimate(passes / speed + _OVERHEAD * len(sites), round(passes), speed)
+        overhead += _CUT * trials * len(sites)
+    speed = context.runtime.limit.run(_TIMED, lambda batch: _images_a_second(context, batch))
+    return Estimate(passes / speed + overhead, round(passes), speed, _bytes(context))
+
+
+def _bytes(context: PruningContext) -> int:
+    """What is alive together at most; activations that are cached stay within their budget."""
+    recipe, runtime, original = context.recipe, context.runtime, context.original
+    dims = [shape_of(node).dims for node in original.module.graph.nodes]
+    largest = max((math.prod(known[1:]) for known in dims if known), default=1) * context.dtype.itemsize  # of one example
+    measured = len(context.held_out.examples) if recipe.allocation == "global" else len(context.validation)
+    scored = min(max(MOST_PAIRS // (2 * ROUNDS), PILOT), len(context.ranker.pool))
+    device = device_of(original.module) if runtime.device is None else torch.device(runtime.device)
+    budget = free_memory(device) // 4 if runtime.cache_bytes is None else runtime.cache_bytes
+    grams = [gram_size(layer) for layer in original.module.modules() if isinstance(layer, WEIGHTED)]
+    repair = 0 if recipe.repair == "none" else _ALIVE * (max((g for g in grams if g <= GRAM_BYTES), default=0) + CHUNK_BYTES)
+    batch = min(recipe.batch, max(measured, scored))
+    return _NETWORKS * cost(original).bytes + min(budget, largest * max(measured, scored)) + _ALIVE * largest * batch + repair
 
 
 def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int) -> float:
@@ -67,10 +117,10 @@ def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int
     return float(masks) * (settings.examples if isinstance(settings.examples, int) else pool)
 
 
-def _images_a_second(context: PruningContext) -> float:
+def _images_a_second(context: PruningContext, batch: int) -> float:
     module, best = context.original.module, math.inf
     with on_device(module, context.runtime.device) as place, eval_mode(module), torch.no_grad():
-        timed = context.validation.batch(slice(0, _TIMED), device=place)
+        timed = context.validation.batch(slice(0, batch), device=place)
         for _ in range(3):
             began = time.perf_counter()
             module(*timed.args)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from secateurs._util.modules import device_of, keeping_modes
 from secateurs._util.tensors import first_non_finite
@@ -25,6 +26,7 @@ from secateurs.pruning.context import NetworkState, PruningContext
 from secateurs.pruning.results import Retrained
 from secateurs.training import recalibrate_
 from secateurs.training.resumable import CHECKPOINT, train_resumably_
+from secateurs.training.state import named_tensors
 
 RETRAINED = "checkpoints/retrained"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -38,7 +40,8 @@ def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkS
     chosen = subset(train, min(recipe.recalibrate, len(train)), seed=derive(recipe.seed, "recalibrate"))
 
     def trained() -> NetworkState:
-        recalibrate_(state.graph.module, chosen, batch=recipe.batch, device=context.runtime.device)
+        module, device = state.graph.module, context.runtime.device
+        context.runtime.limit.run(recipe.batch, lambda batch: recalibrate_(module, chosen, batch=max(batch, 2), device=device))
         return context.measured(state)
 
     return _rollback_if_over_budget(budget, state, trained)
@@ -69,32 +72,78 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
         return state
     state = _train(context, budget, state, settings, "retrain", step)
     journal.save_tensors(RETRAINED, state.graph.module.state_dict(), listed=True)
-    journal.append(Retrained(state.accuracy, state.loss, journal.file_digests(f"{RETRAINED}.safetensors")))
+    files = journal.file_digests(f"{RETRAINED}.safetensors")
+    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap()))
     journal.delete(CHECKPOINT)
     return state
 
 
 def _train_by_user(context: PruningContext, state: NetworkState, train: Callable[..., Any], step: int) -> NetworkState:
-    """Call the user's training, and check what it leaves: the same parameters, finite, where they were."""
+    """Call the user's training, put right what is harmless, and refuse what is not: see `_Before`."""
     module = state.graph.module
-    before, place = {name: tuple(p.shape) for name, p in module.named_parameters()}, device_of(module)
     wanted = [p for p in inspect.signature(train).parameters.values() if p.kind in _POSITIONAL and p.default is p.empty]
     context.progress.report("finetune", 0, 1)
+    before = _Before(module)
     with keeping_modes(module), torch.enable_grad():
-        train(module, step) if len(wanted) > 1 else train(module)
-    module.to(place)
-    after = {name: tuple(p.shape) for name, p in module.named_parameters()}
-    if after != before:
-        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        returned = train(module, step) if len(wanted) > 1 else train(module)
+    if isinstance(returned, nn.Module) and returned is not module:
         raise TrainingError(
-            f"finetune changed the parameters {', '.join(changed[:3])} of the network: wanted the same names and shapes. Train "
-            f"the network that is given in place."
+            f"finetune returned another network (a {type(returned).__name__}): wanted the given one trained in place. Copy the "
+            f"weights back: model.load_state_dict(trained.state_dict())."
         )
-    wrong = first_non_finite(dict(module.named_parameters()))
-    if wrong is not None:
-        raise TrainingError(f"finetune left NaN or infinite values in {wrong!r}: lower its learning rate.")
+    before.restore_or_refuse_()
     context.progress.report("finetune", 1, 1)
     return context.measured(replace(state, momentum={}))
+
+
+class _Before:
+    """A network before the user's training: its layers, tensors, flags and hooks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.place = module, device_of(module)
+        self.layers = {name: type(part) for name, part in module.named_modules()}
+        self.tensors = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(module).items()}
+        self.finite = {name for name, t in named_tensors(module).items() if first_non_finite({name: t}) is None}
+        self.flags = {name: p.requires_grad for name, p in module.named_parameters()}
+        self.hooks = [(hooks, dict(hooks)) for part in module.modules() for hooks in _hooks_of(part)]
+
+    def restore_or_refuse_(self) -> None:
+        """Restore device, types, gradients and hooks; TrainingError for other layers, shapes, or values that are lost."""
+        module = self.module
+        self._refuse_others({name: type(part) for name, part in module.named_modules()}, self.layers, "layers")
+        now = named_tensors(module)
+        shapes = {name: shape for name, (shape, _) in self.tensors.items()}
+        self._refuse_others({name: tuple(t.shape) for name, t in now.items()}, shapes, "parameters")
+        if lost := [name for name, tensor in now.items() if tensor.is_meta]:
+            raise TrainingError(
+                f"finetune left {lost[0]!r} on the meta device, which holds no values: wanted the trained weights. Move the "
+                f"network with .to(device), not .to_empty or .to('meta')."
+            )
+        module.to(self.place)
+        for name, tensor in named_tensors(module).items():
+            tensor.data = tensor.data.to(self.tensors[name][1])
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(self.flags[name])
+            parameter.grad = None
+        for hooks, known in self.hooks:
+            hooks.clear()
+            hooks.update(known)
+        wrong = first_non_finite({name: t for name, t in named_tensors(module).items() if name in self.finite})
+        if wrong is not None:
+            raise TrainingError(f"finetune left NaN or infinite values in {wrong!r}: lower its learning rate.")
+
+    def _refuse_others(self, now: Mapping[str, object], before: Mapping[str, object], what: str) -> None:
+        changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        if changed:
+            raise TrainingError(
+                f"finetune changed the {what} {', '.join(changed[:3])} of the network: wanted the same names and shapes. Train "
+                f"the network that is given in place."
+            )
+
+
+def _hooks_of(part: nn.Module) -> list[dict[int, Any]]:
+    """The dictionaries in which torch keeps a module's hooks."""
+    return [hooks for name, hooks in vars(part).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
 
 
 def _train(
@@ -121,7 +170,7 @@ def _train(
         )
         found = replace(state, momentum=dict(history.momentum))
         last = history.epochs[-1] if history.epochs else None
-        if last is None or last.search_accuracy is None or last.search_loss is None:
+        if last is None or last.search_accuracy is None or last.search_loss is None or runtime.evaluate is not None:
             return context.measured(found)
         return replace(found, accuracy=last.search_accuracy, loss=last.search_loss)  # measured after its last epoch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -30,8 +30,8 @@ from secateurs.graph.sites import Site
 from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import Graph, like_network
 from secateurs.metrics import changed, display_name, fingerprints
-from secateurs.pruning.context import NetworkState
-from secateurs.pruning.results import KINDS, Count, ResultFigures, RunResult, Step, Structure
+from secateurs.pruning.context import NetworkState, Stopwatch
+from secateurs.pruning.results import KINDS, Count, ResultFigures, RunResult, Step, Structure, phase_seconds
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.importance import Importance
 from secateurs.training.resumable import CHECKPOINT
@@ -92,16 +92,18 @@ def provenance(
     recipe: Recipe,
     *,
     measures: Mapping[str, Callable[..., Any]],
+    again: Sequence[str],
     store: str | Path | None,
     origin: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Where network, data and figures of a run come from, as plain values."""
+    """Where network, data and figures of a run come from, as plain values; `again`: what is given again to resume it."""
     return {
         "model": {"class": graph.plan.model, "weights_sha256": _weights_digest(graph), "leaves": list(graph.leaves)},
         "data": data.record(),
         "seed": recipe.seed,
         "measures": {role: display_name(measure) for role, measure in measures.items()},
         "fingerprints": fingerprints(measures),
+        "again": list(again),
         "store": None if store is None else str(Path(store).absolute()),
         "origin": dict(origin or {}),
         **environment(),
@@ -267,18 +269,18 @@ def _weights_digest(graph: Graph) -> str:
 # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def save_start(journal: Journal, graph: Graph) -> None:
+def save_start(journal: Journal, graph: Graph, clock: Stopwatch) -> None:
     """Save the original network, after its structure is journaled."""
-    describe_network(journal, graph)
+    describe_network(journal, graph, clock)
     _save(journal, START, graph)
 
 
-def describe_network(journal: Journal, graph: Graph) -> None:
+def describe_network(journal: Journal, graph: Graph, clock: Stopwatch) -> None:
     """Journal the structure of the original network, once."""
-    journal.once(Structure, lambda: Structure(nodes_from(describe(graph))))
+    journal.once(Structure, lambda: Structure(nodes_from(describe(graph)), clock.lap()))
 
 
-def save_step(journal: Journal, state: NetworkState, step: Step) -> Step:
+def save_step(journal: Journal, state: NetworkState, step: Step, clock: Stopwatch) -> Step:
     """Journal a step, with a checkpoint in place of the earlier one if the network changed."""
     earlier = _latest_cut(journal)
     if step.removed and journal.path is not None:
@@ -286,6 +288,7 @@ def save_step(journal: Journal, state: NetworkState, step: Step) -> Step:
         _save(journal, names[0], state.graph)
         journal.save_tensors(names[1], state.momentum, listed=True)
         step = replace(step, files=journal.file_digests(*(f"{name}.safetensors" for name in names)))
+    step = replace(step, seconds=clock.lap())
     journal.append(step)
     journal.delete(CHECKPOINT)
     for name in _checkpoint(earlier.number) if step.removed and earlier is not None else ():
@@ -310,15 +313,21 @@ def load_state(journal: Journal, original: Graph) -> NetworkState:
     return replace(state, accuracy=steps[-1].accuracy, loss=steps[-1].loss)
 
 
-def save_result(journal: Journal, result: RunResult) -> None:
-    """Save the smaller network and its plan, and journal the figures."""
-    if journal.path is None:
-        return
-    _save(journal, "pruned", result.graph)
-    with disk_errors(journal.path):
-        result.graph.plan.save(journal.path / "plan.json")
-    files = journal.file_digests("plan.json", "pruned.safetensors")
-    journal.once(ResultFigures, lambda: replace(result.figures(), files=files))
+def save_result(journal: Journal, result: RunResult, clock: Stopwatch) -> RunResult:
+    """Save the smaller network and its plan, and journal the figures; returns them with their times."""
+    files: dict[str, str] = {}
+    if journal.path is not None:
+        _save(journal, "pruned", result.graph)
+        with disk_errors(journal.path):
+            result.graph.plan.save(journal.path / "plan.json")
+        files = journal.file_digests("plan.json", "pruned.safetensors")
+
+    def figures() -> ResultFigures:
+        phases = (*phase_seconds(journal.records), ("final measurement", clock.lap()))
+        return replace(result.figures(), files=files, phases=phases, seconds=sum(seconds for _, seconds in phases))
+
+    found = journal.once(ResultFigures, figures)
+    return replace(result, files=files, phases=found.phases, seconds=found.seconds)
 
 
 def _latest_cut(journal: Journal) -> Step | None:

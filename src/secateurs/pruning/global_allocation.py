@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import NonFinite, RunError
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.pruning.budget import AccuracyBudget, Baseline
+from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PreparedSite, PruningContext
 from secateurs.pruning.results import ChosenAllocation, SiteCurve, Trial
 from secateurs.selection.allocation import Allocation, Curve, frontier
@@ -64,7 +65,7 @@ def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[st
 
     Every trial is journaled, and so is the choice: a killed run repeats none of them.
     """
-    found = context.journal.once(ChosenAllocation, lambda: _choose(context, budget.original, curves))
+    found = context.journal.once(ChosenAllocation, lambda: _choose(context, budget, curves))
     wrong = [name for name, m in found.removed.items() if name not in curves or m >= len(curves[name].original)]
     if wrong:
         raise RunError(
@@ -74,9 +75,10 @@ def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[st
     return found
 
 
-def _choose(context: PruningContext, baseline: Baseline, curves: Mapping[str, SiteCurve]) -> ChosenAllocation:
+def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str, SiteCurve]) -> ChosenAllocation:
     """Try allocations as whole networks."""
-    allocations, values, sets = allocations_for(context, curves), baseline.values, context.acceptance_sets
+    baseline, sets = budget.original, context.acceptance_sets
+    values, allocations = baseline.values, allocations_for(context, curves)
     networks: dict[int, Graph] = {}
 
     def network(index: int) -> Graph:
@@ -87,8 +89,10 @@ def _choose(context: PruningContext, baseline: Baseline, curves: Mapping[str, Si
 
     def measure(index: int) -> Trial:
         if values is None:
-            whole = context.runtime.evaluate is not None
-            found = context.whole_metric(network(index)) if whole else context.evaluate(network(index), sets.search).accuracy
+            whole = context.runtime.evaluate
+            found = (
+                context.evaluate(network(index), sets.search).accuracy if whole is None else float(whole(network(index)).mean())
+            )
             within = round(baseline.accuracy - found, 12) <= context.recipe.max_drop
             return Trial("steering", index, within, found, within)
         verdict = context.predicted(network(index), values)
@@ -100,17 +104,18 @@ def _choose(context: PruningContext, baseline: Baseline, curves: Mapping[str, Si
         return Trial("certifying", index, verdict.accepted, upper=verdict.upper)
 
     def once(judge: str, index: int, compute: Callable[[], Trial]) -> Trial:
-        return context.journal.once(Trial, compute, judge=judge, place=index)
+        return context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=judge, place=index)
 
-    certifies = values is not None and sets.certification is not None
-    return choose_allocation(
+    certifies = values is not None and sets.sides is not None
+    chosen = choose_allocation(
         allocations,
         lambda index: once("steering", index, lambda: measure(index)),
         (lambda index, answers: once("certifying", index, lambda: ask(index, answers))) if certifies else None,
         growth=COARSE if sets.contract.reserve else FINE,
-        images=0 if sets.certification is None else len(sets.certification),
+        images=sets.certifying,
         on_trial=lambda done, of: context.progress.report("divide", done, of),
     )
+    return replace(chosen, seconds=context.clock.lap())
 
 
 def choose_allocation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -11,6 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from secateurs._util.journal import records_of
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.cost import Cost
 from secateurs.graph.latency import SpeedUp
@@ -31,7 +32,7 @@ Files = Mapping[str, str]
 class Progress:
     """Where a run is, many times a step: `done` of `total` units of a phase."""
 
-    phase: str  # "score", "curve", "search", "divide", "finetune", "retrain"
+    phase: str  # "score", "curve", "search", "divide", "finetune", "retrain", "measure"
     done: int
     total: int
     site: str = ""
@@ -45,6 +46,7 @@ class Structure:
     """The layers of the original network and how they are connected (see `graph.structure`)."""
 
     nodes: tuple[Node, ...]
+    seconds: Seconds = 0.0  # to draw the data and to trace the network
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Start:
 
     accuracy: float
     loss: float
+    values: Count | None = None  # that the user's evaluate gives, one for each example; None: not its kind, or no evaluate
+    seconds: Seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,7 @@ class Step:
     loss_cut: float | None  # right after the cut, before any training; None: no cut
     baseline: float  # that `drop` counts from: as the allowed drop does; for a cut of an allocation the accuracy before it
     loss_before: float
+    training_seconds: Seconds = 0.0  # of `seconds`
     files: Files = field(default_factory=dict)
     importance: Any = field(default=None, metadata={"journal": False})  # Importance, PairImportance, or None if read back
 
@@ -142,6 +147,7 @@ class Retrained:
     accuracy: float
     loss: float
     files: Files = field(default_factory=dict)
+    seconds: Seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,7 @@ class Trial:
     accuracy: float | None = None  # on the search images
     by_estimate: bool | None = None  # the drop seen on the search images is within what is allowed
     upper: float | None = None  # bound on the drop, by the certification images
+    seconds: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if self.judge == "steering" and self.accuracy is None:
@@ -173,6 +180,7 @@ class ChosenAllocation:
     images: Count  # that certify
     by_estimate: float  # largest saving tried whose drop, as seen on the search images alone, is allowed
     frontier: tuple[tuple[float, float], ...]  # saved, predicted rise of the loss
+    seconds: Seconds = 0.0  # besides those of the trials
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,6 +190,7 @@ class SiteCurve:
     ranking: Ranking
     original: tuple[Count, ...]  # the site's original channel ids, by position
     curve: Curve
+    seconds: Seconds = 0.0  # for the ranking and the curve
 
     def __post_init__(self) -> None:
         if sorted(self.ranking.order.tolist()) != list(range(len(self.original))):
@@ -282,7 +291,8 @@ class ResultFigures:
     bytes: Change
     classes: ClassAccuracies
     latency: MeasuredSpeed | None  # None: not measured
-    seconds: Seconds
+    seconds: Seconds  # of all phases
+    phases: tuple[tuple[str, Seconds], ...] = ()  # in the order of the work; what a crash interrupted is not counted
     files: Files = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -314,6 +324,20 @@ class RunResult(ResultFigures):
         """Its figures alone, as the journal holds them."""
         names = ResultFigures.__dataclass_fields__
         return ResultFigures(**{name: getattr(self, name) for name in names})
+
+
+def phase_seconds(records: Sequence[Any]) -> tuple[tuple[str, float], ...]:
+    """The seconds that each phase took so far, by the records of a journal, over all processes that worked on the run."""
+    steps, trials = records_of(records, Step), records_of(records, Trial)
+    training = sum(step.training_seconds for step in steps) + sum(found.seconds for found in records_of(records, Retrained))
+    return (
+        ("preparation", sum(found.seconds for found in records_of(records, Structure))),
+        ("original network", sum(found.seconds for found in records_of(records, Start))),
+        ("curves", sum(found.seconds for found in records_of(records, SiteCurve))),
+        ("allocation", sum(trial.seconds for trial in trials) + sum(a.seconds for a in records_of(records, ChosenAllocation))),
+        ("steps", sum(step.seconds - step.training_seconds for step in steps)),
+        ("training", training),
+    )
 
 
 KINDS = {

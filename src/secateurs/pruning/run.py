@@ -12,8 +12,6 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from secateurs._util.decode import brief
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
@@ -56,6 +54,7 @@ from secateurs.selection.latency_widths import fast_widths
 from secateurs.selection.search import Cut
 
 _TIMED, _TIMINGS = 64, 12  # examples at once, and how often, when the speed is measured
+_MEASUREMENTS = 3  # at the end: on the test set, on the validation set, of the speed
 
 
 def chosen_sites(recipe: Recipe, graph: Graph) -> list[str]:
@@ -80,12 +79,11 @@ class Run:
         self.result: RunResult | None = None
         self.stopped = ""  # why no further site is cut
         self._interrupted = False
-        self._began = time.monotonic()
-        self._before, self._entered = self.state, self._began  # the network and the time when the current site was entered
+        self._before = self.state  # the network when the current site was entered
         self._allocation: ChosenAllocation | None = None
         self._curves: Mapping[str, SiteCurve] = {}
         self._last_allocated = ""
-        self._loss_cut = self.state.loss  # right after the current cut
+        self._loss_cut, self._training = self.state.loss, 0.0  # right after the current cut; seconds of training after it
         assert context.acceptance_sets  # too few images for the contract are an error at once
 
     def algorithm1(self) -> Iterator[Step]:
@@ -97,6 +95,7 @@ class Run:
             cut = self.remove(site, cut)  # 6: remove the m least important filters
             self.finetune(site, cut)  # 7: fine-tune f on D_train
             yield self.settle(site, ranking, cut)
+            self.context.clock.restart()
 
     def __iter__(self) -> Iterator[Step]:
         if self._interrupted:
@@ -117,13 +116,20 @@ class Run:
 
     def measure_original(self) -> None:
         """Measure the original network on the validation set, once; also describes it in the journal."""
-        describe_network(self.journal, self.original)
+        describe_network(self.journal, self.original, self.context.clock)
+        whole = self.context.runtime.evaluate
+        values = None if whole is None else whole.count
 
         def measure() -> Start:
             found = self.context.measured(self.state)
-            return Start(found.accuracy, found.loss)
+            return Start(found.accuracy, found.loss, values, self.context.clock.lap())
 
         start = self.journal.once(Start, measure)
+        if start.values != values:
+            raise RunError(
+                f"evaluate gives {values or 1} values, and gave {start.values or 1} when the run was started. Give the one "
+                f"that it was started with, or start a new run."
+            )
         if not self.steps:
             self.state = replace(self.state, accuracy=start.accuracy, loss=start.loss)
 
@@ -175,7 +181,7 @@ class Run:
         """The site, prepared; nothing if the current network no longer has it."""
         site = self.context.site(self.state.graph, name)
         if site is not None:
-            self._before, self._entered = self.state, time.monotonic()
+            self._before = self.state
             yield self.context.prepare(self.state.graph, site)
 
     def _sites_of_round(self, number: int) -> tuple[str, ...]:
@@ -216,7 +222,8 @@ class Run:
         number = self.context.progress.number
         prepared = self.context.prepare(self.original, site)
         ranking = self._ranked(prepared, number, f"curve-{number:04d}")
-        return measure_curve(self.context, prepared, ranking, self._allowed_widths(self.original, site))
+        found = measure_curve(self.context, prepared, ranking, self._allowed_widths(self.original, site))
+        return replace(found, seconds=self.context.clock.lap())
 
     def _done(self, number: int, name: str) -> bool:
         return any(step.round == number and step.site == name for step in self.steps)
@@ -301,15 +308,17 @@ class Run:
 
     def finetune(self, prepared: PreparedSite, cut: Cut) -> None:
         """Recalibrate and fine-tune the network after a cut, if the recipe asks for that; an allocation's cuts together."""
-        self._loss_cut = self.state.loss
+        self._loss_cut, self._training = self.state.loss, 0.0
         if not cut.m or (self._allocation is not None and prepared.site.name != self._last_allocated):
             return
+        began = time.monotonic()
         self.state = recalibrate(self.context, self.budget, self.state)
         self.state = finetune(self.context, self.budget, self.state, self.step_number)
+        self._training = time.monotonic() - began
 
     def settle(self, prepared: PreparedSite, ranking: Ranking, cut: Cut) -> Step:
         """Journal the step, with a checkpoint if the network changed."""
-        site, before, certification = prepared.site, self._before, self.context.acceptance_sets.certification
+        site, before = prepared.site, self._before
         if self._allocation is not None:
             copy_ranking(self.journal, f"curve-{self.context.progress.number:04d}", f"{self.step_number:04d}")
         parameters, macs = self.context.shares_removed(self.state.graph)
@@ -330,13 +339,14 @@ class Run:
             masks=ranking.masks,
             r2_held_out=ranking.r2_held_out,
             split_half=ranking.split_half,
-            seconds=time.monotonic() - self._entered,
+            seconds=0.0,  # known when the checkpoint is written
+            training_seconds=self._training,
             criterion=ranking.criterion,
             note=ranking.note,
             examples=ranking.examples,
             compared=ranking.compared,
             bound=cut.bound,
-            images=0 if certification is None or cut.bound is None else len(certification),
+            images=0 if cut.bound is None else self.context.acceptance_sets.certifying,
             by_estimate=cut.by_estimate,
             refused=cut.refused,
             answers=tuple(self.budget.answers),
@@ -346,7 +356,7 @@ class Run:
             loss_before=before.loss,
             importance=ranking.importance,
         )
-        self.steps.append(save_step(self.journal, self.state, step))
+        self.steps.append(save_step(self.journal, self.state, step, self.context.clock))
         self.budget.answers = []
         return self.steps[-1]
 
@@ -356,36 +366,39 @@ class Run:
         """Retrain, then read the test set: once, for the original network and for the smaller one."""
         if any(step.removed for step in self.steps):
             self.state = retrain(self.context, self.budget, self.state, self.step_number)
-        self.result = self._measure_result()
-        save_result(self.journal, self.result)
+        self.result = save_result(self.journal, self._measure_result(), self.context.clock)
 
     def _measure_result(self) -> RunResult:
         context, graph, original = self.context, self.state.graph, self.original
         test = context.runtime.test if self.data.test is None else self.data.test.ready(context.dtype)
+        context.progress.report("measure", 0, _MEASUREMENTS)
         before, after = (None if test is None else context.evaluate(network, test) for network in (original, graph))
+        context.progress.report("measure", 1, _MEASUREMENTS)
         first, last = (context.measured(NetworkState(network)).accuracy for network in (original, graph))
+        context.progress.report("measure", 2, _MEASUREMENTS)
         classes = [context.by_class(found, test) for found in (before, after) if isinstance(test, Examples) and found]
         cost_before, cost_after = context.cost_before, cost(graph)
         timed = test if isinstance(test, Examples) else context.validation
         return RunResult(
             stopped=self.stopped,
-            metric=display_name(context.runtime.evaluate or context.runtime.metric),
+            metric=display_name(context.runtime.metric) if context.runtime.evaluate is None else context.runtime.evaluate.name,
             search=Change(first, last),
             test=NO_TEST if before is None or after is None else TestChange(before.accuracy, after.accuracy, after.count),
             parameters=Change(cost_before.parameters, cost_after.parameters),
             macs=Change(cost_before.macs, cost_after.macs),
             bytes=Change(cost_before.bytes, cost_after.bytes),
             classes=ClassAccuracies(tuple(self.data.classes), *classes) if classes and all(classes) else ClassAccuracies(),
-            latency=self._measure_speed(timed.batch(slice(0, _TIMED)).args) if any(s.removed for s in self.steps) else None,
-            seconds=time.monotonic() - self._began,
+            latency=self._measure_speed(timed) if any(step.removed for step in self.steps) else None,
+            seconds=0.0,  # known when all is saved
             graph=graph,
             steps=tuple(self.steps),
             cost_before=cost_before,
             cost_after=cost_after,
         )
 
-    def _measure_speed(self, inputs: tuple[Tensor, ...]) -> MeasuredSpeed:
-        graph, device = self.state.graph, self.context.runtime.device
+    def _measure_speed(self, examples: Examples) -> MeasuredSpeed:
+        graph, device, limit = self.state.graph, self.context.runtime.device, self.context.runtime.limit
+        inputs = examples.batch(slice(0, limit.within(_TIMED))).args
         (found,) = latency(self.original, graph, example_input=inputs, repeats=_TIMINGS, device=device).speedups
         return MeasuredSpeed(found.ratio, found.low, found.high, len(inputs[0]), aligning_share(graph, inputs))
 
@@ -415,7 +428,7 @@ class Run:
 
     def save_start(self) -> None:
         """Save the original network, from which a run is resumed."""
-        save_start(self.journal, self.original)
+        save_start(self.journal, self.original, self.context.clock)
 
     def restore(self) -> None:
         """Continue from what the journal and the checkpoints hold."""

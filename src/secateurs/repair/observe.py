@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from secateurs._util.modules import Device, eval_mode, on_device
+from secateurs._util.modules import Device, accumulation_dtype, eval_mode, on_device
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
@@ -83,11 +83,11 @@ class LayerTally:
             if not found:
                 yield None
             elif len(found) == 1:
-                gram = found[0].cpu()
+                gram = found[0].cpu().double()
                 cross = gram @ start
                 yield Moments(gram, cross, (start * cross).sum(1))
             else:
-                gram, cross, energy = (f.cpu() for f in found)
+                gram, cross, energy = (f.cpu().double() for f in found)
                 yield Moments(gram, cross, energy)
 
 
@@ -100,7 +100,8 @@ class SumTally:
 
     def add(self, there: Tensor, without: Tensor, target: Tensor, axis: int) -> None:
         """Add a batch of the sum, of the sum without the site, and of its target; channels lie along `axis`."""
-        there, without, target = (t.transpose(0, axis).flatten(1).double() for t in (there, without, target))
+        dtype = accumulation_dtype(there.device)
+        there, without, target = (t.transpose(0, axis).flatten(1).to(dtype) for t in (there, without, target))
         lacking, part = target - there, there - without
         terms = [lacking, part, lacking**2, part**2, lacking * part, target, target**2]
         found = torch.stack([t.sum(1) for t in terms])
@@ -260,12 +261,12 @@ def channel_axis(layer: Any) -> int:
 
 
 def affine(norm: Any) -> tuple[Tensor, Tensor]:
-    """Return a BatchNorm in eval mode as gain and shift of gain · x + shift, (C,) each, float64."""
-    gain = (norm.running_var.detach().double() + norm.eps).rsqrt()
+    """Return a BatchNorm in eval mode as gain and shift of gain · x + shift, (C,) each, float64, on the CPU."""
+    gain = (norm.running_var.detach().cpu().double() + norm.eps).rsqrt()
     if norm.weight is not None:
-        gain = gain * norm.weight.detach().double()
-    shift = -gain * norm.running_mean.detach().double()
-    return gain, shift if norm.bias is None else shift + norm.bias.detach().double()
+        gain = gain * norm.weight.detach().cpu().double()
+    shift = -gain * norm.running_mean.detach().cpu().double()
+    return gain, shift if norm.bias is None else shift + norm.bias.detach().cpu().double()
 
 
 def kept_positions(graph: Graph, original: Graph, node: str) -> Tensor | None:
@@ -289,7 +290,7 @@ def select(value: Tensor, positions: Tensor | None, axis: int) -> Tensor:
 def layer_fit(graph: Graph, consumer: LayerConsumer, tally: LayerTally) -> LayerFit:
     """Return the fit of a layer from its moments, with its weights as they are."""
     layer: Any = graph.module.get_submodule(consumer.module)
-    start = matrix_of(layer).cpu()
+    start = matrix_of(layer)
     total, held = tally.moments(start)
     assert total is not None
     bias, mean = (None if layer.bias is None else f"{consumer.module}.bias"), None
@@ -301,7 +302,7 @@ def layer_fit(graph: Graph, consumer: LayerConsumer, tally: LayerTally) -> Layer
 
 def _sum_fit(graph: Graph, consumer: SumConsumer, tally: SumTally) -> SumFit:
     assert tally.sums is not None
-    sums = tally.sums.cpu()
+    sums = tally.sums.cpu().double()
     name, like, value = None, sums[0], torch.zeros_like(sums[0])
     if consumer.offset is not None:
         offset: Any = graph.module.get_submodule(consumer.offset)

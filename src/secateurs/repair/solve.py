@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secateurs._util.modules import accumulation_dtype
 from secateurs.graph.channels import ids
 from secateurs.graph.consumers import ELSEWHERE
 
@@ -26,9 +27,9 @@ class Patches:
     places: tuple[int, ...]
 
     def rows(self, images: Tensor, places: Tensor) -> Tensor:
-        """Return the features at flat place numbers in images, each (R,): (G, R, p) in float64."""
+        """Return the features at flat place numbers in images, each (R,): (G, R, p) in the device's finest type."""
         found = self.view[(images, *torch.unravel_index(places, self.places))] if self.places else self.view[images]
-        return F.pad(found.flatten(2).transpose(0, 1).double(), (0, 1), value=1.0)
+        return F.pad(found.flatten(2).transpose(0, 1).to(accumulation_dtype(found.device)), (0, 1), value=1.0)
 
 
 def patches(layer: Any, x: Tensor) -> Patches:
@@ -70,21 +71,21 @@ def _spread_out(layer: Any, x: Tensor) -> Tensor:
 
 
 def target_rows(layer: Any, y: Tensor, images: Tensor, places: Tensor) -> Tensor:
-    """Return the layer's output `y` at flat place numbers in images, each (R,): (G, R, O) in float64."""
+    """Return the layer's output `y` at flat place numbers in images, each (R,): (G, R, O) in the device's finest type."""
     y = _channels_second(layer, y)
-    found = y.reshape(*y.shape[:2], -1).transpose(1, 2)[images, places]
-    return torch.unflatten(found.double(), 1, (groups_of(layer), -1)).transpose(0, 1)
+    found = y.reshape(*y.shape[:2], -1).transpose(1, 2)[images, places].to(accumulation_dtype(y.device))
+    return torch.unflatten(found, 1, (groups_of(layer), -1)).transpose(0, 1)
 
 
 def matrix_of(layer: Any) -> Tensor:
-    """Return the layer's weights with the bias (0 if there is none) in the last row: (G, p, O) in float64."""
-    grouped = torch.unflatten(layer.weight.detach().double(), 0, (groups_of(layer), -1))
+    """Return the layer's weights with the bias (0 if there is none) in the last row: (G, p, O) in float64, on the CPU."""
+    grouped = torch.unflatten(layer.weight.detach().cpu().double(), 0, (groups_of(layer), -1))
     kernel = range(3, grouped.dim())
     if _is_transposed(layer):  # (G, inputs, O, *kernel)
         features = grouped.flip(tuple(kernel)).permute(0, 1, *kernel, 2).flatten(1, -2)
     else:  # (G, O, inputs, *kernel)
         features = grouped.permute(0, 2, *kernel, 1).flatten(1, -2)
-    bias = torch.zeros_like(features[:, :1]) if layer.bias is None else layer.bias.detach().double()
+    bias = torch.zeros_like(features[:, :1]) if layer.bias is None else layer.bias.detach().cpu().double()
     return torch.cat([features, bias.view(groups_of(layer), 1, -1)], 1)
 
 

@@ -29,6 +29,7 @@ PHASES = {
     "divide": "allocating the cuts, trial",
     "finetune": "fine-tuning, epoch",
     "retrain": "retraining, epoch",
+    "measure": "measuring the result, part",
 }
 
 
@@ -123,8 +124,9 @@ class RunWatcher:
         """Show an event of the run."""
         if event.site:
             self.site, self.where = event.site, f"site {event.number} of {event.sites}, {event.site}"
-        headline = "All cuts are made" if event.phase == "retrain" else self._round(event.round) + self.where
-        overall = (event.number - 1, event.sites) if event.number and event.phase != "retrain" else None
+        ending = event.phase in ("retrain", "measure")
+        headline = "All cuts are made" if ending else self._round(event.round) + self.where
+        overall = (event.number - 1, event.sites) if event.number and not ending else None
         so_far = self._so_far(self.latest) if self.latest else ""
         self.shown.update(Status(headline, PHASES[event.phase], event.done, max(event.done, event.total), so_far, overall))
 

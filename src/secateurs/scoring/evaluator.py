@@ -14,8 +14,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from secateurs._util.modules import Device
+from secateurs._util.modules import BatchLimit, Device
 from secateurs._util.tensors import digest
+from secateurs.config import Precision
 from secateurs.data.dataset import Examples
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
@@ -40,6 +41,8 @@ class SiteEvaluator:
     weights: Callable[[Tensor], Mapping[str, Tensor]] | None = None  # by mask: tensors in place of the network's, as repairs
     unfolded: tuple[str, ...] = ()  # the modules whose weights those are
     variant: str = ""  # names them, so that values with and without are kept apart
+    precision: Precision = "float32"  # of autocast; float32: the network's own
+    limit: BatchLimit = field(default_factory=BatchLimit)  # of `batch`
 
     def on(self, examples: Examples) -> CachedEvaluator:
         """Measure on `examples`."""
@@ -59,7 +62,8 @@ class SiteEvaluator:
         """Identifies everything that a value depends on besides the examples and the masks."""
         module = self.graph.module
         weights, structure = digest(dict(module.state_dict())), f"{module.code}{module}"
-        return context_of(weights, structure, self.site.name, str(self.site.channels), fingerprint(self.measure), self.variant)
+        variant = self.variant if self.precision == "float32" else f"{self.variant} {self.precision}"
+        return context_of(weights, structure, self.site.name, str(self.site.channels), fingerprint(self.measure), variant)
 
 
 @dataclass(frozen=True)
@@ -68,17 +72,18 @@ class CachedEvaluator:
 
     site_evaluator: SiteEvaluator
     examples: Examples
+    _splits: dict[int, MaskedNetwork] = field(default_factory=dict)  # by batch: the latest one
 
     def values(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
         """The measure of every example under every mask: masks (M, C) to (M, N); it must give one value for each."""
         at = self.site_evaluator
-        return self._by_mask("values", masks, lambda few: self._split.values(few, at.measure, weights=at.weights), on_measured)
+        return self._by_mask("values", masks, lambda split, few: split.values(few, at.measure, weights=at.weights), on_measured)
 
     def means(self, masks: Tensor, on_measured: Callable[[int], None] | None = None) -> Tensor:
         """The mean over the examples under every mask: masks (M, C) to (M,) float64."""
         at = self.site_evaluator
         return self._by_mask(
-            "means", masks, lambda few: self._split.measure(few, [at.measure], weights=at.weights)[:, 0], on_measured
+            "means", masks, lambda split, few: split.measure(few, [at.measure], weights=at.weights)[:, 0], on_measured
         )
 
     def slopes(self, turns: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -89,46 +94,62 @@ class CachedEvaluator:
         keys = [hashlib.sha256(mask_key(masks.flatten())).digest() for masks in turns]
         found = torch.stack(
             self._cached(
-                "slopes", keys, lambda rows: self._split.slopes([turns[row] for row in rows], self.site_evaluator.measure)
+                "slopes",
+                keys,
+                lambda split, rows: split.slopes([turns[row] for row in rows], self.site_evaluator.measure),
             )
         )
         return found[..., 0], found[..., 1:]
 
     def _by_mask(
-        self, what: str, masks: Tensor, measure: Callable[[Tensor], Tensor], on_measured: Callable[[int], None] | None
+        self,
+        what: str,
+        masks: Tensor,
+        measure: Callable[[MaskedNetwork, Tensor], Tensor],
+        on_measured: Callable[[int], None] | None,
     ) -> Tensor:
         check_masks(masks, self.site_evaluator.site.channels)
         found: list[Tensor] = []
         for group in torch.split(masks, MASKS_PER_PASS):
-            found += self._cached(what, [mask_key(mask) for mask in group], lambda rows, group=group: measure(group[rows]))  # type: ignore[misc]
+            keys = [mask_key(mask) for mask in group]
+            found += self._cached(what, keys, lambda split, rows, group=group: measure(split, group[rows]))  # type: ignore[misc]
             if on_measured is not None:
                 on_measured(len(found))
         return torch.stack(found)
 
-    def _cached(self, what: str, keys: list[bytes], measure: Callable[[list[int]], Iterable[Tensor]]) -> list[Tensor]:
+    def _cached(
+        self, what: str, keys: list[bytes], measure: Callable[[MaskedNetwork, list[int]], Iterable[Tensor]]
+    ) -> list[Tensor]:
         """The value of each key; those of the rows that the cache does not hold are measured and stored together."""
-        context, store = context_of(self.site_evaluator.context, self._examples_digest, what), self.site_evaluator.store
+        at = self.site_evaluator
+        context, store = context_of(at.context, self._examples_digest, what), at.store
         known = dict(zip(keys, store.get(context, keys), strict=True))
         missing = [key for key, value in known.items() if value is None]
         if missing:
             dtype = torch.float64 if what == "means" else self._stored_dtype
-            fresh = [value.cpu().to(dtype) for value in measure([keys.index(key) for key in missing])]
+            rows = [keys.index(key) for key in missing]
+            measured = at.limit.run(at.batch, lambda batch: list(measure(self._split(batch), rows)))
+            fresh = [value.cpu().to(dtype) for value in measured]
             store.put(context, missing, fresh)
             known.update(zip(missing, fresh, strict=True))
         return [value for key in keys if (value := known[key]) is not None]
 
-    @cached_property
-    def _split(self) -> MaskedNetwork:
+    def _split(self, batch: int) -> MaskedNetwork:
+        """The network split at the site, with what it keeps for batches of that size."""
         at = self.site_evaluator
-        return split_for(
-            at.graph,
-            at.site,
-            self.examples,
-            batch=at.batch,
-            device=at.device,
-            cache_bytes=at.cache_bytes,
-            unfolded=at.unfolded,
-        )
+        if batch not in self._splits:
+            self._splits.clear()
+            self._splits[batch] = split_for(
+                at.graph,
+                at.site,
+                self.examples,
+                batch=batch,
+                device=at.device,
+                cache_bytes=at.cache_bytes,
+                unfolded=at.unfolded,
+                precision=at.precision,
+            )
+        return self._splits[batch]
 
     @property
     def _stored_dtype(self) -> torch.dtype:

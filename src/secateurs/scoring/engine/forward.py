@@ -191,7 +191,7 @@ class MaskedForward:
                 if not losses.requires_grad:
                     raise InvalidInput("the loss has no slope: it does not depend on the outputs in a differentiable way.")
                 (slopes,) = torch.autograd.grad(losses.sum(), factors, materialize_grads=True)
-            found.append(torch.cat([losses.detach().cpu()[:, None], slopes.cpu().double()], 1))
+            found.append(torch.cat([losses.detach()[:, None], slopes], 1).cpu().double())
         return torch.cat(found)
 
     def is_exact(self, batch: CachedBatch) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from secateurs._util.modules import Device
+from secateurs.config import Precision
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, InvalidMask
 from secateurs.graph.masking import split_at
@@ -42,12 +43,13 @@ def split_for(
     strategy: MaskingStrategy | None = None,
     unfolded: Collection[str] = (),
     workers: int | None = None,
+    precision: Precision = "float32",
 ) -> MaskedNetwork:
     """Split the network of `graph`, as it is now, at `site`, to be measured on `examples` in batches of `batch`.
 
     `cache_bytes`: for cached activations; None: a quarter of the free memory. `strategy`: None: chosen by a rule that depends
     on the network and the machine alone. `unfolded`: modules whose tensors `weights` will replace. `workers`: threads; None:
-    as many as torch uses, where the work is long enough.
+    as many as torch uses, where the work is long enough. `precision`: of autocast; float32: the network's own.
     """
     if len(examples) == 0:
         raise InvalidInput(f"site {site.name!r}: no examples to measure on, wanted at least one.")
@@ -57,7 +59,7 @@ def split_for(
     network = prepare(split_at(graph, site), few, channels=site.channels, device=device, unfolded=unfolded)
     assert strategy is None or strategy.masking in possible_maskings(network), strategy
     budget = free_memory(network.device) // 4 if cache_bytes is None else cache_bytes
-    return MaskedNetwork(network, CachedBatches(examples, batch, budget, network.device), strategy, workers)
+    return MaskedNetwork(network, CachedBatches(examples, batch, budget, network.device), strategy, workers, precision)
 
 
 class MaskedNetwork:
@@ -68,9 +70,15 @@ class MaskedNetwork:
     """
 
     def __init__(
-        self, network: SplitNetwork, batches: CachedBatches, strategy: MaskingStrategy | None, workers: int | None
+        self,
+        network: SplitNetwork,
+        batches: CachedBatches,
+        strategy: MaskingStrategy | None,
+        workers: int | None,
+        precision: Precision = "float32",
     ) -> None:
         self.network, self.batches, self._given, self._workers = network, batches, strategy, workers
+        self.precision = precision
         self.strategy: MaskingStrategy | None = None  # of the batches in memory
         self._idle: list[MaskedForward] = []
         self._exact: bool | None = None  # whether subtraction is; None: not checked yet
@@ -142,7 +150,7 @@ class MaskedNetwork:
         strategy = default_strategy(self.network, self.batches.size, totals=totals)
         if strategy.masking == "subtract" and self._exact is None:
             self._use(strategy)
-            with one_thread(self.network.device), torch.no_grad(), self._forward() as forward:
+            with one_thread(self.network.device), self._forward() as forward:
                 self._exact = forward.is_exact(self.batches.get(0, forward))
         return MaskingStrategy(self.batches.size) if self._exact is False else strategy
 
@@ -156,14 +164,16 @@ class MaskedNetwork:
 
     @contextmanager
     def _forward(self) -> Iterator[MaskedForward]:
-        """A forward pass that no other thread uses inside the block."""
+        """A forward pass that no other thread uses inside the block, without gradients, in this network's precision."""
         assert self.strategy is not None
         try:
             forward = self._idle.pop()
         except IndexError:
             forward = MaskedForward(self.network, self.strategy)
+        kind, dtype = self.network.device.type, getattr(torch, self.precision)
         try:
-            yield forward
+            with torch.no_grad(), torch.autocast(kind, dtype) if dtype != torch.float32 else nullcontext():
+                yield forward
         finally:
             self._idle.append(forward)
 
@@ -176,18 +186,18 @@ class MaskedNetwork:
         batches = self.batches
         with one_thread(self.network.device) as threads:
             began = perf_counter()
-            with torch.no_grad(), self._forward() as forward:
+            with self._forward() as forward:
                 first_batch = batches.get(0, forward)
                 first = work(forward, first_batch, 0)
             workers = self._worthwhile(perf_counter() - began, len(batches) * count - 1, threads)
 
             def whole_batch(place: int) -> list[T]:
-                with torch.no_grad(), self._forward() as forward:
+                with self._forward() as forward:
                     batch = batches.get(place, forward) if place else first_batch
                     return [work(forward, batch, number) for number in range(0 if place else 1, count)]
 
             def one_piece(batch: CachedBatch, number: int) -> T:
-                with torch.no_grad(), self._forward() as forward:
+                with self._forward() as forward:
                     return work(forward, batch, number)
 
             if workers == 1:
@@ -199,7 +209,7 @@ class MaskedNetwork:
                     else:
                         found = []
                         for place in range(len(batches)):
-                            with torch.no_grad(), self._forward() as forward:
+                            with self._forward() as forward:
                                 batch = batches.get(place, forward) if place else first_batch
                             numbers = range(0 if place else 1, count)
                             found.append(list(pool.map(one_piece, [batch] * len(numbers), numbers)))

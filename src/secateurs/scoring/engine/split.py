@@ -229,10 +229,11 @@ def fold_norms_(module: fx.GraphModule, unfolded: Collection[str] = ()) -> None:
 def _folded(layer: Any, norm: Any) -> nn.Module:
     """One layer that computes `layer` and then `norm` in eval mode."""
     dtype = layer.weight.dtype
-    layer, norm = (copy.deepcopy(part).double() for part in (layer, norm))  # rounded once, at the end
+    place = layer.weight.device
+    layer, norm = (copy.deepcopy(part).cpu().double() for part in (layer, norm))  # rounded once, at the end
     linear = type(layer) is nn.Linear
     fused: nn.Module = fuse_linear_bn_eval(layer, norm) if linear else fuse_conv_bn_eval(layer, norm, type(layer) in TRANSPOSED)
-    return fused.to(dtype).requires_grad_(False)
+    return fused.to(place, dtype).requires_grad_(False)
 
 
 def _folds(layer: nn.Module, norm: nn.Module, source: fx.Node) -> bool:

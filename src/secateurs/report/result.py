@@ -1,0 +1,106 @@
+"""The `Result` of a run: the smaller network and all that is known about it, to be printed, saved, exported and reported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from secateurs.compaction.serialization import save
+from secateurs.config import Recipe
+from secateurs.errors import InvalidInput
+from secateurs.graph.plan import Plan
+from secateurs.pruning.results import Change, RunResult
+from secateurs.report.charts import Plots, plots
+from secateurs.report.page import write_report
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Result(RunResult):
+    """The smaller network, and all that is known about it. `print(result)` says what matters in four lines."""
+
+    max_drop: float = field(metadata={"journal": False})
+    confidence: float = field(metadata={"journal": False})  # of the bound; 0: nothing is promised
+    notes: tuple[str, ...] = field(metadata={"journal": False})
+    folder: Path | None = field(metadata={"journal": False})
+    records: tuple[Any, ...] = field(metadata={"journal": False}, repr=False)  # of the journal
+    recipe: Recipe = field(metadata={"journal": False}, repr=False)
+
+    @property
+    def model(self) -> nn.Module:
+        """The smaller network: an ordinary module, to be called, trained, saved."""
+        return self.graph.module
+
+    @property
+    def plan(self) -> Plan:
+        """The filters that were removed, in the original network's numbers."""
+        return self.graph.plan
+
+    @property
+    def validation(self) -> Change:
+        """The metric on the validation set, before and after; `test` has that on the test set (NaN without one)."""
+        return self.search
+
+    @property
+    def accuracy_before(self) -> float:
+        """The metric of the original network, on the test set if one was given, else on the validation set."""
+        return self.test.before if self.test.count else self.search.before
+
+    @property
+    def accuracy_after(self) -> float:
+        """The metric of the smaller network, on the same set."""
+        return self.test.after if self.test.count else self.search.after
+
+    @property
+    def bound(self) -> float | None:
+        """Upper bound on the drop, at `confidence`; None: nothing is promised."""
+        return next((step.bound for step in reversed(self.steps) if step.bound is not None), None)
+
+    def save(self, path: str | Path) -> Path:
+        """Save the network as safetensors, to be loaded by `secateurs.load`."""
+        return save(self.graph, path)
+
+    def export(self, path: str | Path) -> Path:
+        """Write the network for use without secateurs: NAME.onnx, NAME.pt2, or a folder of plain source."""
+        from secateurs.export import to_onnx, to_pt2, to_source  # seconds to import, which most runs do not need
+
+        path = Path(path)
+        write = {".onnx": to_onnx, ".pt2": to_pt2, "": to_source}.get(path.suffix)
+        if write is None:
+            raise InvalidInput(f"export: got {path.name!r}, wanted a name that ends in .onnx or .pt2, or a folder for source.")
+        write(self.graph, path)
+        return path
+
+    def report(self) -> Path | None:
+        """Write the report into the run folder; None for a run without one."""
+        return None if self.folder is None else write_report(self.folder)
+
+    @property
+    def plot(self) -> Plots:
+        """The figures of the run, for notebooks."""
+        return plots(self.records if self.folder is None else self.folder, recipe=self.recipe)
+
+    def __str__(self) -> str:
+        speed = "" if self.latency is None else f", {self.latency.summary()} here in eager mode"
+        kept = f" It is kept in {self.folder}." if self.folder is not None else ""
+        if self.bound is not None:
+            promise = f"At {100 * self.confidence:g} % confidence the drop is at most {self._amount(self.bound)}."
+        elif self.macs.removed == 0 and self.parameters.removed == 0:
+            promise = (
+                f"No filter can be removed within a drop of {self._amount(self.max_drop)}: allow more, or give more examples."
+            )
+        else:
+            promise = f"Nothing is promised: the drop of {self._amount(self.max_drop)} was allowed by point estimates."
+        lines = [
+            f"{100 * self.macs.removed:.1f} % of the MACs and {100 * self.parameters.removed:.1f} % of the parameters "
+            f"are removed{speed}.",
+            f"{self.summary().split('removed, ', 1)[1].capitalize()}.",
+            promise,
+            f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
+        ]
+        return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
+
+    def _amount(self, drop: float) -> str:
+        return f"{100 * drop:.2f} points" if self.metric == "accuracy" else f"{drop:.4g}"

@@ -1,0 +1,176 @@
+"""Mistakes of new users: every message says where, what it got, what it wanted and what to do; nothing is written by then.
+
+Those with loaders and labels are in test_loaders.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from digit_loaders import ONE_CUT, RECIPE, build, digits, loader, loaders, right, trained
+from torch import nn
+
+import secateurs as sc
+from secateurs.config import CRITERIA
+from secateurs.data import Data
+from secateurs.errors import SecateursError
+from secateurs.pruning.estimate import estimate
+
+
+def prune(**options: Any) -> sc.Result:
+    return sc.prune(options.pop("model", None) or trained(), *loaders(), **{"progress": False, **options})
+
+
+def broken_weights() -> nn.Module:
+    model = trained()
+    model.get_parameter("0.weight").data[0, 0, 0, 0] = torch.nan
+    return model
+
+
+def three_channels() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "points for a fraction": (lambda path: prune(max_drop=1), r"max_drop=1: wanted a fraction below 1: 0\.01 is one point"),
+    "points in a recipe": (lambda path: sc.Recipe(max_drop=5), "max_drop = 5.0: wanted 0 to 1"),
+    "a negative drop": (lambda path: prune(max_drop=-0.01), "max_drop = -0.01: wanted 0 to 1"),
+    "a drop as text": (lambda path: sc.Recipe(max_drop="1%"), "max_drop = '1%': got str, wanted a number"),  # type: ignore[arg-type]
+    "percent for a share": (lambda path: prune(macs=50), "target_macs = 50.0: wanted 0 to 1"),
+    "a typo in a field": (
+        lambda path: sc.Recipe(max_dropp=0.01),  # type: ignore[call-arg]
+        "Recipe: unknown field 'max_dropp'. Did you mean 'max_drop'",
+    ),
+    "a typo in settings": (
+        lambda path: sc.TrainSettings(epoch=3),  # type: ignore[call-arg]
+        "TrainSettings: unknown field 'epoch'. Did you mean 'epochs'",
+    ),
+    "a field without its name": (
+        lambda path: sc.Recipe(0.01),  # type: ignore[misc]
+        r"Recipe\(0.01\): wanted fields by name, such as max_drop=0.01",
+    ),
+    "a typo in an option": (lambda path: prune(max_dorp=0.01), "prune: unknown option 'max_dorp'. Did you mean 'max_drop'"),
+    "a field as an option": (
+        lambda path: prune(confidence=0),
+        r"prune: confidence is a field of the recipe. Give recipe=Recipe.best\(confidence=…\)",
+    ),
+    "an unknown criterion": (
+        lambda path: prune(criterion="l3"),
+        "criterion = 'l3': wanted one of ensemble, pairs, .* Did you mean",
+    ),
+    "weights for a network": (
+        lambda path: sc.prune(weights_only(), *loaders()),
+        r"model: got OrderedDict, wanted an nn\.Module",
+    ),
+    "a class for a network": (lambda path: sc.prune(nn.Sequential, *loaders()), r"model: got type, wanted an nn\.Module"),  # type: ignore[arg-type]
+    "a network for other inputs": (lambda path: prune(model=three_channels()), r"\(2, 1, 8, 8\)"),
+    "a network with NaN": (lambda path: prune(model=broken_weights()), "(?i)nan"),
+    "a number for a function": (lambda path: prune(finetune=10), r"finetune: got int \(10\), wanted a function"),
+    "a value for a function": (lambda path: prune(evaluate=0.9), r"evaluate: got float \(0.9\), wanted a function"),
+    "a mean for a loss": (
+        lambda path: prune(loss=nn.CrossEntropyLoss(), recipe=replace(RECIPE, criterion="ensemble")),
+        r"gave a tensor of shape \(\) for \d+ examples: wanted one value for each.*reduction='none'",
+    ),
+    "a float for a metric": (
+        lambda path: prune(metric=lambda outputs, targets: 0.9),
+        r"gave a float \(0.9\): wanted a tensor with one value for each example.* Leave out float\(\) or .item\(\)",
+    ),
+    "a test set with evaluate": (
+        lambda path: prune(evaluate=lambda model: 0.9, test=loaders()[1]),
+        "evaluate measures a set of its own.* measure result.model on your test data",
+    ),
+    "a pattern of no layer": (lambda path: prune(ignore=["head.*"]), r"ignore: no layer of the network is 'head\.\*'"),
+    "a pattern of no site": (
+        lambda path: prune(recipe=sc.Recipe(sites=("layer9",))),
+        r"sites = \[layer9\]: no site has such a name. Known: '0', '3'",
+    ),
+    "a device that is not there": (lambda path: prune(device="gpu"), "device: got 'gpu', which cannot be used here"),
+    "data and a loader": (
+        lambda path: sc.prune(trained(), Data("mine", *digits()), loaders()[1]),
+        "train is a Data.* give no val, test or forward",
+    ),
+    "a forward without the model": (
+        lambda path: prune(forward=lambda model, batch: batch[0]),
+        r"forward\(model, batch\) did not call the model: wanted exactly one call",
+    ),
+    "a file for a folder": (
+        lambda path: prune(folder=path / "notes.txt" / "run"),
+        "notes.txt.*: (Not a directory|File exists)",
+    ),
+    "a folder with other files": (
+        lambda path: prune(folder=path),
+        r"holds other files \(notes.txt\). Choose an empty or a new folder",
+    ),
+    "a folder that is no run": (lambda path: sc.resume(path, build()), r"not the folder of a run: no provenance\.json"),
+    "an export of unknown kind": (
+        lambda path: prune(**ONE_CUT).export(path / "small.tflite"),
+        "'small.tflite', wanted a name that ends in .onnx or .pt2, or a folder for source",
+    ),
+}
+
+
+def weights_only() -> Any:
+    return trained().state_dict()
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_message_says_what_is_wrong_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    make, message = MISTAKES[name]
+    with pytest.raises(SecateursError, match=message):
+        make(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_an_unknown_criterion_gets_one_list_of_all() -> None:
+    with pytest.raises(SecateursError) as found:
+        sc.Recipe(criterion="magnitude")
+    assert all(str(found.value).count(f"{name},") <= 1 for name in CRITERIA)
+    assert all(name in str(found.value) for name in CRITERIA)
+
+
+def test_a_folder_that_holds_a_run_is_resumed_and_not_overwritten(tmp_path: Path) -> None:
+    prune(folder=tmp_path / "run", **ONE_CUT)
+    with pytest.raises(SecateursError, match=r"holds a run already\. Resume it .*, or choose another folder"):
+        prune(folder=tmp_path / "run", **ONE_CUT)
+    with pytest.raises(SecateursError, match=r"(?s)start\.safetensors"):  # another network
+        sc.resume(tmp_path / "run", nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
+
+
+@pytest.mark.parametrize("what", ["finetune", "test", "train"])
+def test_what_a_run_was_started_with_is_asked_for_again(what: str, tmp_path: Path) -> None:
+    trains = replace(ONE_CUT["recipe"], finetune=sc.TrainSettings(epochs=1, lr=0.01))
+    given: dict[str, Any] = {"finetune": {"finetune": lambda model: None}, "test": {"test": loader(digits()[2])}, "train": {}}[
+        what
+    ]
+    recipe = trains if what == "train" else ONE_CUT["recipe"]
+    sc.Pruner(trained(), *loaders(), recipe=recipe, folder=tmp_path / "run", **given).close()
+    with pytest.raises(SecateursError, match=f"Give it again: resume\\(folder, model, {what}"):
+        sc.resume(tmp_path / "run", build())
+
+
+def test_a_network_in_train_mode_is_pruned_in_eval_mode_and_stays_in_train_mode() -> None:
+    model = trained().train()
+    result = prune(model=model, **ONE_CUT)
+    assert all(part.training for part in model.modules())
+    assert result.validation.before == pytest.approx(right(trained(), digits()[1]))
+
+
+def test_an_untrained_network_is_pointed_out() -> None:
+    result = prune(model=build(), **ONE_CUT)
+    assert any("it seems untrained" in note for note in result.notes)
+
+
+def test_an_impossible_time_budget_is_said_to_be_one() -> None:
+    pruner = sc.Pruner(trained(), *loaders(), time_budget=1e-3)
+    assert any("even so it takes up to" in note for note in pruner.notes)
+    assert estimate(pruner.context).bytes > sum(p.numel() for p in trained().parameters()) * 4
+
+
+def test_wrappers_of_torch_are_taken_off() -> None:
+    assert prune(model=nn.DataParallel(trained()), **ONE_CUT).macs.removed > 0
