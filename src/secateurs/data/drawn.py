@@ -81,9 +81,14 @@ def save_drawn(data: Data, folder: Path) -> None:
         write_bytes(_file(folder, name), dump({"inputs": examples.inputs, **columns, **ids}, header))
 
 
+def has_drawn(folder: Path) -> bool:
+    """Whether `save_drawn` wrote sets to the run folder."""
+    return _file(folder, "train").exists()
+
+
 def load_drawn(folder: Path) -> Data | None:
     """The sets that `save_drawn` wrote; None if there are none."""
-    if not _file(folder, "train").exists():
+    if not has_drawn(folder):
         return None
     sets: dict[str, Examples] = {}
     header: dict[str, str] = {}
