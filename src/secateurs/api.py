@@ -18,7 +18,7 @@ from secateurs._util.modules import Device, device_of, eval_mode
 from secateurs._util.terminal import clock
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
-from secateurs.criteria import as_criterion
+from secateurs.criteria import as_criterion, resolved
 from secateurs.data.dataset import Examples, class_labels, derive
 from secateurs.data.drawn import drawn, load_drawn, save_drawn
 from secateurs.data.splits import Data, refuse_nonfinite
@@ -27,12 +27,12 @@ from secateurs.errors import DataError, InvalidInput, RunError
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
-from secateurs.metrics import Measure, check_targets, correct, cross_entropy
+from secateurs.metrics import Measure, check_targets, correct, cross_entropy, display_name
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
 from secateurs.pruning.estimate import Estimate, estimate
 from secateurs.pruning.folder import check_origin, create_folder, example_for, load_start, open_cache, open_folder, provenance
-from secateurs.pruning.results import KINDS, Progress, RunResult
+from secateurs.pruning.results import KINDS, Progress, ResultFigures, RunResult
 from secateurs.pruning.run import Run, chosen_sites
 from secateurs.report import Plots, plots, write_report
 from secateurs.report.progress import RunWatcher, display
@@ -129,7 +129,9 @@ class Result(RunResult):
 class Pruner(Run):
     """A pruning that is watched: iterating does the work, one `Step` at a time; `finish` does the rest. See `prune`.
 
-    `train` may also be a `Data` with all three sets in memory; then `val` and `test` are not given.
+    `train` may also be a `Data` with all three sets in memory; then `val` and `test` are not given. `uncertified` says whether
+    a validation set that is too small for the recipe's confidence gives a run by point estimates, instead of an error; by
+    default it does where no recipe is given.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class Pruner(Run):
         origin: Mapping[str, Any] | None = None,
         store: str | Path | None = None,
         cache_bytes: int | None = None,
+        uncertified: bool | None = None,
     ) -> None:
         model, notes = _unwrapped(model), list[str]()
         owned, streams = not isinstance(train, Data), dict[str, Any]()
@@ -183,10 +186,13 @@ class Pruner(Run):
         chosen_sites(asked, graph)  # an error here leaves no folder
         loss_fn, metric_fn = loss or cross_entropy, metric or correct
         _check_data(graph, data, loss_fn, metric_fn, evaluate)
-        asked = _feasible(asked, data, trains=finetune is not None, given=recipe is not None, notes=notes)
+        uncertified = recipe is None if uncertified is None else uncertified
+        asked = _feasible(asked, data, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
             runtime = Runtime(loss_fn, metric_fn, device, MeasurementCache(), None)
             asked = _within(time_budget, asked, graph, data, runtime, notes)
+        if origin is None:  # what `resume` must be given again
+            origin = {"given": [name for name, value in (("test", test), ("finetune", finetune)) if value is not None]}
         journal = Journal(None, KINDS)
         if folder is not None:
             measures = {"loss": loss_fn, "metric": evaluate or metric_fn}
@@ -311,16 +317,20 @@ def resume(
     again only where the recipe trains, `test` where a test set was given. Own callables are given again.
     """
     path, model = Path(folder), _unwrapped(model)
-    if criterion is not None:
-        as_criterion(criterion)
     journal, stored, known = open_folder(path)
     try:
-        if recipe is not None and recipe != stored:
+        if criterion is not None:
+            as_criterion(criterion, stored.criterion if ":" in stored.criterion else "")
+        stored = resolved(stored)
+        if recipe is not None and resolved(recipe) != stored:
             raise RunError(f"{path}: was started with another recipe. Resume without one, or start a new run.")
         streams: dict[str, Any] = {}
         data = train if isinstance(train, Data) else load_drawn(path)
         if data is None:
-            raise RunError(f"{path}: was started with data in memory. Give the same: resume(folder, model, data).")
+            raise RunError(
+                f"{path}: was started with data in memory. Give the same: secateurs.resume(folder, model, data), or --data on "
+                f"the command line."
+            )
         if not isinstance(train, Data):
             form = form_of(forward, next(iter(train))) if train is not None else form_of(None, None)
             streams = {"train": stream_of(train, "train", form)} if train is not None else {}
@@ -328,6 +338,14 @@ def resume(
             loss, metric = (None if each is None else form.measure(each) for each in (loss, metric))
         loss_fn, metric_fn = loss or cross_entropy, metric or correct
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
+        own = {"test": test, "finetune": finetune}
+        missing = [f"{name}=…" for name in known["origin"].get("given", ()) if own.get(name) is None]
+        if missing and not journal.of(ResultFigures):
+            raise RunError(
+                f"{path}: was started with {' and '.join(missing)}, which the folder does not hold. Give it again: "
+                f"secateurs.resume({str(path)!r}, model, train, val, {', '.join(missing)})"
+                f"{', or --data on the command line' * (missing == ['test=…'])}."
+            )
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
         runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, **streams)
@@ -352,7 +370,8 @@ def _shown(
                 watchers[0].watch(found)
 
         def follow(pruner: Pruner) -> Result:
-            watchers.append(RunWatcher(screen, pruner.recipe, pruner.steps))
+            measured = display_name(pruner.context.runtime.evaluate or pruner.context.runtime.metric)
+            watchers.append(RunWatcher(screen, pruner.recipe, pruner.steps, metric=measured))
             if progress:
                 found, place = pruner.estimate(), device_of(pruner.graph.module)
                 speed = f"{found.images_a_second:,.0f} images a second on {pruner.context.runtime.device or place}"
@@ -396,7 +415,7 @@ def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, *
         raise InvalidInput(f"max_drop={drop:g}: wanted a fraction below 1: 0.01 is one point of accuracy.")
     if criterion is not None:
         known["criterion"] = criterion if isinstance(criterion, str) else as_criterion(criterion)
-    return Recipe.best(**known) if recipe is None else replace(recipe, **known)
+    return resolved(Recipe.best(**known) if recipe is None else replace(recipe, **known))
 
 
 def _feasible(recipe: Recipe, data: Data, *, trains: bool, given: bool, notes: list[str]) -> Recipe:
