@@ -321,5 +321,17 @@ def test_a_registered_function_is_a_criterion(monkeypatch: pytest.MonkeyPatch) -
     assert step.removed == (11, 10, 9, 8, 7, 6)
 
 
+def test_a_function_without_a_module_is_a_criterion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secateurs.criteria._REGISTRY", registry := dict(CRITERIA))
+    monkeypatch.setattr("secateurs.criteria.CRITERIA", registry)
+    names: dict[str, Any] = {"torch": torch}
+    exec("def alone(graph, site, data): return -torch.arange(site.channels)", names)
+    recipe = Recipe(max_drop=1.0, confidence=0, sites=("layers.1",), largest_share=0.5)
+    pruner = Pruner(perceptron(), few_digits(384), recipe=recipe, criterion=names["alone"])
+    assert pruner.recipe.criterion == "__main__:alone"
+    (step,) = pruner
+    assert (step.criterion, step.removed) == ("alone", (11, 10, 9, 8, 7, 6))
+
+
 def test_every_criterion_that_a_recipe_may_name_exists() -> None:
     assert {*CRITERIA, "ensemble", "pairs", "obs", "portfolio"} == set(config.CRITERIA)

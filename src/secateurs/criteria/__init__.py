@@ -81,7 +81,7 @@ def criterion(name: str) -> Callable[[F], F]:
     """
 
     def register(function: F) -> F:
-        if name in config.CRITERIA and (name in _REGISTRY or not function.__module__.startswith(__name__)):
+        if name in config.CRITERIA and (name in _REGISTRY or not _module_of(function).startswith(__name__)):
             raise InvalidInput(f"criterion {name!r} is registered already: choose another name.")
         if ":" in name:
             raise InvalidInput(f"criterion {name!r}: wanted a name without a colon, which package.module:function has.")
@@ -98,9 +98,9 @@ def as_criterion(function: UserCriterion, name: str = "") -> str:
 
     The same name may be given to a later function.
     """
-    own = function if hasattr(function, "__qualname__") else type(function)
+    own: Any = function if hasattr(function, "__qualname__") else type(function)
     # the call in the name of an object's type keeps the type itself from being imported in its place
-    name = name or f"{own.__module__}:{own.__qualname__}{'' if own is function else '()'}"
+    name = name or f"{_module_of(own) or '__main__'}:{own.__qualname__}{'' if own is function else '()'}"
     _register(name, function)
     return name
 
@@ -121,7 +121,7 @@ def user_function(name: str) -> Callable[..., Any] | None:
             )
         as_criterion(find(name, f"criterion {name!r}"), name)
     found = _FUNCTIONS.get(name)
-    return None if found is None or found.__module__.startswith(f"{__name__}.") else found
+    return None if found is None or _module_of(found).startswith(f"{__name__}.") else found
 
 
 def short_name(name: str) -> str:
@@ -133,6 +133,11 @@ def short_name(name: str) -> str:
 def _located(name: str) -> str:
     function = user_function(name)
     return name if function is None or ":" in name else as_criterion(function)
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """Empty for code that was executed outside of any module."""
+    return getattr(function, "__module__", None) or ""
 
 
 def _register(name: str, function: Callable[..., Tensor]) -> None:
