@@ -394,7 +394,7 @@ def test_a_metric_that_is_no_number_is_named() -> None:
 @pytest.fixture
 def own_criteria() -> Iterator[None]:
     """Criteria that a test registers are gone after it."""
-    tables: list[Any] = [criteria._REGISTRY, criteria._FUNCTIONS]
+    tables: list[Any] = [criteria._REGISTRY, criteria._OWN, criteria._FUNCTIONS]
     known, names = [dict(table) for table in tables], list(config.CRITERIA)
     yield
     for table, before in zip(tables, known, strict=True):

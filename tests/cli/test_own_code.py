@@ -66,7 +66,7 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder with the user's module, and no criterion registered after the test."""
     (tmp_path / "owncode.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
-    tables: list[Any] = [criteria._REGISTRY, criteria._FUNCTIONS]
+    tables: list[Any] = [criteria._REGISTRY, criteria._OWN, criteria._FUNCTIONS]
     known, names = [dict(table) for table in tables], list(config.CRITERIA)
     yield
     sys.modules.pop("owncode", None)
@@ -145,7 +145,7 @@ def test_a_criterion_by_name_ranks_and_is_found_again(
     Path("flag/journal.jsonl").write_text("".join(line for line in lines if json.loads(line)["unit"] in ("network", "start")))
     for file in Path("flag/checkpoints").glob("0*"):
         file.unlink()
-    criteria._REGISTRY.pop("owncode:last_first")
+    criteria._OWN.clear()
     sys.modules.pop("owncode")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir("/")
@@ -239,7 +239,7 @@ def test_a_stopped_run_of_python_says_what_it_needs(capsys: pytest.CaptureFixtur
     assert execute(["show", "tested"]) == 0
     assert "started from Python: add --model package.module:function" in capsys.readouterr().out
     named = ["--model", "owncode:build"]
-    criteria._REGISTRY.clear()  # as in another process
+    criteria._OWN.clear()  # as in another process
     assert "with --criterion package.module:function" in failing(capsys, "resume", "tested", *named)
     named_too = [*named, "--criterion", "owncode:last_first"]
     assert "was started with test=…" in failing(capsys, "resume", "tested", *named_too)

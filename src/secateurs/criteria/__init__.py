@@ -67,7 +67,8 @@ UserCriterion = Callable[[Graph, Site, Examples], Tensor]
 """The same as users write it: (graph, site, data) -> scores (C,)."""
 
 _REGISTRY: dict[str, Criterion] = {}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # the functions of the registry, as they were written
+_OWN: dict[str, Criterion] = {}  # the user's functions, by module:function
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # the functions of both, as they were written
 CRITERIA: Mapping[str, Criterion] = MappingProxyType(_REGISTRY)
 """The registered criteria by name."""
 
@@ -85,9 +86,10 @@ def criterion(name: str) -> Callable[[F], F]:
             raise InvalidInput(f"criterion {name!r} is registered already: choose another name.")
         if ":" in name:
             raise InvalidInput(f"criterion {name!r}: wanted a name without a colon, which package.module:function has.")
-        _register(name, function)
+        _REGISTRY[name], _FUNCTIONS[name] = _checked(name, function), function
         if name not in config.CRITERIA:
             config.CRITERIA.append(name)
+            as_criterion(function)  # a run that is resumed looks for it under this name
         return function
 
     return register
@@ -101,7 +103,7 @@ def as_criterion(function: UserCriterion, name: str = "") -> str:
     own: Any = function if hasattr(function, "__qualname__") else type(function)
     # the call in the name of an object's type keeps the type itself from being imported in its place
     name = name or f"{_module_of(own) or '__main__'}:{own.__qualname__}{'' if own is function else '()'}"
-    _register(name, function)
+    _OWN[name], _FUNCTIONS[name] = _checked(name, function), function
     return name
 
 
@@ -113,7 +115,7 @@ def resolved(recipe: Recipe) -> Recipe:
 
 def user_function(name: str) -> Callable[..., Any] | None:
     """The user's own function behind a criterion, imported if `name` is `package.module:function`; None for built-in ones."""
-    if name not in _REGISTRY and ":" in name:
+    if ":" in name and name not in _OWN:
         if name.startswith("__main__:") or "<" in name or name.endswith("()"):
             raise InvalidInput(
                 f"criterion {name!r} was given in Python and cannot be imported. Resume with secateurs.resume(folder, model, "
@@ -126,7 +128,7 @@ def user_function(name: str) -> Callable[..., Any] | None:
 
 def short_name(name: str) -> str:
     """A criterion's name for people: of a user's own, that of the function without its module."""
-    short = name.rpartition(":")[2].rpartition(".")[2]
+    short = name.rpartition(":")[2].rpartition(".")[2] if ":" in name else name
     return name if short in config.CRITERIA else short
 
 
@@ -138,11 +140,6 @@ def _located(name: str) -> str:
 def _module_of(function: Callable[..., Any]) -> str:
     """Empty for code that was executed outside of any module."""
     return getattr(function, "__module__", None) or ""
-
-
-def _register(name: str, function: Callable[..., Tensor]) -> None:
-    _REGISTRY[name] = _checked(name, function)
-    _FUNCTIONS[name] = function
 
 
 def _checked(name: str, function: Callable[..., Tensor]) -> Criterion:
@@ -188,10 +185,11 @@ def score_filters(name: str, evaluator: SiteEvaluator, examples: Examples | None
 
     No linear model is fitted, so everything but the coefficients is NaN.
     """
-    if name not in CRITERIA:
+    scorer = CRITERIA.get(name) or _OWN.get(name)
+    if scorer is None:
         raise InvalidInput(f"criterion: got {name!r}.{suggest(name, CRITERIA)}")
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.long))
-    coef = CRITERIA[name](CriterionContext(evaluator, nothing if examples is None else examples, seed)).detach().cpu().double()
+    coef = scorer(CriterionContext(evaluator, nothing if examples is None else examples, seed)).detach().cpu().double()
     unknown = torch.tensor(torch.nan, dtype=torch.float64)
     return Importance(coef, unknown, torch.full_like(coef, torch.nan), unknown, unknown, unknown)
 

@@ -133,8 +133,7 @@ def _portfolio(
     """The ranking that leaves the smallest loss, a mean over cuts of several sizes."""
     names = [name for name in ranker.portfolio if name != "obs" or reconstruction is not None]
     found = {
-        short_name(name): rank(name, evaluator, ranker, reconstruction=reconstruction, step=step, on_scored=on_scored)
-        for name in names
+        name: rank(name, evaluator, ranker, reconstruction=reconstruction, step=step, on_scored=on_scored) for name in names
     }
     channels = evaluator.site.channels
     counts = sorted({min(max(round(share * channels), 1), channels - 1) for share in _SHARES})
