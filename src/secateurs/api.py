@@ -19,7 +19,7 @@ from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, check_device, device_of, eval_mode, unwrapped
 from secateurs._util.terminal import clock
 from secateurs.config import Recipe, declarations
-from secateurs.criteria import as_criterion
+from secateurs.criteria import as_criterion, resolved
 from secateurs.data.dataset import class_labels, derive
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
 from secateurs.data.forms import PAIR, Forward
@@ -27,12 +27,12 @@ from secateurs.data.splits import Data, refuse_nonfinite
 from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
-from secateurs.metrics import Measure, check_targets, correct, cross_entropy, output_loss
+from secateurs.metrics import Measure, check_targets, correct, cross_entropy, display_name, output_loss
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.estimate import Estimate, estimate, within_time
 from secateurs.pruning.folder import check_origin, create_folder, example_for, load_start, open_cache, open_folder, provenance
-from secateurs.pruning.results import KINDS, Progress
+from secateurs.pruning.results import KINDS, Progress, ResultFigures
 from secateurs.pruning.run import Run, chosen_sites
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 from secateurs.report import Plots, plots, write_report
@@ -47,7 +47,9 @@ Ignore = Sequence[str | nn.Module | type[nn.Module]]
 class Pruner(Run):
     """A pruning that is watched: iterating does the work, one `Step` at a time; `finish` does the rest. See `prune`.
 
-    `train` may also be a `Data` with all three sets in memory; then `val` and `test` are not given.
+    `train` may also be a `Data` with all three sets in memory; then `val` and `test` are not given. `uncertified` says whether
+    a validation set that is too small for the recipe's confidence gives a run by point estimates, instead of an error; by
+    default it does where no recipe is given.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Pruner(Run):
         origin: Mapping[str, Any] | None = None,
         store: str | Path | None = None,
         cache_bytes: int | None = None,
+        uncertified: bool | None = None,
     ) -> None:
         clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
         check_device(device)
@@ -117,7 +120,8 @@ class Pruner(Run):
         if whole is not None and whole.count is None and asked.confidence:
             asked = replace(asked, confidence=0.0)
             notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
-        asked = _feasible(asked, data, whole, trains=finetune is not None, given=recipe is not None, notes=notes)
+        uncertified = recipe is None if uncertified is None else uncertified
+        asked = _feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
             runtime = Runtime(loss_fn, metric_fn, device, MeasurementCache(), None, whole)
             asked = within_time(time_budget, asked, graph, data, runtime, notes)
@@ -255,11 +259,12 @@ def resume(
     """
     path, model = Path(folder), unwrapped(model)
     check_device(device)
-    if criterion is not None:
-        as_criterion(criterion)
     journal, stored, known = open_folder(path)
     try:
-        if recipe is not None and recipe != stored:
+        if criterion is not None:
+            as_criterion(criterion, stored.criterion if ":" in stored.criterion else "")
+        stored = resolved(stored)
+        if recipe is not None and resolved(recipe) != stored:
             raise RunError(f"{path}: was started with another recipe. Resume without one, or start a new run.")
         if isinstance(train, Data):
             data, form, streams = train, PAIR, dict[str, Any]()
@@ -271,9 +276,14 @@ def resume(
             form.measure(metric, correct),
         )
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
-        for name, given in (("finetune", finetune), ("test", test)):
-            if given is None and name in known.get("again", ()):
-                raise RunError(f"{path}: was started with {name}. Give it again: resume(folder, model, {name}=…).")
+        again = {"finetune": finetune, "test": test}
+        missing = [f"{name}=…" for name in known.get("again", ()) if again[name] is None]
+        if missing and not journal.of(ResultFigures):
+            raise RunError(
+                f"{path}: was started with {' and '.join(missing)}, which the folder does not hold. Give it again: "
+                f"secateurs.resume({str(path)!r}, model, train, val, {', '.join(missing)})"
+                f"{', or --data on the command line' * (missing == ['test=…'])}."
+            )
         if not isinstance(train, Data) and train is None and (stored.finetune or stored.retrain):
             raise RunError(f"{path}: its recipe trains on the train loader. Give it again: resume(folder, model, train).")
         start = load_start(path, model, data, known)
@@ -301,7 +311,8 @@ def _shown(
                 watchers[0].watch(found)
 
         def follow(pruner: Pruner) -> Result:
-            watchers.append(RunWatcher(screen, pruner.recipe, pruner.steps))
+            measured = display_name(pruner.context.runtime.evaluate or pruner.context.runtime.metric)
+            watchers.append(RunWatcher(screen, pruner.recipe, pruner.steps, metric=measured))
             if progress:
                 found, place = pruner.estimate(), pruner.context.runtime.device or device_of(pruner.graph.module)
                 screen.line(
@@ -331,7 +342,7 @@ def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, *
         raise InvalidInput(f"max_drop={drop:g}: wanted a fraction below 1: 0.01 is one point of accuracy.")
     if criterion is not None:
         known["criterion"] = criterion if isinstance(criterion, str) else as_criterion(criterion)
-    return Recipe.best(**known) if recipe is None else replace(recipe, **known)
+    return resolved(Recipe.best(**known) if recipe is None else replace(recipe, **known))
 
 
 def _feasible(recipe: Recipe, data: Data, whole: WholeMetric | None, *, trains: bool, given: bool, notes: list[str]) -> Recipe:

@@ -282,9 +282,10 @@ PAPER_RETRAIN = TrainSettings(epochs=80, batch=128, lr=0.01, schedule="step", mi
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(EnsembleSettings):
-    """How a network is pruned. The defaults are the fast way; `Recipe.paper()` is Algorithm 1 as published.
+    """How a network is pruned: `Recipe.best()`, Algorithm 1 as published by `Recipe.paper()`, or field by field.
 
-    Training is off unless asked for. Drops are fractions: 0.005 is half a point.
+    A field that is not given means the fast way: site by site, nothing repaired. Training is off unless asked for. Drops are
+    fractions: 0.005 is half a point.
     """
 
     max_drop: float = setting(
@@ -318,7 +319,11 @@ class Recipe(EnsembleSettings):
     target_macs: float | None = setting(
         None, "Stop when this share of the multiply-accumulates is removed.", "pruning", low=0, high=1
     )
-    criterion: str = setting("ensemble", f"Criterion that ranks the filters: {', '.join(CRITERIA)}.", "scoring")
+    criterion: str = setting(
+        "ensemble",
+        f"Criterion that ranks the filters: {', '.join(CRITERIA)}, or your own as package.module:function.",
+        "scoring",
+    )
     portfolio: tuple[str, ...] = setting(PORTFOLIO, "The criteria that criterion 'portfolio' compares.")
     signal: Signal = setting(
         "loss",
@@ -375,9 +380,10 @@ class Recipe(EnsembleSettings):
         super().__post_init__()
         for field, name in (("criterion", self.criterion), *(("portfolio", name) for name in self.portfolio)):
             allowed = [other for other in CRITERIA if other != field]  # a portfolio holds no portfolio
-            if name not in allowed:
+            if name not in allowed and ":" not in name:  # a function is imported when a run begins
                 raise RecipeError(
-                    f"{field} = {name!r}: wanted one of {', '.join(allowed)}.{suggest(name, allowed, listed=True)}"
+                    f"{field} = {name!r}: wanted one of {', '.join(allowed)}, or package.module:function."
+                    f"{suggest(name, allowed, listed=True)}"
                 )
         by_repair = self.criterion == "obs" or set(self.portfolio) <= {"obs"}
         everywhere = self.allocation == "global"

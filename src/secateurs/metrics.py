@@ -179,7 +179,7 @@ def check_targets(data: Data, outputs: object, measures: Mapping[str, Measure]) 
     ours = {argument: measure for argument, measure in measures.items() if measure is cross_entropy or measure is correct}
     for argument, measure in ours.items():
         what = display_name(measure)
-        for name, examples in data.splits().items():
+        for name, examples in data.named_sets().items():
             targets = examples.targets
             logits = _expect_tensors(what, argument, outputs, targets)
             assert isinstance(targets, Tensor)

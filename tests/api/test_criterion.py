@@ -19,7 +19,7 @@ from secateurs.errors import InvalidInput
 @pytest.fixture
 def own_criteria() -> Iterator[None]:
     """Criteria that a test registers are gone after it."""
-    tables: list[Any] = [criteria._REGISTRY, criteria._USERS]
+    tables: list[Any] = [criteria._REGISTRY, criteria._OWN, criteria._FUNCTIONS]
     known, names = [dict(table) for table in tables], list(config.CRITERIA)
     yield
     for table, before in zip(tables, known, strict=True):

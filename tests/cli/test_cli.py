@@ -226,9 +226,11 @@ def test_flags_show_the_defaults_and_choices_of_their_fields(
     monkeypatch.setenv("COLUMNS", "300")
     printed = shown_help(capsys, "prune")
     for flag, wanted in {
-        "--max-drop": "0.005 is half a point. [default: 0.005]",
+        "--recipe": "the defaults below are those of best. [default: best]",
+        "--max-drop": "0.005 is half a point. [default: 0.01]",
         "--budget": "[choices: site, run] [default: run]",
-        "--repair": "[choices: none, least-squares, every-layer] [default: none]",
+        "--repair": "[choices: none, least-squares, every-layer] [default: every-layer]",
+        "--criterion": "portfolio, or your own as package.module:function. [default: portfolio]",
         "--rounds": "[default: 1]",
         "--finetune-lr": "After every cut: learning rate. [default: 0.01, if any finetune flag is given]",
         "--no-adaptive": "[default: true]",
@@ -475,7 +477,7 @@ def test_an_interrupted_run_shows_where_it_is_and_ends_the_same(
     assert "Resume with: secateurs resume runs/cut" in shown
     assert document(capsys, "show", "runs/cut")["state"] == "stopped"
     assert execute(["resume", "runs/cut"]) == 0
-    assert "Resuming runs/cut: 1 steps are done" in capsys.readouterr().err
+    assert "Resuming runs/cut: 1 step done" in capsys.readouterr().err
     assert Path("runs/cut/pruned.safetensors").read_bytes() == (finished / "pruned.safetensors").read_bytes()
 
 
@@ -611,8 +613,8 @@ def test_eval_agrees_with_the_run_before_and_after(capsys: pytest.CaptureFixture
     # n values of +1 (lost), -1 (won) or 0: their sum of squares is lost + won
     assert drop["standard error"] == pytest.approx(math.sqrt((lost + won - (lost - won) ** 2 / n) / (n - 1) / n))
     assert execute(["eval", str(finished)]) == 0
-    assert f"{lost} answers lost and {won} won of {n}: a drop of " in capsys.readouterr().out
-    alone = document(capsys, "eval", *NET, "--weights", str(finished / "pruned.safetensors"), "--split", "search")
+    assert f"{lost} answer{'' if lost == 1 else 's'} lost and {won} won of {n}: a drop of " in capsys.readouterr().out
+    alone = document(capsys, "eval", *NET, "--weights", str(finished / "pruned.safetensors"), "--split", "val")
     (found,) = alone["networks"].values()
     assert found["accuracy"] == end["search"]["after"]
     (plain,) = document(capsys, "eval", *NET, "--weights", str(weights))["networks"].values()

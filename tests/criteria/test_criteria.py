@@ -317,8 +317,23 @@ def test_a_registered_function_is_a_criterion(monkeypatch: pytest.MonkeyPatch) -
         criterion("by number")(by_number)
     # recipes may name it: a run removes the filters that it scores lowest, the last ones
     recipe = Recipe(criterion="by number", max_drop=1.0, confidence=0, sites=("layers.1",), largest_share=0.5)
-    (step,) = Pruner(perceptron(), few_digits(384), recipe=recipe)
+    pruner = Pruner(perceptron(), few_digits(384), recipe=recipe)
+    (step,) = pruner
     assert step.removed == (11, 10, 9, 8, 7, 6)
+    # the recipe of a run names the function, so that a process which defines it again can resume
+    assert pruner.recipe.criterion.endswith(".by_number")
+    assert Pruner(perceptron(), few_digits(384), recipe=pruner.recipe).recipe == pruner.recipe
+
+
+def test_a_function_without_a_module_is_a_criterion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secateurs.criteria._OWN", {})
+    names: dict[str, Any] = {"torch": torch}
+    exec("def alone(graph, site, data): return -torch.arange(site.channels)", names)
+    recipe = Recipe(max_drop=1.0, confidence=0, sites=("layers.1",), largest_share=0.5)
+    pruner = Pruner(perceptron(), few_digits(384), recipe=recipe, criterion=names["alone"])
+    assert pruner.recipe.criterion == "__main__:alone"
+    (step,) = pruner
+    assert (step.criterion, step.removed) == ("alone", (11, 10, 9, 8, 7, 6))
 
 
 def test_every_criterion_that_a_recipe_may_name_exists() -> None:

@@ -145,7 +145,7 @@ def test_overlapping_sets_are_an_error() -> None:
     one, other = split(numbered(20), (10, 10), seed=0)
     with pytest.raises(DataError, match=r"10 examples of 'mine' are both in train .* and in test"):
         Data("mine", one, other, one)
-    with pytest.raises(DataError, match="the search set of 'mine' is empty"):
+    with pytest.raises(DataError, match="the validation set of 'mine' is empty"):
         Data("mine", one, numbered(0), other)
 
 
@@ -485,16 +485,16 @@ def test_loaders_are_read_in_order_whatever_their_shuffling() -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
     train, test = DataLoader(table(40), 8, shuffle=True, drop_last=True), DataLoader(table(10, 100), 4)
-    loaded = from_loaders(train, test)
+    loaded = from_loaders(train, test=test)
     assert torch.equal(torch.get_rng_state(), state), "the user's random state is untouched"
     assert [len(part) for part in loaded.splits().values()] == [36, 4, 10]
     assert sorted(numbers(loaded.train) + numbers(loaded.search)) == list(range(40))
     assert numbers(loaded.test) == list(range(100, 110))
-    assert loaded.digest() == from_loaders(train, test).digest()
+    assert loaded.digest() == from_loaders(train, test=test).digest()
 
 
 def test_three_loaders_are_taken_as_they_are() -> None:
-    loaded = from_loaders(table(8), table(5, 50), search=table(4, 20), classes=("even", "odd"))
+    loaded = from_loaders(table(8), table(4, 20), table(5, 50), classes=("even", "odd"))
     assert [numbers(part) for part in loaded.splits().values()] == [
         list(range(8)),
         list(range(20, 24)),
@@ -505,29 +505,32 @@ def test_three_loaders_are_taken_as_they_are() -> None:
 def test_subsets_of_one_dataset_are_compared_by_rows() -> None:
     everything = table(20)
     first, second = Subset(everything, range(12)), Subset(everything, range(12, 20))
-    assert len(from_loaders(first, second).test) == 8
+    assert len(from_loaders(first, test=second).test) == 8
     inner = Subset(Subset(everything, range(10, 20)), [0, 1])  # rows 10 and 11 of the whole
     with pytest.raises(DataError, match="2 examples of 'loaders' are both in train"):
-        from_loaders(first, DataLoader(inner), search=second)
-    with pytest.raises(DataError, match=r"both in search .* and in test"):
-        from_loaders(table(4, 90), everything, search=DataLoader(everything, 4, shuffle=True))
+        from_loaders(first, second, DataLoader(inner))
+    with pytest.raises(DataError, match=r"both in validation .* and in test"):
+        from_loaders(table(4, 90), DataLoader(everything, 4, shuffle=True), everything)
 
 
 def test_random_subset_samplers_are_subsets() -> None:
     everything = table(20)
     train = DataLoader(everything, 4, sampler=SubsetRandomSampler(range(10)))
     test = DataLoader(everything, 4, sampler=SubsetRandomSampler(range(10, 20)))
-    loaded = from_loaders(train, test)
+    loaded = from_loaders(train, test=test)
     assert numbers(loaded.test) == list(range(10, 20))
+    alone = from_loaders(train, test)
+    assert numbers(alone.search) == list(range(10, 20))
+    assert alone.test is None
 
 
 def test_equal_contents_without_rows_are_noticed() -> None:
     x, y = torch.arange(10).float()[:, None], torch.zeros(10).long()
-    with pytest.raises(DataError, match=r"all 10 inputs of the (search|test) set are in the (search|test) set too"):
-        from_loaders((x + 20, y), (x, y), search=(x.clone(), y))
-    halves = from_loaders((torch.zeros(20, 1), y.repeat(2)), (x + 1, y))
-    assert halves.notes == ("2 of 2 search inputs are also in train",), "what we cut off ourselves is no copy"
-    loaded = from_loaders((x + 20, y), (x + 25, y), search=(x, y))
+    with pytest.raises(DataError, match=r"all 10 inputs of the (validation|test) set are in the (validation|test) set too"):
+        from_loaders((x + 20, y), (x.clone(), y), (x, y))
+    halves = from_loaders((torch.zeros(20, 1), y.repeat(2)), test=(x + 1, y))
+    assert halves.notes == ("2 of 2 validation inputs are also in train",), "what we cut off ourselves is no copy"
+    loaded = from_loaders((x + 20, y), (x, y), (x + 25, y))
     assert loaded.notes == ("5 of 10 test inputs are also in train",)
 
 
@@ -539,7 +542,7 @@ def test_random_transforms_are_frozen_by_the_seed() -> None:
         def __getitem__(self, row: int) -> tuple[torch.Tensor, int]:
             return torch.rand(2) + row, row % 2
 
-    one, again, other = (from_loaders(Noisy(), table(4, 90), search_share=0.2, seed=seed) for seed in (0, 0, 1))
+    one, again, other = (from_loaders(Noisy(), test=table(4, 90), val_share=0.2, seed=seed) for seed in (0, 0, 1))
     assert one.digest() == again.digest()
     assert one.digest() != other.digest()
 
@@ -562,7 +565,7 @@ def test_batches_of_another_form_are_described() -> None:
         from_loaders(dicts, table(3))
     words = DataLoader([(torch.zeros(1), "cat")], 1)
     with pytest.raises(DataError, match=r"targets of the test loader are a tuple of 1 \(str\)"):
-        from_loaders(table(10), words)
+        from_loaders(table(10), test=words)
 
 
 # by name
@@ -596,7 +599,8 @@ def test_a_users_own_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
     shifted = load("mine_for_test:pair", shift=100)
-    assert numbers(shifted.test) == [115, 116, 117, 118, 119]
+    assert numbers(shifted.search) == [115, 116, 117, 118, 119]
+    assert shifted.test is None
     assert [len(part) for part in load("mine_for_test:three").splits().values()] == [10, 4, 6]
     assert sys.path == path
     with pytest.raises(InvalidInput, match="mine_for_test:nothing returned a int"):

@@ -211,7 +211,7 @@ def test_example_input_is_reproducible_and_leaves_the_random_state_alone() -> No
         (lambda: resolve("torch.nn:"), "wanted package.module:function"),
         (lambda: resolve("no_such_package.networks:build"), "no module 'no_such_package' in .*Run from the folder"),
         (lambda: resolve("torch.nn:Linera"), r"torch\.nn has no 'Linera'\. Did you mean .*'Linear'"),
-        (lambda: resolve("math:pi"), "math has a float, not a callable, named 'pi'"),
+        (lambda: resolve("math:pi"), "math has a value of type float, not a function, named 'pi'"),
         (lambda: resolve("math:sqrt", x=1), "'math:sqrt' failed with options {'x': 1}: TypeError"),
         (lambda: resolve("builtins:dict"), "model 'builtins:dict' gave a dict: wanted a torch.nn.Module"),
         (lambda: public_weights("resnet21"), "no public weights for 'resnet21'.*'resnet20'"),

@@ -328,7 +328,7 @@ def test_a_label_without_an_output_is_refused_before_anything_is_written(tmp_pat
     assert isinstance(targets, Tensor)
     wrong = targets.clone()
     wrong[3] = label
-    message = rf"the search set: example 3 has the label {label}, and the network has \d+ outputs: wanted labels from 0 to"
+    message = rf"the validation set: example 3 has the label {label}, and the network has \d+ outputs: wanted labels from 0 to"
     with pytest.raises(DataError, match=message):
         Pruner(perceptron(), changed_set("search", targets=wrong), recipe=RECIPE, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()

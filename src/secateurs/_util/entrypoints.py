@@ -26,7 +26,7 @@ def call(
     the target does not take are an `InvalidInput`. What the target raises becomes an `error`, unless it is one of ours.
     """
     with _current_folder_on_path():
-        function = _import(target, what) if isinstance(target, str) else target
+        function = find(target, what) if isinstance(target, str) else target
         _check_options(function, what, options)
         try:
             return function(**options)
@@ -48,12 +48,14 @@ def _current_folder_on_path() -> Iterator[None]:
         sys.path.remove(folder)
 
 
-def _import(name: str, what: str) -> Callable[..., Any]:
+def find(name: str, what: str) -> Callable[..., Any]:
+    """Import the callable that `package.module:function` names; every failure is an `InvalidInput` that begins with `what`."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
         raise InvalidInput(f"{what}: wanted package.module:function, such as mypackage.mymodule:build.")
     try:
-        module = importlib.import_module(module_name)
+        with _current_folder_on_path():
+            module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
             raise InvalidInput(
@@ -67,7 +69,7 @@ def _import(name: str, what: str) -> Callable[..., Any]:
     if callable(found):
         return found  # type: ignore[no-any-return]
     callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    problem = "has no" if found is None else f"has a {type(found).__name__}, not a callable, named"
+    problem = "has no" if found is None else f"has a value of type {type(found).__name__}, not a function, named"
     raise InvalidInput(f"{what}: {module_name} {problem} {attribute!r}.{suggest(attribute, callables)}")
 
 

@@ -19,6 +19,11 @@ class Metric:
     name: str = "accuracy"
     share: bool = True
 
+    @staticmethod
+    def called(name: str) -> Metric:
+        """The metric of that name: ours, "accuracy", is a share; of a user's own nothing is known, so it stays a number."""
+        return Metric(name, share=name == "accuracy")
+
     @property
     def title(self) -> str:
         """Name at the beginning of a sentence; a user's own name is not capitalised."""

@@ -201,8 +201,8 @@ def _record(body: bytes, kinds: Kinds) -> Any:
 
 def _damaged(path: Path, number: int, what: str) -> str:
     return (
-        f"{path}, line {number}: damaged ({what}). Restore the file from a copy; or keep the lines before it "
-        f"(head -n {number - 1}) and resume: what follows is done again."
+        f"{path}, line {number}: damaged ({what}). Restore the file from a copy, or start again in another folder: "
+        f"an earlier state cannot be resumed, because only the latest checkpoint is kept."
     )
 
 

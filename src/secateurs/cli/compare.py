@@ -65,8 +65,8 @@ def compare(
     Parameters
     ----------
     methods
-        Criteria (l1, fpgm, taylor, ensemble, portfolio, …), each also with :uniform, +repair or +refit, and whole procedures:
-        li, sfp, fpgm-sfp, paper, paper+repair.
+        Criteria (l1, fpgm, taylor, ensemble, portfolio, …, or your own as package.module:function), each also with :uniform,
+        +repair or +refit, and whole procedures: li, sfp, fpgm-sfp, paper, paper+repair.
     targets
         Shares of the MACs to remove.
     budgets

@@ -27,8 +27,8 @@ def export(
     pt2: _Choice = False,
     source: _Choice = False,
     out: Annotated[Path | None, Parameter(show_default="the folder of the run or file")] = None,
-    model: str | None = None,
-    data: str | None = None,
+    model: inputs.OptionalModelName = None,
+    data: inputs.OptionalDataName = None,
     model_option: inputs.ModelOptions = (),
     data_option: inputs.DataOptions = (),
     tolerance: float = 1e-4,
@@ -72,8 +72,7 @@ def export(
     if not any(chosen.values()):
         raise InvalidInput("wanted one or more of --onnx, --pt2 and --source.")
     file = run / "pruned.safetensors" if run.is_dir() else run
-    given = (inputs.options(model_option, "--model-option"), inputs.options(data_option, "--data-option"))
-    origin = _origin(run, file, model, data, *given)
+    origin = _origin(run, file, model, data, model_option, data_option)
 
     from secateurs.compaction.serialization import load
     from secateurs.export import prepared, to_onnx, to_pt2, to_source
@@ -84,7 +83,10 @@ def export(
     network = load(inputs.fresh_model(origin), file)
     start = file.parent / "checkpoints" / "start.safetensors"  # the original weights, if the run is there
     original = inputs.build_model(replace(origin, weights=str(start) if start.is_file() else None)).eval()
-    examples = inputs.load_data(origin).test_set.batch(slice(0, _EXAMPLES)).inputs if origin.data else None
+    examples = None
+    if origin.data:
+        data_set = inputs.load_data(origin)
+        examples = (data_set.test or data_set.search).batch(slice(0, _EXAMPLES)).inputs
     pruned, unpruned = prepared(network, examples), prepared(trace(original, network.example), examples)
     targets = {"onnx": (to_onnx, "model.onnx"), "pt2": (to_pt2, "model.pt2"), "source": (to_source, "")}
     found = [
@@ -102,29 +104,21 @@ def export(
 
 
 def _origin(
-    run: Path, file: Path, model: str | None, data: str | None, model_options: dict[str, Any], data_options: dict[str, Any]
+    run: Path, file: Path, model: str | None, data: str | None, model_option: tuple[str, ...], data_option: tuple[str, ...]
 ) -> inputs.Origin:
     """How to build the network and its data."""
     from secateurs.pruning.folder import read_provenance
 
-    if run.is_dir() and not file.is_file():
-        read_provenance(run)  # raises if this is not a run
-        raise RunError(f"{run}: has no pruned.safetensors, so the run is not finished. {resume_with(run)}")
-    if model is not None:
-        return inputs.Origin(model, data or "", model_options, data_options)
+    if run.is_dir():
+        if not file.is_file():
+            read_provenance(run)  # raises if this is not a run
+            raise RunError(f"{run}: has no pruned.safetensors, so the run is not finished. {resume_with(run)}")
+        return inputs.run_origin(run, model, data, model_option, data_option)
     if not run.exists():
         raise RunError(f"{run}: does not exist. Wanted the folder of a run, or a pruned.safetensors.")
-    if not run.is_dir():
+    if model is None:
         raise InvalidInput(f"{run}: a file does not say how to build its network: give --model (and --model-option).")
-    if data is not None or model_options or data_options:
-        raise InvalidInput(f"{run} names its model and data itself: leave out --data, --model-option and --data-option.")
-    origin = read_provenance(run).get("origin") or {}
-    if "model" not in origin:
-        raise RunError(
-            f"{run}: was started from Python, so it does not say how to build its network. Give the class or function that "
-            f"does: --model package.module:name (and --model-option; --data for real inputs to compare outputs on)."
-        )
-    return inputs.origin_of(origin, run)
+    return inputs.named_origin(model, data or "", model_option, data_option)
 
 
 def _add_to_report(run: Path, exports: list[dict[str, Any]]) -> None:

@@ -22,6 +22,7 @@ from secateurs.config import (
     declarations,
     read_recipe,
     read_settings,
+    recipe_fields,
     recipe_from,
     settings_from,
 )
@@ -41,7 +42,7 @@ _MODEL = Parameter(
 )
 _DATA = Parameter(
     help="digits, cifar10, xor, folder:PATH (a folder of images for each class), or package.module:function that returns "
-    "(train, test) or (train, search, test) DataLoaders, where search is the validation set."
+    "loaders (train, val) or (train, val, test)."
 )
 ModelName = Annotated[str, _MODEL]
 OptionalModelName = Annotated[str | None, _MODEL]
@@ -83,18 +84,23 @@ def _flag(hint: Any, default: Any, text: str, group: Group) -> Any:
     return Annotated[hint, Parameter(help=text, show_default=shown, group=group, negative=None if hint is bool else "")]
 
 
-def field_flags(kind: Any, headings: Mapping[str, Group], example: str, tables: Iterable[str] = ()) -> dict[str, Any]:
-    """The flags of a recipe or of settings: of its fields that have a group, of the usual ones of its tables, and --set."""
+def field_flags(
+    kind: Any, headings: Mapping[str, Group], example: str, tables: Iterable[str] = (), shown: Any = None
+) -> dict[str, Any]:
+    """The flags of a recipe or of settings: of its fields that have a group, of the usual ones of its tables, and --set.
+
+    Help shows the defaults of the fields, or the values that `shown` has.
+    """
     found = {
-        name: _flag(hint, default, declared.help, headings[declared.group])
+        name: _flag(hint, getattr(shown, name, default), declared.help, headings[declared.group])
         for name, (hint, default, declared) in declarations(kind).items()
         if declared.group
     }
     for table, name in product(tables, ("epochs", "steps", "lr")):
         when, (hint, default, declared) = declarations(kind)[table][2].help.rstrip("."), declarations(TrainSettings)[name]
-        shown = None if default is None else f"{default}, if any {table} flag is given"
+        words = None if default is None else f"{default}, if any {table} flag is given"
         text = f"{when}: {declared.help[:1].lower()}{declared.help[1:]}"
-        found[f"{table}_{name}"] = _flag(hint, shown, text, headings["training"])
+        found[f"{table}_{name}"] = _flag(hint, words, text, headings["training"])
     text = f"Any other field as name=value, such as {example}."
     return found | {"set": _flag(tuple[str, ...], (), text, headings["training"])}
 
@@ -103,7 +109,7 @@ if TYPE_CHECKING:
     RecipeFlags = dict[str, Any]
     TrainFlags = dict[str, Any]
 else:
-    _recipe = field_flags(Recipe, _HEADINGS, "finetune.augment=crop-flip", _TABLES)
+    _recipe = field_flags(Recipe, _HEADINGS, "finetune.augment=crop-flip", _TABLES, Recipe.best())
     _settings = field_flags(TrainSettings, {"training": Group("Settings of the training", sort_key=10)}, "clip_norm=1.0")
     RecipeFlags = Annotated[TypedDict("RecipeFlags", _recipe, total=False), Parameter(name="*")]
     TrainFlags = Annotated[TypedDict("TrainFlags", _settings, total=False), Parameter(name="*")]
@@ -191,12 +197,33 @@ def named_origin(
     return Origin(model, data, *built, weights, device, seed).settled()
 
 
+def run_origin(
+    run: Path,
+    model: str | None = None,
+    data: str | None = None,
+    model_option: Iterable[str] = (),
+    data_option: Iterable[str] = (),
+) -> Origin:
+    """How to build the model and data of a run: as it was started from the command line, or as the flags name them."""
+    from secateurs.pruning.folder import read_provenance
+
+    record = read_provenance(run).get("origin") or {}
+    if model is not None:
+        return named_origin(model, data or "", model_option, data_option)
+    if data is None and not any((*model_option, *data_option)):
+        return origin_of(record, run)
+    if "model" in record:
+        raise InvalidInput(f"{run} names its model and data itself: leave out --data, --model-option and --data-option.")
+    raise InvalidInput(f"{run}: was started from Python: give --model too, as package.module:function.")
+
+
 def origin_of(record: Mapping[str, Any], where: Path) -> Origin:
     """The origin in a provenance; modules of the folder that the run was started from become importable."""
     if not {"model", "data"} <= set(record) <= {known.name for known in fields(Origin)}:
         raise RunError(
-            f"{where}: was not started from the command line, so it does not say how to build its model and data. "
-            f"Resume it from Python: secateurs.resume({str(where)!r}, model, data)."
+            f"{where}: was started from Python, so it does not say how to build its network and data. Name them: --model "
+            f"package.module:function (and --model-option, --data). Or resume it in Python: secateurs.resume({str(where)!r}, "
+            f"model)."
         )
     origin = Origin(**record)
     if origin.folder and origin.folder not in sys.path:
@@ -250,11 +277,33 @@ def training_sets(origin: Origin) -> tuple[TrainingSet, ...]:
 
 
 def load_data(origin: Origin) -> Data:
-    """The data set; warns if the weights were trained on examples of its validation set."""
+    """The data set, read into memory; warns if the weights were trained on examples of its validation set."""
     from secateurs.data import load
-    from secateurs.models.weights import overlaps
 
     data = load(origin.data, **origin.data_options)
+    warn_of_overlap(origin, data)
+    return data
+
+
+def load_sources(origin: Origin) -> tuple[Any, Any, Any]:
+    """What a run reads: the loaders (train, val, test) of the user's function, or (data set in memory, None, None)."""
+    from torch.utils.data import Dataset
+
+    from secateurs import data as sets
+
+    found = sets.load_sources(origin.data, **origin.data_options)
+    if isinstance(found, sets.Data):
+        return found, None, None
+    # pairs of tensors and datasets have no order or batches of their own: they are read, and trained on as the recipe says
+    if any(isinstance(source, tuple | Dataset | sets.Examples) for source in found):
+        return sets.from_loaders(*found, name=origin.data), None, None
+    return found
+
+
+def warn_of_overlap(origin: Origin, data: Data) -> None:
+    """Warn if the origin's weights were trained on examples of the validation set."""
+    from secateurs.models.weights import overlaps
+
     whose = f"the {origin.weights} weights" if origin.weights in (PUBLIC, BUILTIN) else "the weights"
     for overlap in overlaps(origin.data, data, training_sets(origin)):
         trained = overlap.trained
@@ -270,20 +319,32 @@ def load_data(origin: Origin) -> Data:
                 f"the validation set: accuracies on those are too high. Use the split they were trained with: "
                 f"{flags or 'no --data-option'}."
             )
-    return data
+
+
+def check_fit(model: nn.Module, data: Data, origin: Origin) -> None:
+    """Raise InvalidInput if the network cannot take the examples, or does not give an output for each of their classes."""
+    from secateurs._util.modules import eval_mode
+    from secateurs.metrics import check_targets, correct, cross_entropy
+    from secateurs.pruning.folder import example_for
+
+    example = example_for(model, data)
+    with eval_mode(model):
+        try:
+            outputs = model(*example)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise InvalidInput(
+                f"{origin.model} cannot take the examples of {origin.data}, of shape {tuple(example[0].shape[1:])}: "
+                f"{str(error).splitlines()[0]}. Give the network options that fit (--model-option), or other data."
+            ) from error
+    check_targets(data, outputs, {"loss": cross_entropy, "metric": correct})
 
 
 def check_device(device: str | None) -> None:
     """Raise InvalidInput for a device that torch cannot use here, before anything runs."""
-    if device is None:
-        return
-    import torch
+    if device is not None:
+        from secateurs._util import modules
 
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = str(error).splitlines()[0]
-        raise InvalidInput(f"--device {device}: torch cannot use it here ({first}). Try cpu.") from error
+        modules.check_device(device)
 
 
 def run_folder(out: Path | None, name: str | None, *parts: str) -> Path:
@@ -332,9 +393,9 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def chosen_recipe(name: str | None, overrides: dict[str, Any]) -> Recipe:
-    """The recipe of a file or name (None: the defaults), with single fields overridden."""
+    """The recipe of a file or name (None: `Recipe.best()`), with single fields overridden."""
     if name is None:
-        return recipe_from({}, where="the command line", **overrides)
+        return recipe_from(recipe_fields(Recipe.best()), where="the command line", **overrides)
     return read_recipe(find_recipe(name), **overrides)
 
 

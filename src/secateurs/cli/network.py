@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from secateurs._util.format import plural
 from secateurs._util.terminal import percent, print_json, print_table, say
 from secateurs.cli import inputs
 from secateurs.errors import InvalidInput, RunError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from secateurs.data import Data
-    from secateurs.graph.trace import Example, Graph
+    from secateurs.graph.trace import Example
 
 _SHAPE = Parameter(negative="", consume_multiple=True, show_default="that of a built-in model")
 
@@ -100,7 +101,7 @@ def evaluate(
     model_option: inputs.ModelOptions = (),
     data_option: inputs.DataOptions = (),
     weights: str | None = None,
-    split: Literal["train", "search", "test"] = "test",
+    split: Literal["train", "val", "test"] = "test",
     batch: int = 256,
     device: inputs.Device = None,
     as_json: inputs.Json = False,
@@ -120,29 +121,27 @@ def evaluate(
     Parameters
     ----------
     run
-        A run that is finished or stopped.
+        A run that is finished or stopped; one that was started from Python needs --model and --data.
     weights
         A state dict, the pruned.safetensors of a run, "public" or "builtin".
     split
-        The set to measure on; search is the validation set.
+        The set to measure on.
     batch
         Examples at once.
     """
     inputs.check_device(device)
     if run is not None:
-        if model is not None or weights is not None:
-            raise InvalidInput(f"{run} names its model and weights itself: leave out --model and --weights.")
-        origin, networks = _of_run(run)
+        if weights is not None:
+            raise InvalidInput(f"{run} has the weights of its networks: leave out --weights.")
+        origin = inputs.run_origin(run, model, data, model_option, data_option)
+        networks = _networks_of(run, origin)
     elif model is None or data is None:
         raise InvalidInput("wanted a run folder, or --model and --data.")
     else:
         origin = inputs.named_origin(model, data, model_option, data_option, weights, device)
         networks = {weights or "as built": origin}
     examples = inputs.load_data(origin)
-    found = {
-        name: _measure(inputs.build_network(one), examples, split, batch=batch, device=device or one.device)
-        for name, one in networks.items()
-    }
+    found = {name: _measure(one, examples, split, batch=batch, device=device or one.device) for name, one in networks.items()}
     rows = {name: row for name, (row, _) in found.items()}
     drop = _drop(*(correct for _, correct in found.values())) if len(found) == 2 else None
     if as_json:
@@ -155,32 +154,36 @@ def evaluate(
     print_table(("network", f"accuracy on {split}", "loss", "examples", "parameters", "MACs"), shown)
     if drop is not None:
         error = "" if drop["standard error"] is None else f", standard error {100 * drop['standard error']:.2f}"
-        counts = f"{drop['lost']:,} answers lost and {drop['won']:,} won of {drop['count']:,}"
+        counts = f"{plural(drop['lost'], 'answer')} lost and {drop['won']:,} won of {drop['count']:,}"
         say(f"{counts}: a drop of {100 * drop['mean']:.2f} points{error}.")
 
 
-def _of_run(run: Path) -> tuple[inputs.Origin, dict[str, inputs.Origin]]:
-    """The origin of a run, and the same with each of the networks in its folder as its weights."""
-    from secateurs.pruning.folder import read_provenance
-
-    origin = inputs.origin_of(read_provenance(run).get("origin", {}), run)
+def _networks_of(run: Path, origin: inputs.Origin) -> dict[str, inputs.Origin]:
+    """The origin with each of the networks in the folder of the run as its weights."""
+    if not origin.data:
+        raise InvalidInput(f"{run}: was started from Python, so it does not say how to load its data: give --data.")
     files = {"before": run / "checkpoints/start.safetensors", "pruned": run / "pruned.safetensors"}
     found = {name: replace(origin, weights=str(path)) for name, path in files.items() if path.exists()}
     if not found:
         raise RunError(f"{run}: holds no network yet. Resume the run with: secateurs resume {run}")
-    return origin, found
+    return found
 
 
 def _measure(
-    network: nn.Module | Graph, data: Data, split: str, *, batch: int, device: str | None
+    origin: inputs.Origin, data: Data, split: str, *, batch: int, device: str | None
 ) -> tuple[Mapping[str, Any], Tensor]:
     """The figures of a network, and whether it is correct on each of the examples, (N,)."""
     from secateurs.graph.cost import cost
     from secateurs.graph.trace import Graph
     from secateurs.metrics import evaluate as measure
 
+    network = inputs.build_network(origin)
     module = network.module if isinstance(network, Graph) else network
-    found = measure(module, data.splits()[split], batch=batch, device=device)
+    inputs.check_fit(module, data, origin)
+    examples = {"train": data.train, "val": data.search, "test": data.test}[split]
+    if examples is None:
+        raise InvalidInput(f"{data.name} has no test set: measure another one with --split val.")
+    found = measure(module, examples, batch=batch, device=device)
     assert found.values is not None  # the metric is ours
     counted = cost(module, data.train.batch(slice(0, 2)).inputs)
     row = {"accuracy": found.accuracy, "loss": found.loss, "count": found.count}

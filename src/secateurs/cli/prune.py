@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Group, Parameter, validators
 
+from secateurs._util.format import plural
 from secateurs._util.terminal import say, warn
 from secateurs.cli import inputs
 from secateurs.cli.progress import RunWatcher, TrainWatcher, display
@@ -32,7 +33,7 @@ def prune(
     model_option: inputs.ModelOptions = (),
     data_option: inputs.DataOptions = (),
     weights: str | None = None,
-    recipe: str | None = None,
+    recipe: Annotated[str | None, Parameter(show_default="best")] = None,
     device: inputs.Device = None,
     out: Annotated[Path | None, Parameter(group=_WHERE, show_default="runs/MODEL-DATA-N")] = None,
     name: Annotated[str | None, Parameter(group=_WHERE)] = None,
@@ -42,16 +43,19 @@ def prune(
     flags: inputs.RecipeFlags = inputs.NO_FLAGS,
     as_json: inputs.Json = False,
 ) -> None:
-    """Remove filters from a trained network, site by site, as long as the accuracy stays within what you allow.
+    """Remove filters from a trained network as long as the accuracy stays within what you allow.
 
-    At every site, masks switch off random filters and the loss under each mask is measured. A linear model of the losses gives
-    the importance of each filter. The least important filters are removed: as many as --max-drop allows on the validation set.
-    The test set is read once, at the end. Everything is kept in a run folder; after Ctrl-C or a crash, `secateurs resume
-    FOLDER` continues.
+    By default filters are ranked by the best of several criteria at each site, the cuts of all sites are weighed together, and
+    the remaining weights are solved again in closed form; nothing is trained. As many filters go as --max-drop allows on the
+    validation set, with a bound on the drop that holds for other images too, where the set is large enough for one. The test
+    set is read once, at the end. Everything is kept in a run folder; after Ctrl-C or a crash, `secateurs resume FOLDER`
+    continues.
 
     Examples:
 
-    `secateurs prune --model resnet20 --weights public --data cifar10 --recipe 2core`
+    `secateurs prune --model resnet20 --weights public --data cifar10 --max-drop 0.01`
+
+    `secateurs prune --model resnet20 --weights public --data cifar10 --recipe paper`
 
     `secateurs prune --model mynets:build --model-option width=64 --weights net.pt --data mydata:loaders --max-drop 0.01`
 
@@ -61,7 +65,8 @@ def prune(
         A state dict (.safetensors, .pt, .pth, .th), or "public" for the CIFAR-10 ResNets of depth 20, 32, 44, 56, 110,
         or "builtin" for the ResNet-20 that comes with the package.
     recipe
-        A TOML file, or the name of a shipped recipe (fast, best, paper, 2core, paper-resnet, demo). Flags override its fields.
+        A TOML file, or the name of a shipped recipe (best, fast, paper, 2core, paper-resnet, demo). Flags override its fields;
+        the defaults below are those of best.
     out
         The run folder.
     name
@@ -75,21 +80,22 @@ def prune(
     """
     from secateurs.api import Pruner
 
-    chosen = inputs.chosen_recipe(recipe, inputs.overrides(flags))
+    given = inputs.overrides(flags)
+    chosen = inputs.chosen_recipe(recipe, given)
     origin = inputs.named_origin(model, data, model_option, data_option, weights, device, chosen.seed)
     inputs.check_device(device)
     folder = inputs.run_folder(out, name, model, data)
     if weights is None and ":" not in model:
         warn(f"no --weights: {model} is pruned untrained, with its initial weights.")
-    network, examples = inputs.build_model(origin), inputs.load_data(origin)
+    network, (train, val, test) = inputs.build_model(origin), inputs.load_sources(origin)
     with display(quiet=as_json) as shown:
         watcher = RunWatcher(shown, chosen)
-        shown.line(f"Pruning {model} on {examples.name} in {folder}")
-        for note in examples.notes:
-            shown.line(f"Note: {note}.")
+        shown.line(f"Pruning {model} on {data} in {folder}")
         run = Pruner(
             network,
-            examples,
+            train,
+            val,
+            test=test,
             recipe=chosen,
             folder=folder,
             device=device,
@@ -97,8 +103,10 @@ def prune(
             origin=origin.record(),
             store=store,
             cache_bytes=cache_bytes,
+            uncertified=recipe is None and "confidence" not in given,
         )
         with holding(run, folder):
+            inputs.warn_of_overlap(origin, run.data)
             result = follow(run, watcher, report_every)
     print_run(folder, run, result, as_json=as_json)
 
@@ -106,37 +114,63 @@ def prune(
 def resume(
     run: Path,
     *,
+    model: inputs.OptionalModelName = None,
+    data: inputs.OptionalDataName = None,
+    model_option: inputs.ModelOptions = (),
+    data_option: inputs.DataOptions = (),
+    criterion: str | None = None,
     device: Annotated[str | None, Parameter(show_default="as the run was started")] = None,
     as_json: inputs.Json = False,
 ) -> None:
     """Resume a run of `secateurs prune`, or a training of `secateurs train`, that was interrupted or killed.
 
     Model, data and recipe are those it was started with, and the result is the same as without the interruption. A finished
-    run is shown again.
+    run is shown again. A run that was started from Python does not know how to build its network: name it by --model, and by
+    --data the loaders that it trains on or measures at the end. What it drew for scoring and validation is in its folder.
+
+    Examples:
+
+    `secateurs resume runs/resnet20-cifar10-1`
+
+    `secateurs resume runs/first --model mynets:build --data mydata:loaders`
 
     Parameters
     ----------
     run
         The folder.
+    criterion
+        The criterion of a run that was started from Python with a function of its script, as package.module:function.
     device
         Where to compute.
     """
     if is_training(run):
         resume_training(run, device=device, as_json=as_json)
         return
+    from secateurs._util.entrypoints import find
     from secateurs.api import resume as take_up
-    from secateurs.pruning.folder import read_provenance
+    from secateurs.data.drawn import has_drawn
 
-    origin = inputs.origin_of(read_provenance(run).get("origin", {}), run)
+    origin = inputs.run_origin(run, model, data, model_option, data_option)
     device = device or origin.device
     inputs.check_device(device)
-    examples = inputs.load_data(origin)
+    train, val, test = inputs.load_sources(origin) if origin.data else (None, None, None)
+    if has_drawn(run) and val is None and train is not None:  # it keeps what it drew: the data are to train on and to test
+        train, val, test = train.train, train.search, train.test
     with display(quiet=as_json) as shown:
         # events come only once the run is iterated over, so the watcher may be made after it, from its steps
-        resumed = take_up(run, inputs.fresh_model(origin), examples, device=device, callback=lambda event: watcher.watch(event))
+        resumed = take_up(
+            run,
+            inputs.fresh_model(origin),
+            train,
+            val,
+            test=test,
+            criterion=None if criterion is None else find(criterion, f"--criterion {criterion}"),
+            device=device,
+            callback=lambda event: watcher.watch(event),
+        )
         watcher = RunWatcher(shown, resumed.recipe, resumed.steps)
         with holding(resumed, run):
-            shown.line(f"Resuming {run}: {len(resumed.steps)} steps are done")
+            shown.line(f"Resuming {run}: {plural(len(resumed.steps), 'step')} done")
             result = follow(resumed, watcher)
     print_run(run, resumed, result, as_json=as_json)
 

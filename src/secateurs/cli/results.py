@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from secateurs._util.format import SPACE
+from secateurs._util.format import SPACE, Metric
 from secateurs._util.terminal import clock, interrupted, percent, print_json, print_table, resume_with, say
 from secateurs.cli import train as training_folder
 from secateurs.cli.inputs import Json
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
     from secateurs.pruning.results import ResultFigures, RunResult, Step
     from secateurs.training import EpochRecord
 
-_COLUMNS = ("site", "round", "filters", "accuracy after the cut", "after training", "parameters removed", "MACs removed")
 _EPOCH_COLUMNS = ("epoch", "loss", "accuracy while training", "accuracy on the validation set")
 
 
 def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> RunResult:
     """Do all of the run's work; the report is written after every `report_every` steps (0: only at the end)."""
+    noted = 0
     for step in run:
+        for note in run.notes[noted:]:
+            watcher.shown.line(f"Note: {note}.")
+        noted = len(run.notes)
         watcher.step(step)
         if report_every and step.number % report_every == 0:
             run.report()
@@ -52,28 +55,33 @@ def print_run(folder: Path, run: Pruner, result: RunResult, *, as_json: bool) ->
     if as_json:
         steps = [{**plain(step), "kept": step.kept} for step in result.steps]
         document = {"folder": str(folder), "state": "finished", "recipe": recipe_fields(run.recipe), "steps": steps}
+        document["notes"] = run.notes
         print_json({**document, "outcome": plain(result.figures()), "pruned": str(folder / "pruned.safetensors")})
     else:
-        print_steps(result.steps)
+        print_steps(result.steps, result.metric)
         _print_closing(folder, result)
 
 
-def print_steps(steps: Sequence[Step]) -> None:
+def print_steps(steps: Sequence[Step], metric: str = "accuracy") -> None:
     """Print the table of steps; shares are of the original network."""
-    print_table(_COLUMNS, map(_step_row, steps))
-    say("Accuracies are on the validation set. Removed: shares of the whole original network, up to this step.")
-
-
-def _step_row(step: Step) -> tuple[str, ...]:
-    return (
-        step.site,
-        str(step.round + 1),
-        f"{step.channels} → {step.kept}",
-        percent(step.accuracy_cut, 2),
-        percent(step.accuracy, 2),
-        percent(step.parameters_removed),
-        percent(step.macs_removed),
+    known = Metric.called(metric)
+    print_table(
+        ("site", "round", "filters", f"{metric} after the cut", "after training", "parameters removed", "MACs removed"),
+        [
+            (
+                step.site,
+                str(step.round + 1),
+                f"{step.channels} → {step.kept}",
+                known.value(step.accuracy_cut),
+                known.value(step.accuracy),
+                percent(step.parameters_removed),
+                percent(step.macs_removed),
+            )
+            for step in steps
+        ],
     )
+    values = "Accuracies are" if known.share else f"Values of {metric} are"
+    say(f"{values} on the validation set. Removed: shares of the whole original network, up to this step.")
 
 
 def _print_closing(folder: Path, figures: ResultFigures) -> None:
@@ -150,11 +158,13 @@ def _show_run(run: Path, *, as_json: bool) -> None:
         return
     _say_origin(provenance)
     if steps:
-        print_steps(steps)
+        print_steps(steps, provenance.get("measures", {}).get("metric", "accuracy"))
     if ends:
         _print_closing(run, ends[-1])
     else:
         _say_state(run, state, at)
+        if state == "stopped" and "model" not in provenance.get("origin", {}):
+            say("It was started from Python: add --model package.module:function, and --data if it trains or has a test set.")
 
 
 def _show_training(run: Path, *, as_json: bool) -> None:
@@ -181,8 +191,9 @@ def _epoch_row(epoch: EpochRecord) -> tuple[str, ...]:
 
 
 def _say_origin(provenance: Mapping[str, Any]) -> None:
-    model = provenance.get("origin", {}).get("model", "a model given in Python")
-    data, started = provenance.get("data", {}).get("name", "unknown data"), provenance.get("started", "at an unknown time")
+    origin = provenance.get("origin", {})
+    model, started = origin.get("model", "a model given in Python"), provenance.get("started", "at an unknown time")
+    data = origin.get("data") or provenance.get("data", {}).get("name", "unknown data")
     say(f"{model} on {data}, started {started.replace('T', ' ')}")
 
 

@@ -211,6 +211,7 @@ def train(
     inputs.check_device(device)
     folder = inputs.run_folder(out, name, "train", model, data)
     examples = inputs.load_data(origin)
+    inputs.check_fit(inputs.build_model(origin), examples, origin)
     create(folder, origin, settings, examples)
     _train(folder, origin, settings, examples, device=device, as_json=as_json)
 

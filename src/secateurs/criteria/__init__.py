@@ -1,7 +1,8 @@
 """Criteria that score a site's filters one by one, registered by name: the alternatives to ensembles.
 
 A criterion is a function of a `CriterionContext` that gives one number for each filter, higher = more important. To add one,
-decorate it with `@criterion("name")`; every file of this package is loaded with it, and recipes may name it.
+decorate it with `@criterion("name")`; every file of this package is loaded with it, and recipes may name it. A user's function
+is also found as `package.module:function`, which is how the recipe of a run records it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,26 @@ import torch
 from torch import Tensor
 
 from secateurs import config
+from secateurs._util.entrypoints import find
+from secateurs.config import Recipe
 from secateurs.data.dataset import Examples
-from secateurs.errors import InvalidInput, suggest
+from secateurs.errors import InvalidInput, SecateursError, suggest
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance
 
-__all__ = ["CRITERIA", "Criterion", "CriterionContext", "as_criterion", "criterion", "score_filters"]
+__all__ = [
+    "CRITERIA",
+    "Criterion",
+    "CriterionContext",
+    "as_criterion",
+    "criterion",
+    "resolved",
+    "score_filters",
+    "short_name",
+    "user_function",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +67,8 @@ UserCriterion = Callable[[Graph, Site, Examples], Tensor]
 """The same as users write it: (graph, site, data) -> scores (C,)."""
 
 _REGISTRY: dict[str, Criterion] = {}
-_USERS: dict[str, Callable[..., Any]] = {}  # functions that were given as they are, by name
+_OWN: dict[str, Criterion] = {}  # the user's functions, by module:function
+_FUNCTIONS: dict[str, Callable[..., Any]] = {}  # the functions of both, as they were written
 CRITERIA: Mapping[str, Criterion] = MappingProxyType(_REGISTRY)
 """The registered criteria by name."""
 
@@ -68,39 +82,102 @@ def criterion(name: str) -> Callable[[F], F]:
     """
 
     def register(function: F) -> F:
-        if name in _REGISTRY:
+        if name in config.CRITERIA and (name in _REGISTRY or not _module_of(function).startswith(__name__)):
             raise InvalidInput(f"criterion {name!r} is registered already: choose another name.")
-        _REGISTRY[name] = _checked(name, function)
+        if ":" in name:
+            raise InvalidInput(f"criterion {name!r}: wanted a name without a colon, which package.module:function has.")
+        _REGISTRY[name], _FUNCTIONS[name] = _checked(name, function), function
         if name not in config.CRITERIA:
             config.CRITERIA.append(name)
+            as_criterion(function)  # a run that is resumed looks for it under this name
         return function
 
     return register
 
 
-def as_criterion(function: UserCriterion) -> str:
-    """Register a user's function under its own name, and return that name; the same name may be given to a later function."""
-    name = getattr(function, "__name__", type(function).__name__)
-    if name in config.CRITERIA and name not in _USERS:
-        raise InvalidInput(f"criterion: got a function called {name!r}, which is taken: give it another name.")
-    _REGISTRY.pop(name, None)
-    _USERS[name] = criterion(name)(function)
+def as_criterion(function: UserCriterion, name: str = "") -> str:
+    """Register a user's function under `name`, by default its own `module:function`, and return that name.
+
+    The same name may be given to a later function.
+    """
+    own: Any = function if hasattr(function, "__qualname__") else type(function)
+    # the call in the name of an object's type keeps the type itself from being imported in its place
+    name = name or f"{_module_of(own) or '__main__'}:{own.__qualname__}{'' if own is function else '()'}"
+    _OWN[name], _FUNCTIONS[name] = _checked(name, function), function
     return name
 
 
+def resolved(recipe: Recipe) -> Recipe:
+    """The recipe with every criterion of the user's found, and named so that another process finds it: `module:function`."""
+    portfolio = tuple(_located(name) for name in recipe.portfolio)
+    return replace(recipe, criterion=_located(recipe.criterion), portfolio=portfolio)
+
+
+def user_function(name: str) -> Callable[..., Any] | None:
+    """The user's own function behind a criterion, imported if `name` is `package.module:function`; None for built-in ones."""
+    if ":" in name and name not in _OWN:
+        if name.startswith("__main__:") or "<" in name or name.endswith("()"):
+            raise InvalidInput(
+                f"criterion {name!r} was given in Python and cannot be imported. Resume with secateurs.resume(folder, model, "
+                f"criterion=…), or on the command line with --criterion package.module:function."
+            )
+        as_criterion(find(name, f"criterion {name!r}"), name)
+    found = _FUNCTIONS.get(name)
+    return None if found is None or _module_of(found).startswith(f"{__name__}.") else found
+
+
+def short_name(name: str) -> str:
+    """A criterion's name for people: of a user's own, that of the function without its module."""
+    short = name.rpartition(":")[2].rpartition(".")[2] if ":" in name else name
+    return name if short in config.CRITERIA else short
+
+
+def _located(name: str) -> str:
+    function = user_function(name)
+    return name if function is None or ":" in name else as_criterion(function)
+
+
+def _module_of(function: Callable[..., Any]) -> str:
+    """Empty for code that was executed outside of any module."""
+    return getattr(function, "__module__", None) or ""
+
+
 def _checked(name: str, function: Callable[..., Tensor]) -> Criterion:
-    """The function of a `CriterionContext`, with a check of what it returns."""
-    single = len(inspect.signature(function).parameters) == 1
+    """The function of a `CriterionContext`, with checks of its signature and of what it returns."""
+    signature, name = inspect.signature(function), short_name(name)
+    three, single = _takes(signature, 3), _takes(signature, 1)
+    if not three and not single:
+        raise InvalidInput(f"criterion {name!r} takes {signature}: wanted (graph, site, data), or one CriterionContext.")
 
     def scored(context: CriterionContext) -> Tensor:
         site = context.site
-        found = function(context) if single else function(context.graph, site, context.examples)
+        try:
+            found = function(context.graph, site, context.examples) if three else function(context)
+        except (SecateursError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise InvalidInput(f"criterion {name!r} failed at site {site.name!r}: {what}") from error
         if not isinstance(found, Tensor) or found.shape != (site.channels,):
-            what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise InvalidInput(f"criterion {name!r} gave {what} for site {site.name!r}: wanted a tensor ({site.channels},).")
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise InvalidInput(f"criterion {name!r} gave {got} for site {site.name!r}: wanted a tensor ({site.channels},).")
+        unknown = int(found.isnan().sum())
+        if unknown:
+            raise InvalidInput(
+                f"criterion {name!r} gave NaN for {unknown} of the {site.channels} filters of site {site.name!r}: wanted a "
+                f"number for each."
+            )
         return found
 
     return scored
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def score_filters(name: str, evaluator: SiteEvaluator, examples: Examples | None = None, *, seed: int = 0) -> Importance:
@@ -108,12 +185,13 @@ def score_filters(name: str, evaluator: SiteEvaluator, examples: Examples | None
 
     No linear model is fitted, so everything but the coefficients is NaN.
     """
-    if name not in CRITERIA:
+    scorer = CRITERIA.get(name) or _OWN.get(name)
+    if scorer is None:
         raise InvalidInput(f"criterion: got {name!r}.{suggest(name, CRITERIA)}")
     nothing = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.long))
     data = nothing if examples is None else examples
     found = evaluator.limit.run(
-        evaluator.batch, lambda batch: CRITERIA[name](CriterionContext(replace(evaluator, batch=batch), data, seed))
+        evaluator.batch, lambda batch: scorer(CriterionContext(replace(evaluator, batch=batch), data, seed))
     )
     coef = found.detach().cpu().double()
     unknown = torch.tensor(torch.nan, dtype=torch.float64)

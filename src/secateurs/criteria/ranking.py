@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from secateurs.config import PORTFOLIO, Scoring
-from secateurs.criteria import score_filters
+from secateurs.criteria import score_filters, short_name
 from secateurs.data.dataset import Examples, derive
 from secateurs.data.splits import subset
 from secateurs.metrics import Measure
@@ -91,7 +91,7 @@ def rank(
         return _ensemble(name, plain, ranker, reconstruction, step, on_scored)
     few = subset(ranker.pool, min(_EXAMPLES, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
     found = score_filters(name, plain, few, seed=ranker.seed + step)
-    return Ranking(name, order(found), found, examples=len(few))
+    return Ranking(short_name(name), order(found), found, examples=len(few))
 
 
 def _ensemble(

@@ -10,7 +10,7 @@ from secateurs.data.builtin import load_digits, load_xor, sample_xor
 from secateurs.data.cifar10 import get_cifar10, load_cifar10
 from secateurs.data.dataset import Batch, Examples, Scaling, Targets
 from secateurs.data.folder import load_folder
-from secateurs.data.loaders import as_data, from_loaders
+from secateurs.data.loaders import as_sources, from_loaders
 from secateurs.data.splits import Data, split, subset
 from secateurs.errors import DataError, InvalidInput, suggest
 
@@ -27,6 +27,7 @@ __all__ = [
     "load_cifar10",
     "load_digits",
     "load_folder",
+    "load_sources",
     "load_xor",
     "sample_xor",
     "split",
@@ -39,8 +40,15 @@ SETS: dict[str, Callable[..., Data]] = {"cifar10": load_cifar10, "digits": load_
 def load(name: str, **options: Any) -> Data:
     """Load the data set of that name: one of `SETS`, `folder:PATH`, or `package.module:function`, called with `options`.
 
-    The module of a function is looked up in the current folder first, then on Python's path.
+    The module of a function is looked up in the current folder first, then on Python's path. What its loaders give is read
+    into memory.
     """
+    found = load_sources(name, **options)
+    return found if isinstance(found, Data) else from_loaders(*found, name=name)
+
+
+def load_sources(name: str, **options: Any) -> Data | tuple[Any, Any, Any]:
+    """The same, but the (train, val, test) that a user's function returns are not read; test is None if it gives none."""
     kind, colon, rest = name.partition(":")
     target: str | Callable[..., Any] = name
     if kind == "folder" and rest:
@@ -50,4 +58,4 @@ def load(name: str, **options: Any) -> Data:
             forms = "folder:PATH, or package.module:function for your own"
             raise InvalidInput(f"no data set {name!r}.{suggest(name, SETS)} Other forms: {forms}.")
         target = SETS[name]
-    return as_data(call(target, f"data set {name!r}", options, error=DataError), name=name)
+    return as_sources(call(target, f"data set {name!r}", options, error=DataError), name=name)

@@ -93,7 +93,7 @@ def arrange(train: Examples, test: Examples, kind: Literal["paper", "public"], *
         kept, search = split(train, (len(train) - half, half), seed=seed)
         return Data("cifar10", kept, search, test, classes=CLASSES, origin=origin)
     search, held_out = split(test, (half, len(test) - half), seed=seed)
-    note = "search and test are the two halves of the official test images, because the weights have seen all others"
+    note = "validation and test sets are the two halves of the official test images, because the weights have seen all others"
     return Data("cifar10", train, search, held_out, classes=CLASSES, origin=origin, notes=(note,))
 
 

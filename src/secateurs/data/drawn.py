@@ -154,13 +154,21 @@ def save_drawn(data: Data, folder: Path, *, whole: bool = False) -> Data:
     return found[0]
 
 
+def has_drawn(folder: Path) -> bool:
+    """Whether `save_drawn` wrote sets to the run folder."""
+    return _file(folder, "train").exists()
+
+
 def reopen_loaders(
     folder: Path, model: nn.Module, train: Any, test: Any, *, forward: Forward | None, own: Collection[str]
 ) -> tuple[Data, BatchForm, dict[str, Stream]]:
     """What the run in `folder` drew from its loaders, the form of their batches, and the loaders that are given again."""
     found = load_drawn(folder)
     if found is None:
-        raise RunError(f"{folder}: was started with data in memory. Give the same: resume(folder, model, data).")
+        raise RunError(
+            f"{folder}: was started with data in memory. Give the same: secateurs.resume(folder, model, data), or --data on "
+            f"the command line."
+        )
     data, whole = found
     given = {name: source for name, source in (("train", train), ("test", test)) if source is not None}
     if whole and not given:
@@ -176,7 +184,7 @@ def reopen_loaders(
 
 def load_drawn(folder: Path) -> tuple[Data, bool] | None:
     """The sets that `save_drawn` wrote, and whether measures depend on the form of batches; None if there are no sets."""
-    if not _file(folder, "train").exists():
+    if not has_drawn(folder):
         return None
     sets: dict[str, Examples] = {}
     header: dict[str, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +52,8 @@ def load_folder(
     shares = {"search_share": search_share, "test_share": test_share}
     origin = {"root": str(root), "seed": seed, "size": size, "channels": channels, **shares}
     train, search, test = _three_sets(sets, search_share, test_share, seed)
-    notes = overlap_notes(train, search, test)
-    return Data("folder", train, search, test, classes=classes, origin=origin, notes=notes)
+    data = Data("folder", train, search, test, classes=classes, origin=origin)
+    return replace(data, notes=overlap_notes(data))
 
 
 def _three_sets(sets: dict[str, Examples], search_share: float, test_share: float, seed: int) -> tuple[Examples, ...]:

@@ -22,34 +22,34 @@ Source = DataLoader[Any] | Dataset[Any] | tuple[Tensor, Targets] | Examples
 
 def from_loaders(
     train: Source,
-    test: Source,
-    search: Source | None = None,
+    val: Source | None = None,
+    test: Source | None = None,
     *,
     name: str = "loaders",
     classes: tuple[str, ...] = (),
-    search_share: float = 0.1,
+    val_share: float = 0.1,
     seed: int = 0,
 ) -> Data:
-    """Read two or three DataLoaders, Datasets or pairs of tensors; without `search`, it is split off from `train`.
+    """Read DataLoaders, Datasets or pairs of tensors; without `val`, the share `val_share` is split off from `train`.
 
     Every example is read once, in the order of the dataset, so random transforms are frozen: leave augmentation to
     training. Iterable datasets and unknown samplers are read in their own order.
     """
     roots: list[object] = []
     sets = {
-        part: _read(source, part, roots, seed=seed)
-        for part, source in (("train", train), ("search", search), ("test", test))
+        part: _read(source, "validation" if part == "search" else part, roots, seed=seed)
+        for part, source in (("train", train), ("search", val), ("test", test))
         if source is not None
     }
     given = dict(sets)
     if "search" not in sets:
-        sizes = split_shares(len(sets["train"]), search_share)
+        sizes = split_shares(len(sets["train"]), val_share)
         sets["train"], sets["search"] = split(sets["train"], sizes, seed=seed)
-    origin = {"seed": seed} if search is not None else {"seed": seed, "search_share": search_share}
+    origin = {"seed": seed} if val is not None else {"seed": seed, "search_share": val_share}
     # Data compares rows of one dataset, which gives a better message than equal bytes: it comes first
-    data = Data(name, sets["train"], sets["search"], sets["test"], classes=classes, origin=origin)
-    refuse_copies(given)
-    return replace(data, notes=overlap_notes(data.train, data.search, data.test_set))
+    data = Data(name, sets["train"], sets["search"], sets.get("test"), classes=classes, origin=origin)
+    refuse_copies({"validation" if part == "search" else part: examples for part, examples in given.items()})
+    return replace(data, notes=overlap_notes(data))
 
 
 def materialise(source: Source, *, name: str = "given", seed: int = 0) -> Examples:
@@ -70,15 +70,12 @@ def _read(source: Source, name: str, roots: list[object], *, seed: int) -> Examp
     return Examples(examples.inputs, examples.targets, examples.scaling, ids)
 
 
-def as_data(value: object, *, name: str) -> Data:
-    """Convert what a user's function returned: `Data`, or (train, test) or (train, search, test) sources."""
+def as_sources(value: object, *, name: str) -> Data | tuple[Any, Any, Any]:
+    """What a user's function returned: `Data`, or sources (train, val, test), where a missing test set is None."""
     if isinstance(value, Data):
         return value
-    if isinstance(value, tuple | list) and len(value) == 2:
-        return from_loaders(value[0], value[1], name=name)
-    if isinstance(value, tuple | list) and len(value) == 3:
-        return from_loaders(value[0], value[2], value[1], name=name)
+    if isinstance(value, tuple | list) and len(value) in (2, 3):
+        return value[0], value[1], value[2] if len(value) == 3 else None
     raise InvalidInput(
-        f"{name} returned {describe_batch(value)}: wanted secateurs.data.Data, or loaders (train, test) or "
-        f"(train, search, test)."
+        f"{name} returned {describe_batch(value)}: wanted secateurs.data.Data, or loaders (train, val) or (train, val, test)."
     )

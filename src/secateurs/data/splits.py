@@ -29,10 +29,10 @@ class Data:
     notes: tuple[str, ...] = ()  # caveats for readers of results
 
     def __post_init__(self) -> None:
-        for name, examples in self.splits().items():
+        for name, examples in self.named_sets().items():
             if len(examples) == 0:
                 raise DataError(f"the {name} set of {self.name!r} is empty: every set needs at least one example.")
-        for (name, one), (other_name, other) in combinations(self.splits().items(), 2):
+        for (name, one), (other_name, other) in combinations(self.named_sets().items(), 2):
             common = 0 if one.ids is None or other.ids is None else int(torch.isin(one.ids, other.ids).sum())
             if common:
                 raise DataError(
@@ -41,9 +41,13 @@ class Data:
                 )
 
     def splits(self) -> dict[str, Examples]:
-        """The sets in memory by name."""
+        """The sets in memory by name, as files record them."""
         found = {"train": self.train, "search": self.search, "test": self.test}
         return {name: examples for name, examples in found.items() if examples is not None}
+
+    def named_sets(self) -> dict[str, Examples]:
+        """The sets in memory by the names that messages give them: train, validation, test."""
+        return {"validation" if name == "search" else name: examples for name, examples in self.splits().items()}
 
     @property
     def test_set(self) -> Examples:
@@ -124,7 +128,7 @@ def refuse_copies(given: Mapping[str, Examples]) -> None:
 
 def refuse_nonfinite(data: Data) -> None:
     """Raise if an input or a target is NaN or infinite, with the set and index of the first one."""
-    for name, examples in data.splits().items():
+    for name, examples in data.named_sets().items():
         parts = [("input", part) for part in examples.stored.args]
         for what, values in (*parts, *(("target", part) for part in target_parts(examples.targets))):
             if not values.is_floating_point():
@@ -138,11 +142,11 @@ def refuse_nonfinite(data: Data) -> None:
                 )
 
 
-def overlap_notes(train: Examples, search: Examples, test: Examples) -> tuple[str, ...]:
+def overlap_notes(data: Data) -> tuple[str, ...]:
     """Describe inputs that are in two sets, byte for byte."""
-    pairs = (("search", search, "train", train), ("test", test, "train", train), ("test", test, "search", search))
-    found = [(name, one, other_name, shared_inputs(one, other)) for name, one, other_name, other in pairs]
-    return tuple(f"{shared} of {len(one)} {name} inputs are also in {other}" for name, one, other, shared in found if shared)
+    pairs = [((name, one), (other, known)) for (other, known), (name, one) in combinations(data.named_sets().items(), 2)]
+    found = [(name, len(one), other, shared_inputs(one, known)) for (name, one), (other, known) in pairs]
+    return tuple(f"{shared} of {count} {name} inputs are also in {other}" for name, count, other, shared in found if shared)
 
 
 def stratified_order(labels: Tensor, generator: torch.Generator) -> Tensor:

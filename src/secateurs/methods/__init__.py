@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from secateurs.config import CRITERIA, Repair
+from secateurs.criteria import user_function
 from secateurs.errors import InvalidInput, suggest
 from secateurs.methods.algorithm1 import paper
 from secateurs.methods.base import ENDINGS, NO_TRAINING, Budget, Pruned, Task, Trained, Watch
@@ -48,10 +49,10 @@ _WHOLE: Mapping[str, tuple[Method, str]] = {
 }
 
 
-def _by_criterion() -> dict[str, tuple[Method, str]]:
+def _by_criterion(*criteria: str) -> dict[str, tuple[Method, str]]:
     """Every criterion with its cuts allocated by loss per MAC or uniform, with and without repair."""
     found: dict[str, tuple[Method, str]] = {}
-    for criterion in CRITERIA:
+    for criterion in criteria:
         for repair, ending in ENDINGS.items():
             if criterion == "obs" and repair == "none":  # it ranks by what repairs can make up for
                 continue
@@ -65,16 +66,22 @@ def _by_criterion() -> dict[str, tuple[Method, str]]:
     return found
 
 
-_ALL = {**_by_criterion(), **_WHOLE}
+_ALL = {**_by_criterion(*CRITERIA), **_WHOLE}
 METHODS: Mapping[str, str] = {name: words for name, (_, words) in _ALL.items()}
-"""What every method does, by name."""
+"""What every built-in method does, by name."""
 
 
 def method(name: str) -> Method:
-    """The method of that name, one of `METHODS`."""
+    """The method of that name: one of `METHODS`, or one of a user's criterion, registered or `package.module:function`."""
     if name in _ALL:
         return _ALL[name][0]
+    criterion = name.partition("+")[0].removesuffix(_UNIFORM)
+    own = criterion.partition(":")[0] not in CRITERIA or criterion in CRITERIA  # l1:unifrom names no module l1
+    found = _by_criterion(criterion) if own and user_function(criterion) is not None else {}
+    if name in found:
+        return found[name][0]
     raise InvalidInput(
-        f"no method {name!r}.{suggest(name, METHODS)} A method is {', '.join(_WHOLE)}, or a criterion ({', '.join(CRITERIA)}) "
-        f"with '{_UNIFORM}' behind it, then '+repair' or '+refit', or none of these; obs wants one of the last two."
+        f"no method {name!r}.{suggest(name, METHODS)} A method is {', '.join(_WHOLE)}, or a criterion ({', '.join(CRITERIA)}, "
+        f"package.module:function) with '{_UNIFORM}' behind it, then '+repair' or '+refit', or none of these; obs wants one of "
+        f"the last two."
     )

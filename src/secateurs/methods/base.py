@@ -17,6 +17,7 @@ from secateurs._util.modules import Device
 from secateurs._util.tensors import digest
 from secateurs.compaction import replay
 from secateurs.config import Recipe, Repair, Shortcut, TrainSettings
+from secateurs.criteria import user_function
 from secateurs.data.splits import Data
 from secateurs.errors import InvalidInput, RunError
 from secateurs.graph.cost import cost
@@ -24,7 +25,7 @@ from secateurs.graph.masking import copied
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure, changed, correct, cross_entropy, display_name, fingerprints
+from secateurs.metrics import Measure, changed, correct, cross_entropy, display_name, fingerprint, fingerprints
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
 from secateurs.pruning.folder import MEASURED
 from secateurs.pruning.results import KINDS, Progress, SiteCurve
@@ -234,7 +235,8 @@ def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterat
     """Open the task for the method called `name`, whose search `recipe` describes; resumes what the task's folder holds."""
     if not 0 < task.target_macs < 1:
         raise InvalidInput(f"target_macs = {task.target_macs:g}: wanted a share of the MACs between 0 and 1, such as 0.3")
-    asked = _asked(task, name)
+    asked, own = _asked(task, name), user_function(recipe.criterion)
+    asked |= {} if own is None else {"criterion": fingerprint(own)}  # the code of a user's function may have changed
     journal = Journal(None, METHOD_KINDS) if task.folder is None else _folder(task.folder, task, asked)
     try:
         cache = MeasurementCache(task.store or (None if journal.path is None else journal.path / MEASURED))

@@ -139,8 +139,7 @@ class RunReport:
     @property
     def metric(self) -> Metric:
         """The metric under the user's name for it."""
-        name = self.provenance.get("measures", {}).get("metric", "accuracy")
-        return Metric(name, share=name == "accuracy")
+        return Metric.called(self.provenance.get("measures", {}).get("metric", "accuracy"))
 
     @property
     def max_drop(self) -> float | None:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from secateurs._util.format import SPACE, Metric
 from secateurs._util.terminal import clock, console, percent, say
 
 if TYPE_CHECKING:
@@ -115,8 +116,8 @@ class Screen:
 class RunWatcher:
     """Turns the events and steps of a run into what a display shows."""
 
-    def __init__(self, shown: Display, recipe: Recipe, steps: Sequence[Step] = ()) -> None:
-        self.shown, self.rounds = shown, recipe.rounds
+    def __init__(self, shown: Display, recipe: Recipe, steps: Sequence[Step] = (), *, metric: str = "accuracy") -> None:
+        self.shown, self.rounds, self.metric = shown, recipe.rounds, Metric.called(metric)
         self.latest: Step | None = steps[-1] if steps else None
         self.site, self.where = "", ""  # the latest site, and the same with its number
 
@@ -142,4 +143,4 @@ class RunWatcher:
 
     def _so_far(self, step: Step) -> str:
         shares = f"{percent(step.parameters_removed)} of the parameters, {percent(step.macs_removed)} of the MACs"
-        return f"accuracy {percent(step.accuracy, 2)}, removed {shares}"
+        return f"{self.metric.name} {self.metric.value(step.accuracy).replace(SPACE, ' ')}, removed {shares}"
