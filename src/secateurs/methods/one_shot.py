@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,18 +19,7 @@ from secateurs.data.splits import subset
 from secateurs.errors import InvalidInput
 from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
-from secateurs.methods.base import (
-    ENDINGS,
-    MethodRun,
-    MethodState,
-    Pruned,
-    SiteProfile,
-    Spent,
-    Task,
-    Watch,
-    opened,
-    recipe_for,
-)
+from secateurs.methods.base import MethodRun, MethodState, Pruned, SiteProfile, Spent, Task, Watch, opened, recipe_for
 from secateurs.methods.profiles import loss_profile, order_profile, profile_sites, ranked, repair_passes
 from secateurs.methods.training import finished, train_rest
 from secateurs.pruning.global_allocation import apply_allocation, counts_of
@@ -47,49 +36,49 @@ Counts = Mapping[str, int]
 # ---- the methods ---------------------------------------------------------------------------------------------------------
 
 
-def divided(task: Task, *, criterion: str, repair: Repair = "none", watch: Watch | None = None) -> Pruned:
-    """Make the cuts of the first allocation on the frontier of all sites' curves that reaches the target; spend the budget."""
-    with opened(task, f"{criterion}{ENDINGS[repair]}", recipe_for(task, criterion, repair=repair), watch) as run:
-
-        def cut() -> MethodState:
-            profiles, began = profile_sites(run, loss_profile), time.monotonic()
-            allocations = frontier([profile.curve.curve for profile in profiles.values()])
-            chosen = first_reaching(run, _curves(profiles), [allocation.removed for allocation in allocations])
-            original = len(run.context.held_out.examples)  # whose outputs curves are measured against
-            note = f"allocation {chosen.index} of {len(allocations) - 1}, {chosen.filters} filters"
-            return _state(profiles, chosen, began, note, original + repair_passes(run) * chosen.cuts)
-
-        return finished(run, train_rest(run, run.load() or run.save(cut())))
-
-
-def uniform(task: Task, *, criterion: str, repair: Repair = "none", watch: Watch | None = None) -> Pruned:
-    """Prune every site by the same share along a criterion's ranking, up to one filter; then spend the budget."""
-    with opened(task, f"{criterion}:uniform{ENDINGS[repair]}", recipe_for(task, criterion, repair=repair), watch) as run:
-
-        def cut() -> MethodState:
-            profiles, began = profile_sites(run, order_profile), time.monotonic()
-            chosen = smallest_share(run, _curves(profiles))
-            return _state(profiles, chosen, began, share_note(run, chosen), repair_passes(run) * chosen.cuts)
-
-        return finished(run, train_rest(run, run.load() or run.save(cut())))
+def cut_once(
+    task: Task,
+    *,
+    name: str,
+    criterion: str,
+    choose: Callable[[MethodRun], MethodState],
+    repair: Repair = "none",
+    watch: Watch | None = None,
+) -> Pruned:
+    """Rank the filters once, make the cuts that `choose` finds, then spend the budget."""
+    with opened(task, name, recipe_for(task, criterion, repair=repair), watch) as run:
+        return finished(run, train_rest(run, run.load() or run.save(choose(run))))
 
 
-def li(task: Task, *, watch: Watch | None = None) -> Pruned:
-    """Li et al. (Pruning filters for efficient ConvNets, 2017): L1 norms, each site as far as its sensitivity allows.
+def by_loss(run: MethodRun) -> MethodState:
+    """Make the cuts of the first allocation on the frontier of all sites' curves that reaches the target."""
+    profiles, began = profile_sites(run, loss_profile), time.monotonic()
+    allocations = frontier([profile.curve.curve for profile in profiles.values()])
+    chosen = first_reaching(run, _curves(profiles), [allocation.removed for allocation in allocations])
+    original = len(run.context.held_out.examples)  # whose outputs curves are measured against
+    note = f"allocation {chosen.index} of {len(allocations) - 1}, {chosen.filters} filters"
+    return _state(profiles, chosen, began, note, original + repair_passes(run) * chosen.cuts)
+
+
+def by_share(run: MethodRun) -> MethodState:
+    """Prune every site by the same share along a criterion's ranking, up to one filter."""
+    profiles, began = profile_sites(run, order_profile), time.monotonic()
+    chosen, note = smallest_share(run, _curves(profiles))
+    return _state(profiles, chosen, began, note, repair_passes(run) * chosen.cuts)
+
+
+def by_sensitivity(run: MethodRun) -> MethodState:
+    """Li et al. (Pruning filters for efficient ConvNets, 2017): each site as far as its sensitivity allows.
 
     The accuracy is measured against the filters removed, one site at a time. Every site is cut as far as its own drop stays
-    within one threshold, the same for all: the smallest that reaches the target. Then the budget is spent.
+    within one threshold, the same for all: the smallest that reaches the target.
     """
-    with opened(task, "li", recipe_for(task, "l1"), watch) as run:
-
-        def cut() -> MethodState:
-            profiles, began = profile_sites(run, _sensitivity), time.monotonic()
-            steps = advances([profile.curve.curve for profile in profiles.values()])
-            chosen = first_reaching(run, _curves(profiles), _accumulated(steps, list(profiles)))
-            note = f"threshold {steps[chosen.index - 1].threshold:.4f}, {chosen.filters} filters"
-            return _state(profiles, chosen, began, note)
-
-        return finished(run, train_rest(run, run.load() or run.save(cut())))
+    profiles, began = profile_sites(run, _sensitivity_profile), time.monotonic()
+    steps = advances([profile.curve.curve for profile in profiles.values()])
+    nothing: Counts = dict.fromkeys(profiles, 0)
+    series = accumulate(steps, lambda counts, step: {**counts, step.site: step.removed}, initial=nothing)
+    chosen = first_reaching(run, _curves(profiles), list(series))
+    return _state(profiles, chosen, began, f"threshold {steps[chosen.index - 1].threshold:.4f}, {chosen.filters} filters")
 
 
 def _curves(profiles: Mapping[str, SiteProfile]) -> dict[str, SiteCurve]:
@@ -103,26 +92,19 @@ def _state(profiles: Mapping[str, SiteProfile], chosen: Reached, began: float, n
     return MethodState(chosen.graph, Spent(passes=passes, search_seconds=seconds, note=note))
 
 
-# ---- the same share everywhere -------------------------------------------------------------------------------------------
+def smallest_share(run: MethodRun, curves: Mapping[str, SiteCurve], graph: Graph | None = None) -> tuple[Reached, str]:
+    """The smallest share of the filters that reaches the target, also in words; every site keeps one filter.
 
-
-def smallest_share(run: MethodRun, curves: Mapping[str, SiteCurve], graph: Graph | None = None) -> Reached:
-    """The smallest share of the filters that reaches the target; earlier sites may lose one filter more than later ones."""
-    return first_reaching(run, curves, [_counts_of_share(run.sites, share) for share in _shares(run.sites)], graph)
-
-
-def share_note(run: MethodRun, chosen: Reached) -> str:
-    """The share in words."""
-    return f"up to {_shares(run.sites)[chosen.index]:.1%} of the filters of every site, {chosen.filters} in all"
-
-
-def _shares(sites: Sequence[Site]) -> list[float]:
-    """All shares at which some site loses one filter more, ascending from 0; every site keeps one filter."""
-    return sorted({count / site.channels for site in sites for count in range(site.channels)})
-
-
-def _counts_of_share(sites: Sequence[Site], share: float) -> Counts:
-    return {site.name: min(math.floor(round(share * site.channels, 9)), site.channels - 1) for site in sites}
+    Earlier sites may lose one filter more than later ones.
+    """
+    # all shares at which some site loses one filter more
+    shares = sorted({count / site.channels for site in run.sites for count in range(site.channels)})
+    series = [
+        {site.name: min(math.floor(round(share * site.channels, 9)), site.channels - 1) for site in run.sites}
+        for share in shares
+    ]
+    chosen = first_reaching(run, curves, series, graph)
+    return chosen, f"up to {shares[chosen.index]:.1%} of the filters of every site, {chosen.filters} in all"
 
 
 # ---- sensitivities -------------------------------------------------------------------------------------------------------
@@ -152,17 +134,7 @@ def advances(curves: Sequence[Curve]) -> list[Advance]:
     return sorted(found)
 
 
-def _accumulated(steps: Sequence[Advance], sites: Sequence[str]) -> list[Counts]:
-    """The series of counts from nothing removed on, with one advance more in every entry."""
-    removed = dict.fromkeys(sites, 0)
-    series: list[Counts] = [dict(removed)]
-    for step in steps:
-        removed[step.site] = step.removed
-        series.append(dict(removed))
-    return series
-
-
-def _sensitivity(run: MethodRun, site: Site, number: int) -> SiteProfile:
+def _sensitivity_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
     """The drop of the validation accuracy against the filters removed at this site alone, by L1 norm."""
     context, recipe = run.context, run.context.recipe
     prepared = context.prepare(run.task.graph, site)
