@@ -48,11 +48,6 @@ class TrainState:
     tensors: dict[str, Tensor] = field(repr=False)
     meta: dict[str, Any]
 
-    @property
-    def epochs_done(self) -> int:
-        """How many epochs are done."""
-        return len(self.meta["epochs"])
-
     def records(self) -> list[EpochRecord]:
         """The epochs that are done."""
         return [EpochRecord(**record) for record in self.meta["epochs"]]
@@ -71,25 +66,6 @@ class StateMeta(TypedDict):
     scaler: dict[str, Any]
     phase: str
     step: int
-
-
-def capture(
-    module: nn.Module,
-    momentum: Mapping[str, Tensor],
-    records: list[EpochRecord],
-    settings: TrainSettings,
-    *,
-    examples: int,
-    scaler: dict[str, Any],
-) -> TrainState:
-    """A copy of all that the next epoch depends on."""
-    meta = {
-        "epochs": [asdict(record) for record in records],
-        "settings": settings_record(settings),
-        "examples": examples,
-        "scaler": scaler,
-    }
-    return TrainState(packed(module, momentum), meta)
 
 
 def packed(module: nn.Module, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
