@@ -27,8 +27,7 @@ from secateurs.graph.cost import cost
 from secateurs.graph.sites import Site
 from secateurs.methods import METHODS, NO_TRAINING, Budget, Pruned, Task, Trained, method, sfp
 from secateurs.methods.base import MethodState, opened, recipe_for
-from secateurs.methods.one_shot import advances
-from secateurs.methods.profiles import ranked
+from secateurs.methods.one_shot import advances, ranked
 from secateurs.methods.sfp import Zeroing, _zero_filters_
 from secateurs.methods.training import finished, tally, total, train_rest, training_stages
 from secateurs.metrics import Measure, accuracy

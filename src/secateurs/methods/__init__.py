@@ -11,7 +11,7 @@ from secateurs.config import CRITERIA, Repair
 from secateurs.errors import InvalidInput, suggest
 from secateurs.methods.algorithm1 import paper
 from secateurs.methods.base import NO_TRAINING, Budget, Pruned, Task, Trained, Watch
-from secateurs.methods.one_shot import by_loss, by_sensitivity, by_share, cut_once
+from secateurs.methods.one_shot import BY_LOSS, BY_SENSITIVITY, BY_SHARE, cut_once
 from secateurs.methods.sfp import soft
 
 __all__ = ["METHODS", "NO_TRAINING", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
@@ -34,7 +34,7 @@ _ENDINGS: Mapping[Repair, tuple[str, str]] = {
 """What a method's name and its description end in, by the repair that it makes."""
 _WHOLE: Mapping[str, tuple[Method, str]] = {
     "li": (
-        partial(cut_once, name="li", criterion="l1", choose=by_sensitivity),
+        partial(cut_once, name="li", criterion="l1", choice=BY_SENSITIVITY),
         "L1 norms; each site as far as its own drop of accuracy stays within one threshold (Li et al., 2017)",
     ),
     "sfp": (
@@ -59,12 +59,12 @@ def _by_criterion() -> dict[str, tuple[Method, str]]:
     for criterion, (repair, (ending, words)) in product(CRITERIA, _ENDINGS.items()):
         if criterion == "obs" and repair == "none":  # it ranks by what repairs can make up for
             continue
-        for uniform, choose, how in (
-            ("", by_loss, "cuts allocated by loss per MAC"),
-            (_UNIFORM, by_share, "the same share of filters at every site"),
+        for uniform, choice, how in (
+            ("", BY_LOSS, "cuts allocated by loss per MAC"),
+            (_UNIFORM, BY_SHARE, "the same share of filters at every site"),
         ):
             name = f"{criterion}{uniform}{ending}"
-            method = partial(cut_once, name=name, criterion=criterion, choose=choose, repair=repair)
+            method = partial(cut_once, name=name, criterion=criterion, choice=choice, repair=repair)
             found[name] = method, f"ranked once by {criterion}, {how}{words}"
     return found
 

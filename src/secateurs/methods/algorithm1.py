@@ -16,7 +16,7 @@ from secateurs.compaction import compact
 from secateurs.criteria.ranking import Ranking
 from secateurs.errors import InvalidInput
 from secateurs.methods.base import MethodRun, MethodState, Pruned, Spent, StepCost, Task, Watch, opened, recipe_for
-from secateurs.methods.profiles import ranked, repair_passes
+from secateurs.methods.one_shot import ranked, repair_passes
 from secateurs.methods.training import finished, train_next, train_rest, training_stages
 from secateurs.pruning.context import PreparedSite
 from secateurs.pruning.run import Run

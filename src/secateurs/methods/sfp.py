@@ -22,8 +22,7 @@ from secateurs.criteria.ranking import Ranking
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.methods.base import MethodRun, MethodState, Pruned, Spent, Task, Watch, opened, recipe_for
-from secateurs.methods.one_shot import cut_all, smallest_share
-from secateurs.methods.profiles import unmeasured
+from secateurs.methods.one_shot import along_shares, cut_all, first_reaching, unmeasured
 from secateurs.methods.training import finished, train_rest
 from secateurs.pruning.results import SiteCurve
 from secateurs.scoring.evaluator import SiteEvaluator
@@ -52,8 +51,11 @@ def soft(task: Task, *, name: str, criterion: str, watch: Watch | None = None) -
 def _start(run: MethodRun, criterion: str) -> MethodState:
     """The whole network, and how many of its filters have to be removed."""
     began = time.monotonic()
-    chosen, note = smallest_share(run, _curves(run, run.task.graph, criterion))
-    return MethodState(run.copied(), Spent(search_seconds=time.monotonic() - began, note=note, left=dict(chosen.removed)))
+    curves = _curves(run, run.task.graph, criterion)
+    series, words = along_shares(run, curves)
+    chosen = first_reaching(run, curves, series)
+    seconds = time.monotonic() - began
+    return MethodState(run.copied(), Spent(search_seconds=seconds, note=words(chosen), left=dict(chosen.removed)))
 
 
 def _cut(run: MethodRun, state: MethodState, counts: Mapping[str, int], criterion: str) -> MethodState:
@@ -62,8 +64,9 @@ def _cut(run: MethodRun, state: MethodState, counts: Mapping[str, int], criterio
     curves = _curves(run, state.graph, criterion)
     smaller, note = cut_all(run, curves, counts, state.graph), spent.note
     if not run.reached(smaller):  # behind a sum it matters to the MACs which channels are removed, not only how many
-        chosen, note = smallest_share(run, curves, state.graph)
-        smaller = chosen.graph
+        series, words = along_shares(run, curves)
+        chosen = first_reaching(run, curves, series, state.graph)
+        smaller, note = chosen.graph, words(chosen)
     seconds = spent.search_seconds + time.monotonic() - began
     return MethodState(smaller, replace(spent, search_seconds=seconds, note=note, left=None))
 
