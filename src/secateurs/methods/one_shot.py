@@ -18,14 +18,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from secateurs._util.decode import Malformed
 from secateurs._util.journal import plain, record_from
 from secateurs.compaction import compact
 from secateurs.config import Repair
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
-from secateurs.errors import InvalidInput, RunError
+from secateurs.errors import InvalidInput
 from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
 from secateurs.methods.base import MethodRun, MethodState, Pruned, SiteProfile, Spent, Task, Watch, opened, recipe_for
@@ -88,8 +87,6 @@ def profile_sites(run: MethodRun, choice: Choice) -> dict[str, SiteProfile]:
     for number, site in enumerate(run.sites, 1):
         run.report("score", number - 1, len(run.sites), site, number)
         found[site.name] = run.journal.once(SiteProfile, partial(_profiled, run, choice, site, number), site=site.name)
-        if found[site.name].curve.original != site.original:
-            raise RunError(f"{run.journal.path}: the profile of site {site.name!r} does not fit its {site.channels} channels.")
     return found
 
 
@@ -101,14 +98,9 @@ def _profiled(run: MethodRun, choice: Choice, site: Site, number: int) -> SitePr
     measures, versions = (fingerprint(run.task.loss_fn), fingerprint(run.task.metric)), environment()["versions"]
     context = context_of("profiles", json.dumps([asked, versions], sort_keys=True), f"{module.code}{module}", *measures)
     kept = cache.get_fields(context, key)
+    found = choice.profile(run, site, number) if kept is None else record_from(kept, SiteProfile)
     if kept is None:
-        found = choice.profile(run, site, number)
         cache.put_fields(context, key, plain(found))
-    else:
-        try:
-            found = record_from(kept, SiteProfile)
-        except Malformed as error:
-            raise RunError(f"{cache.path}: the profile of site {site.name!r} is damaged ({error}). Delete the file.") from error
     return replace(found, seconds=time.monotonic() - began)
 
 

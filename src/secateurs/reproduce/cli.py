@@ -65,8 +65,6 @@ def xor(
         Also sweep P and M for one-shot ensembles, on the first seed, and draw the curve.
     out
         Folder for rows.json, tables.md and the figures.
-    as_json
-        Print rows.json instead of tables, and no progress.
     """
     began = time.perf_counter()
     setting = replace(setting, seed=seeds[0])

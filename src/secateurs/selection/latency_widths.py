@@ -53,30 +53,27 @@ def fast_widths(
     batch: int = 64,
     device: str | torch.device | None = None,
     repeats: int = 7,
-    grid: int | None = None,
     shortest: float = 1e-2,
 ) -> Widths:
     """Find the numbers of filters of `site` at the edges of the measured latency steps of `device` (None: the network's own).
 
     The layers that a cut of the site makes narrower are timed at the shapes that they have for `batch` examples, in
     inference mode and with torch's number of threads. Each of `repeats` rounds times every width once, in a random
-    order. Sites of up to 32 filters are measured at every width, wider ones at the multiples of `grid` and their
-    neighbours (None: the smallest 4·2^k that gives at most 16 multiples). Other ops (norms, activations, sums) are not
-    timed. Work that takes less than `shortest` seconds at full width is repeated for as long in every round, at most 20
-    times. On a busy machine fewer widths stand out from the noise, and more `repeats` help. The network is not modified.
+    order. Sites of up to 32 filters are measured at every width, wider ones at the multiples of the smallest 4·2^k that
+    gives at most 16 multiples, and their neighbours. Other ops (norms, activations, sums) are not timed. Work that takes
+    less than `shortest` seconds at full width is repeated for as long in every round, at most 20 times. On a busy machine
+    fewer widths stand out from the noise, and more `repeats` help. The network is not modified.
     """
     if batch < 1:
         raise InvalidInput(f"batch: got {batch}, wanted 1 or more examples.")
     if repeats < 5:
         raise InvalidInput(f"repeats: got {repeats}, wanted at least 5 rounds: fewer do not show their own noise.")
-    if grid is not None and grid < 1:
-        raise InvalidInput(f"grid: got {grid}, wanted 1 or more (8: multiples of 8 and their neighbours), or None.")
     target = device_of(graph.module) if device is None else torch.device(device)
     if target.type == "meta":
         raise InvalidInput(
             "device: the meta device computes nothing and has no latency. Name the device that will run the network."
         )
-    parts = _narrowed_layers(graph, site, _candidates(site.channels, grid), batch)
+    parts = _narrowed_layers(graph, site, _candidates(site.channels), batch)
     seconds = _measure(_calls(parts, target), repeats, shortest)
     medians = {width: float(median(torch.tensor(times, dtype=torch.float64))) for width, times in seconds.items()}
     return Widths(edges(seconds), medians)
@@ -116,12 +113,12 @@ def _standard_errors(steady: Tensor) -> Tensor:
     return torch.maximum(own, median(own))
 
 
-def _candidates(channels: int, grid: int | None) -> list[int]:
+def _candidates(channels: int) -> list[int]:
     """Widths to measure, descending, the full one first."""
     if channels <= ALL_UP_TO:
         return list(range(channels, 0, -1))
-    step = 4 if grid is None else grid
-    while grid is None and channels / step > POINTS:
+    step = 4
+    while channels / step > POINTS:
         step *= 2
     near = {point + by for point in range(step, channels + 1, step) for by in (-1, 0, 1)}
     return sorted({channels, *(width for width in near if 0 < width < channels)}, reverse=True)
