@@ -27,8 +27,7 @@ from secateurs.graph.cost import cost
 from secateurs.graph.sites import Site
 from secateurs.methods import METHODS, NO_TRAINING, Budget, Pruned, Task, Trained, method, sfp
 from secateurs.methods.base import MethodState, opened, recipe_for
-from secateurs.methods.one_shot import advances
-from secateurs.methods.profiles import ranked
+from secateurs.methods.one_shot import advances, ranked
 from secateurs.methods.sfp import Zeroing, _zero_filters_
 from secateurs.methods.training import finished, tally, total, train_rest, training_stages
 from secateurs.metrics import Measure, accuracy
@@ -307,7 +306,7 @@ def test_soft_pruning_of_no_filter_is_plain_training_to_the_bit() -> None:
     asked = task(budget=replace(BUDGET, between=None))
     with opened(asked, "sfp", recipe_for(asked, "l2"), None) as work:
         state = MethodState(work.copied())
-        zeroing = Zeroing.of(state.graph, work.sites, dict.fromkeys((s.name for s in work.sites), 0), "l2")
+        zeroing = Zeroing(state.graph, work.sites, dict.fromkeys((s.name for s in work.sites), 0), "l2")
         soft = train_rest(work, state, lambda before, now: zeroing.zero_())
         plain = work.copied()
     assert BUDGET.after is not None
@@ -323,7 +322,7 @@ def test_zeroed_filters_are_the_smallest_and_their_channels_are_masked() -> None
         weight: Any = copied.module.get_submodule(name).weight
         weight.data.copy_(weight.sign() * torch.tensor(values).view(-1, 1, 1, 1) / 10)
     wide = graph().with_module(masked(copied, {}))
-    Zeroing.of(copied, list(find_sites(copied)), {"conv": 2, "conv1": 3, "conv2": 1}, "l2").zero_()
+    Zeroing(copied, list(find_sites(copied)), {"conv": 2, "conv1": 3, "conv2": 1}, "l2").zero_()
     removed = {"conv": (1, 3), "conv1": (5, 6, 7), "conv2": (0,)}
     for name, ids in removed.items():
         found: Any = copied.module.get_submodule(name).weight

@@ -38,16 +38,11 @@ def decode_toml(text: bytes | str, kind: type[T] | Any = dict[str, Any]) -> T:
     return cast(T, _decode(text, "TOML", tomllib.loads, kind, MAX_TOML_BYTES))
 
 
-def checked(value: Any, kind: type[T] | Any) -> T:
+def checked(value: Any, kind: type[T] | Any, dec_hook: Callable[[type, Any], Any] | None = None) -> T:
     """Convert plain values to the type `kind`; `Malformed` names the first field that does not fit."""
     try:
-        return cast(T, msgspec.convert(value, kind))
-    except (
-        msgspec.ValidationError,
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as error:  # also of a dataclass's own checks
+        return cast(T, msgspec.convert(value, kind, dec_hook=dec_hook))
+    except (ValueError, TypeError, OverflowError) as error:  # of msgspec, or of a dataclass's own checks
         raise Malformed(brief(error)) from error
 
 

@@ -9,7 +9,7 @@ from pathlib import PurePath
 SPACE = "\N{NO-BREAK SPACE}"
 MINUS = "\N{MINUS SIGN}"
 NOTHING = "–"  # stands for a missing value
-_Z = 1.959964  # two-sided 95 %
+_Z = 1.959963984540054  # two-sided 95 % of the normal distribution
 
 
 @dataclass(frozen=True)

@@ -53,11 +53,7 @@ def plain(record: Any) -> dict[str, Any]:
 
 def record_from(entry: Mapping[str, Any], kind: type[R]) -> R:
     """The dataclass that `plain` wrote; `Malformed` names the first field that does not fit."""
-    try:
-        found: R = msgspec.convert(entry, kind, dec_hook=_tensor_from_list)
-    except (msgspec.ValidationError, ValueError, TypeError, OverflowError) as error:  # the latter from a dataclass's checks
-        raise Malformed(brief(error)) from error
-    return found
+    return checked(entry, kind, _tensor_from_list)
 
 
 def _tensor_to_list(value: Any) -> Any:
@@ -115,7 +111,11 @@ def read_lines(folder: Path, kinds: Kinds) -> Lines:
             if _digest(body, digests[-1]) != claimed:
                 if number > 1:
                     raise Malformed("it does not match its digest, or is not the line that followed")
-                notes.append(_foreign(folder, path))
+                origin = next((name for name in ORIGINS if (folder / name).is_file()), ORIGINS[0])
+                notes.append(
+                    f"{path}, line 1: does not continue from {folder / origin}: one of the two was changed, or comes from "
+                    f"another folder. Restore both from one copy, or start a new run."
+                )
             records.append(_record(body, kinds))
         except Malformed as error:
             notes.append(_damaged(path, number, str(error)))
@@ -203,14 +203,6 @@ def _damaged(path: Path, number: int, what: str) -> str:
     return (
         f"{path}, line {number}: damaged ({what}). Restore the file from a copy, or start again in another folder: "
         f"an earlier state cannot be resumed, because only the latest checkpoint is kept."
-    )
-
-
-def _foreign(folder: Path, path: Path) -> str:
-    origin = next((name for name in ORIGINS if (folder / name).is_file()), ORIGINS[0])
-    return (
-        f"{path}, line 1: does not continue from {folder / origin}: one of the two was changed, or comes from another folder. "
-        f"Restore both from one copy, or start a new run."
     )
 
 

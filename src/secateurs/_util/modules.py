@@ -73,14 +73,14 @@ def on_device(module: nn.Module, device: Device) -> Iterator[torch.device]:
             module.to(original)
 
 
-def check_device(device: Device) -> None:
-    """Refuse a device that torch does not know, or that this machine does not have."""
+def check_device(device: Device, where: str = "device") -> None:
+    """Refuse a device that torch does not know, or that this machine does not have; `where` it was given."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch raises one or another, by kind of device
         first = str(error).partition("\n")[0]
         raise InvalidInput(
-            f"device: got {str(device)!r}, which cannot be used here ({first}). Leave device out to stay on the model's "
+            f"{where}: got {str(device)!r}, which cannot be used here ({first}). Leave device out to stay on the model's "
             f"own, or give 'cpu'."
         ) from error
 

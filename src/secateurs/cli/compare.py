@@ -17,7 +17,8 @@ from secateurs.errors import InvalidInput, RunError, SecateursError
 
 if TYPE_CHECKING:
     from secateurs.methods import Method
-    from secateurs.methods.compare.run import Comparison, Entry
+    from secateurs.methods.compare.rows import Entry
+    from secateurs.methods.compare.run import Comparison
 
 Many = Parameter(consume_multiple=True, negative="")
 ALWAYS = ("random", "l1")  # in every comparison

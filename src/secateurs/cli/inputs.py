@@ -344,7 +344,7 @@ def check_device(device: str | None) -> None:
     if device is not None:
         from secateurs._util import modules
 
-        modules.check_device(device)
+        modules.check_device(device, f"--device {device}")
 
 
 def run_folder(out: Path | None, name: str | None, *parts: str) -> Path:

@@ -12,8 +12,7 @@ from secateurs._util.terminal import clock, percent, warn
 from secateurs.report.progress import PHASES, Display, RunWatcher, Screen, Status, display
 
 if TYPE_CHECKING:
-    from secateurs.methods.compare.rows import Row
-    from secateurs.methods.compare.run import Entry
+    from secateurs.methods.compare.rows import Entry, Row
     from secateurs.pruning.results import Progress as Event
     from secateurs.training import EpochRecord
 

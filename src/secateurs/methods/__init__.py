@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from typing import Protocol
 
 from secateurs.config import CRITERIA, Repair
 from secateurs.criteria import user_function
 from secateurs.errors import InvalidInput, suggest
 from secateurs.methods.algorithm1 import paper
-from secateurs.methods.base import ENDINGS, NO_TRAINING, Budget, Pruned, Task, Trained, Watch
-from secateurs.methods.one_shot import divided, li, uniform
+from secateurs.methods.base import NO_TRAINING, Budget, Pruned, Task, Trained, Watch
+from secateurs.methods.one_shot import BY_LOSS, BY_SENSITIVITY, BY_SHARE, cut_once
 from secateurs.methods.sfp import soft
 
 __all__ = ["METHODS", "NO_TRAINING", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
@@ -26,13 +27,17 @@ class Method(Protocol):
 
 
 _UNIFORM = ":uniform"
-_WORDS: Mapping[Repair, str] = {
-    "none": "",
-    "least-squares": ", consumers repaired",
-    "every-layer": ", then every layer refitted",
+_ENDINGS: Mapping[Repair, tuple[str, str]] = {
+    "none": ("", ""),
+    "least-squares": ("+repair", ", consumers repaired"),
+    "every-layer": ("+refit", ", then every layer refitted"),
 }
+"""What a method's name and its description end in, by the repair that it makes."""
 _WHOLE: Mapping[str, tuple[Method, str]] = {
-    "li": (li, "L1 norms; each site as far as its own drop of accuracy stays within one threshold (Li et al., 2017)"),
+    "li": (
+        partial(cut_once, name="li", criterion="l1", choice=BY_SENSITIVITY),
+        "L1 norms; each site as far as its own drop of accuracy stays within one threshold (Li et al., 2017)",
+    ),
     "sfp": (
         partial(soft, name="sfp", criterion="l2"),
         "soft filter pruning: smallest L2 norms zeroed after every epoch, removed at the end (He et al., 2018)",
@@ -52,17 +57,16 @@ _WHOLE: Mapping[str, tuple[Method, str]] = {
 def _by_criterion(*criteria: str) -> dict[str, tuple[Method, str]]:
     """Every criterion with its cuts allocated by loss per MAC or uniform, with and without repair."""
     found: dict[str, tuple[Method, str]] = {}
-    for criterion in criteria:
-        for repair, ending in ENDINGS.items():
-            if criterion == "obs" and repair == "none":  # it ranks by what repairs can make up for
-                continue
-            words = _WORDS[repair]
-            name = f"{criterion}{ending}"
-            method = partial(divided, criterion=criterion, repair=repair)
-            found[name] = method, f"ranked once by {criterion}, cuts allocated by loss per MAC{words}"
-            name = f"{criterion}{_UNIFORM}{ending}"
-            method = partial(uniform, criterion=criterion, repair=repair)
-            found[name] = method, f"ranked once by {criterion}, the same share of filters at every site{words}"
+    for criterion, (repair, (ending, words)) in product(criteria, _ENDINGS.items()):
+        if criterion == "obs" and repair == "none":  # it ranks by what repairs can make up for
+            continue
+        for uniform, choice, how in (
+            ("", BY_LOSS, "cuts allocated by loss per MAC"),
+            (_UNIFORM, BY_SHARE, "the same share of filters at every site"),
+        ):
+            name = f"{criterion}{uniform}{ending}"
+            method = partial(cut_once, name=name, criterion=criterion, choice=choice, repair=repair)
+            found[name] = method, f"ranked once by {criterion}, {how}{words}"
     return found
 
 

@@ -16,8 +16,8 @@ from secateurs.compaction import compact
 from secateurs.criteria.ranking import Ranking
 from secateurs.errors import InvalidInput
 from secateurs.methods.base import MethodRun, MethodState, Pruned, Spent, StepCost, Task, Watch, opened, recipe_for
-from secateurs.methods.profiles import ranked, repair_passes
-from secateurs.methods.training import finished, train_next, train_rest
+from secateurs.methods.one_shot import ranked, repair_passes
+from secateurs.methods.training import finished, train_next, train_rest, training_stages
 from secateurs.pruning.context import PreparedSite
 from secateurs.pruning.run import Run
 from secateurs.selection.search import Cut
@@ -48,7 +48,6 @@ class TargetRun(Run):
         self.method = method
         self.restore()
         self._passes = 0  # of the current step
-        self._trained = [cost.trained for cost in self.journal.of(StepCost) if cost.trained is not None]
 
     def reach_target(self) -> MethodState:
         """Do the work, and return the network with what was spent on it."""
@@ -58,14 +57,17 @@ class TargetRun(Run):
         training = sum(cost.training_seconds for cost in costs)
         rounds, cuts = len(steps) / max(len(self.method.sites), 1), sum(bool(step.removed) for step in steps)
         spent = Spent(
-            tuple(self._trained),
+            self._stages(),
             sum(cost.passes for cost in costs),
             sum(step.seconds for step in steps) - training,
             training,
             f"{cuts} cuts in {rounds:.1f} rounds, each within a drop of {self.budget.max_drop:g}",
         )
-        graph = self.method.copied() if self.graph is self.original else self.graph
-        return MethodState(graph, spent, self.state.momentum)
+        return MethodState(self.graph, spent, self.state.momentum)
+
+    def _stages(self) -> int:
+        """How many stages of the budget are done."""
+        return sum(cost.trained for cost in self.journal.of(StepCost))
 
     def site_order(self) -> Iterator[PreparedSite]:
         """Forward, round after round, until the target is reached."""
@@ -108,13 +110,11 @@ class TargetRun(Run):
 
     def finetune(self, prepared: PreparedSite, cut: Cut) -> None:
         """Train by the next stage of the budget, if there is one left."""
-        self._loss_cut, began, trained = self.state.loss, time.monotonic(), None
-        if cut.m:
-            before = MethodState(self.graph, Spent(tuple(self._trained)), self.state.momentum)
-            after = train_next(self.method, before)
-            if after is not before:
-                trained = after.spent.trained[-1]
-                self._trained.append(trained)
-                self.state = self.context.measured(replace(self.state, momentum=dict(after.momentum)))
+        self._loss_cut, began, done = self.state.loss, time.monotonic(), self._stages()
+        stages = training_stages(self.method.task, len(self.method.sites))
+        trained = bool(cut.m) and done < len(stages) and stages[done].phase == "finetune"
+        if trained:
+            after = train_next(self.method, MethodState(self.graph, Spent(done), self.state.momentum))
+            self.state = self.context.measured(replace(self.state, momentum=dict(after.momentum)))
         number, seconds = self.step_number, time.monotonic() - began
         self.journal.once(StepCost, lambda: StepCost(number, self._passes, seconds, trained), step=number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,16 +20,15 @@ from secateurs.config import Recipe, Repair, Shortcut, TrainSettings
 from secateurs.criteria import user_function
 from secateurs.data.splits import Data
 from secateurs.errors import InvalidInput, RunError
-from secateurs.graph.cost import cost
 from secateurs.graph.masking import copied
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, changed, correct, cross_entropy, display_name, fingerprint, fingerprints
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
-from secateurs.pruning.folder import MEASURED
+from secateurs.pruning.folder import open_cache
 from secateurs.pruning.results import KINDS, Progress, SiteCurve
-from secateurs.scoring.cache import MeasurementCache
+from secateurs.training.state import TrainState, packed, restore_
 
 
 @dataclass(frozen=True)
@@ -95,29 +94,24 @@ class Pruned:
 
 Watch = Callable[[Progress], None]
 
-ENDINGS: Mapping[Repair, str] = {"none": "", "least-squares": "+repair", "every-layer": "+refit"}
-"""What a method's name ends in, by the repair that it makes."""
-
 _STATE = "checkpoints/state"
-_WEIGHTS, _MOMENTUM = "weights/", "momentum/"
 _ROUNDING = 1e-12  # a share that is reached exactly must not be missed by the rounding of a division
+_PAIRS_SEE = 1024  # examples: pairwise terms are fitted to losses, which need a fixed number to be counted
 
 
 @dataclass(frozen=True)
 class Spent:
-    """What a method has spent so far, and what only the method itself understands."""
+    """What a method has spent so far, and what it has still to do."""
 
-    trained: tuple[Trained, ...] = ()  # one for each stage of the budget that is done
+    stages: int = 0  # of the budget that are done
     passes: int = 0
     search_seconds: float = 0.0
     training_seconds: float = 0.0
     note: str = ""
-    private: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, int] | None = None  # soft pruning: how many filters each site loses at the end
 
 
 class _StateMeta(TypedDict):
-    """The plain values beside the tensors of a saved state."""
-
     spent: Spent
     plan: str
 
@@ -160,7 +154,7 @@ class StepCost:
     step: int
     passes: int
     training_seconds: float
-    trained: Trained | None  # None: no cut, or no stage of the budget left
+    trained: bool  # False: no cut, or no stage of the budget left
 
 
 METHOD_KINDS = {**KINDS, "task": TaskRecord, "profile": SiteProfile, "cost": StepCost}
@@ -185,14 +179,9 @@ class MethodRun:
         """The sites of the original network with more than one filter, in network order."""
         return tuple(site for site in find_sites(self.task.graph, self.task.shortcut) if site.channels > 1)
 
-    @cached_property
-    def macs(self) -> int:
-        """Of the original network."""
-        return cost(self.task.graph).macs
-
     def removed(self, graph: Graph) -> float:
         """The share of the MACs that is removed."""
-        return 1 - cost(graph).macs / self.macs
+        return self.context.shares_removed(graph)[1]
 
     def reached(self, graph: Graph) -> bool:
         """Whether the task's target is reached."""
@@ -209,9 +198,8 @@ class MethodRun:
 
     def save(self, state: MethodState) -> MethodState:
         """Write the state to the folder as a whole, and return it."""
-        tensors = {f"{_WEIGHTS}{name}": tensor for name, tensor in state.graph.module.state_dict().items()}
-        tensors |= {f"{_MOMENTUM}{name}": tensor for name, tensor in state.momentum.items()}
-        self.journal.save_tensors(_STATE, tensors, {"spent": plain(state.spent), "plan": state.graph.plan.to_json()})
+        meta = {"spent": plain(state.spent), "plan": state.graph.plan.to_json()}
+        self.journal.save_tensors(_STATE, packed(state.graph.module, state.momentum), meta)
         return state
 
     def load(self) -> MethodState | None:
@@ -219,15 +207,11 @@ class MethodRun:
         found = self.journal.load_tensors(_STATE, _StateMeta)
         if found is None:
             return None
-        tensors, meta = found
-        graph = replay(self.task.graph, Plan.from_json(meta["plan"], where=f"{self.journal.path}"), verify=False)
+        known = TrainState(*found)
+        graph = replay(self.task.graph, Plan.from_json(known.meta["plan"], where=f"{self.journal.path}"), verify=False)
         graph = self.copied() if graph is self.task.graph else graph
-        weights, momentum = (
-            {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            for prefix in (_WEIGHTS, _MOMENTUM)
-        )
-        graph.module.load_state_dict(weights)
-        return MethodState(graph, record_from(meta["spent"], Spent), momentum)
+        restore_(graph.module, known)
+        return MethodState(graph, record_from(known.meta["spent"], Spent), known.momentum())
 
 
 @contextmanager
@@ -235,19 +219,38 @@ def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterat
     """Open the task for the method called `name`, whose search `recipe` describes; resumes what the task's folder holds."""
     if not 0 < task.target_macs < 1:
         raise InvalidInput(f"target_macs = {task.target_macs:g}: wanted a share of the MACs between 0 and 1, such as 0.3")
-    asked, own = _asked(task, name), user_function(recipe.criterion)
-    asked |= {} if own is None else {"criterion": fingerprint(own)}  # the code of a user's function may have changed
-    journal = Journal(None, METHOD_KINDS) if task.folder is None else _folder(task.folder, task, asked)
-    try:
-        cache = MeasurementCache(task.store or (None if journal.path is None else journal.path / MEASURED))
-        try:
+    measures = {"loss": task.loss_fn, "metric": task.metric}
+    found = {  # all that the outcome depends on; the test set is not read
+        "method": name,
+        "weights": digest(dict(task.graph.module.state_dict())),
+        "train": task.data.train.digest(),
+        "search": task.data.search.digest(),
+        "target_macs": task.target_macs,
+        "budget": asdict(task.budget),
+        "shortcut": task.shortcut,
+        "seed": task.seed,
+        "batch": task.batch,
+        **{role: display_name(measure) for role, measure in measures.items()},
+    }
+    if (own := user_function(recipe.criterion)) is not None:
+        found["criterion"] = fingerprint(own)  # the code of a user's function may have changed
+    asked: dict[str, Any] = json.loads(json.dumps(found))
+    if task.folder is not None:
+        with disk_errors(task.folder):
+            task.folder.mkdir(parents=True, exist_ok=True)
+    with Journal(task.folder, METHOD_KINDS) as journal:
+        known = journal.once(TaskRecord, lambda: TaskRecord(asked, fingerprints(measures)))
+        others = [key for key in asked if key not in measures and known.asked.get(key) != asked[key]]
+        others += changed(measures, known.asked, known.fingerprints)
+        if others:
+            raise RunError(
+                f"{task.folder}: was started with another {' and '.join(others)}. Give what it was started with, or another "
+                f"folder."
+            )
+        with closing(open_cache(journal, task.store)) as cache:
             runtime = Runtime(task.loss_fn, task.metric, task.device, cache, cache_bytes=None)
             context = PruningContext(task.graph, task.data, recipe, runtime, journal, ProgressReporter(watch))
             yield MethodRun(task, context, asked)
-        finally:
-            cache.close()
-    finally:
-        journal.close()
 
 
 def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe:
@@ -263,45 +266,3 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
         batch=task.batch,
         seed=task.seed,
     )
-
-
-_PAIRS_SEE = 1024  # examples: pairwise terms are fitted to losses, which need a fixed number to be counted
-
-
-def _folder(path: Path, task: Task, asked: dict[str, Any]) -> Journal:
-    """The journal at `path`, new or of this very task and method."""
-    with disk_errors(path):
-        path.mkdir(parents=True, exist_ok=True)
-    journal = Journal(path, METHOD_KINDS)
-    try:
-        measures = {"loss": task.loss_fn, "metric": task.metric}
-        known = journal.once(TaskRecord, lambda: TaskRecord(asked, fingerprints(measures)))
-        others = [key for key in asked if key not in measures and known.asked.get(key) != asked[key]]
-        others += changed(measures, known.asked, known.fingerprints)
-        if others:
-            raise RunError(
-                f"{path}: was started with another {' and '.join(others)}. Give what it was started with, or another folder."
-            )
-    except BaseException:
-        journal.close()
-        raise
-    return journal
-
-
-def _asked(task: Task, name: str) -> dict[str, Any]:
-    """All that the outcome of a method depends on, as JSON gives it back; the test set is not read."""
-    found = {
-        "method": name,
-        "weights": digest(dict(task.graph.module.state_dict())),
-        "train": task.data.train.digest(),
-        "search": task.data.search.digest(),
-        "target_macs": task.target_macs,
-        "budget": asdict(task.budget),
-        "shortcut": task.shortcut,
-        "seed": task.seed,
-        "batch": task.batch,
-        "loss": display_name(task.loss_fn),
-        "metric": display_name(task.metric),
-    }
-    asked: dict[str, Any] = json.loads(json.dumps(found))
-    return asked

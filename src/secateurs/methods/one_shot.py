@@ -1,131 +1,222 @@
-"""Methods that cut all sites at once: filters ranked once, and the smallest of a series of cuts that reaches the target."""
+"""Methods that cut all sites at once: filters ranked once, and the smallest of a series of cuts that reaches the target.
+
+Each site of the original network is measured once before the cut: what is found is kept in the method's folder, and in the
+store for the same method with other targets and budgets.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import Tensor
 
+from secateurs._util.journal import plain, record_from
 from secateurs.compaction import compact
 from secateurs.config import Repair
-from secateurs.criteria.ranking import cuts_along
+from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
 from secateurs.errors import InvalidInput
 from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
-from secateurs.methods.base import (
-    ENDINGS,
-    MethodRun,
-    MethodState,
-    Pruned,
-    SiteProfile,
-    Spent,
-    Task,
-    Watch,
-    opened,
-    recipe_for,
-)
-from secateurs.methods.profiles import loss_profile, order_profile, profile_sites, ranked, repair_passes
+from secateurs.methods.base import MethodRun, MethodState, Pruned, SiteProfile, Spent, Task, Watch, opened, recipe_for
 from secateurs.methods.training import finished, train_rest
-from secateurs.pruning.global_allocation import apply_allocation, counts_of
+from secateurs.metrics import fingerprint
+from secateurs.pruning.context import PreparedSite
+from secateurs.pruning.folder import environment
+from secateurs.pruning.global_allocation import apply_allocation, counts_of, measure_curve
 from secateurs.pruning.results import SiteCurve
 from secateurs.repair import prepare
+from secateurs.scoring.cache import context_of
 from secateurs.selection.allocation import Allocation, Curve, frontier
 
 _IMAGES = 2048  # of the validation set at most, for sensitivities: accuracy is then resolved to a twentieth of a point
+_THERE_AND_BACK = 3  # passes that an image counts which is run through a network and its gradient back
+_COMPARED_AT = 3  # numbers of filters at which a portfolio compares orders
+_BY_REPAIRS = ("obs", "portfolio")  # criteria that consider what a repair would make up for
+_NOT_OF_A_PROFILE = ("target_macs", "budget", "loss", "metric")  # the last two are identified by more than a name
 
 Counts = Mapping[str, int]
 """How many filters each site loses. In a series every entry removes at least what the one before it does."""
+Curves = Mapping[str, SiteCurve]
+"""The ranking of every site, and what cuts along it cost, by name in network order."""
 
 
-# ---- the methods ---------------------------------------------------------------------------------------------------------
+class Choice(NamedTuple):
+    """How a method chooses its cuts."""
+
+    profile: Callable[[MethodRun, Site, int], SiteProfile]  # measures a site; the number counts the sites from 1
+    series: Callable[[MethodRun, Curves], tuple[Sequence[Counts], Callable[[Reached], str]]]  # and what is chosen in words
 
 
-def divided(task: Task, *, criterion: str, repair: Repair = "none", watch: Watch | None = None) -> Pruned:
-    """Make the cuts of the first allocation on the frontier of all sites' curves that reaches the target; spend the budget."""
-    with opened(task, f"{criterion}{ENDINGS[repair]}", recipe_for(task, criterion, repair=repair), watch) as run:
+def cut_once(
+    task: Task, *, name: str, criterion: str, choice: Choice, repair: Repair = "none", watch: Watch | None = None
+) -> Pruned:
+    """Rank the filters once, make the first cuts of the series that reach the target, then spend the budget."""
+    with opened(task, name, recipe_for(task, criterion, repair=repair), watch) as run:
 
         def cut() -> MethodState:
-            profiles, began = profile_sites(run, loss_profile), time.monotonic()
-            allocations = frontier([profile.curve.curve for profile in profiles.values()])
-            chosen = first_reaching(run, _curves(profiles), [allocation.removed for allocation in allocations])
-            original = len(run.context.held_out.examples)  # whose outputs curves are measured against
-            note = f"allocation {chosen.index} of {len(allocations) - 1}, {chosen.filters} filters"
-            return _state(profiles, chosen, began, note, original + repair_passes(run) * chosen.cuts)
+            profiles, began = profile_sites(run, choice), time.monotonic()
+            curves = {name: profile.curve for name, profile in profiles.items()}
+            series, words = choice.series(run, curves)
+            chosen = first_reaching(run, curves, series)
+            passes = sum(profile.passes for profile in profiles.values()) + repair_passes(run) * chosen.cuts
+            seconds = sum(profile.seconds for profile in profiles.values()) + time.monotonic() - began
+            return MethodState(chosen.graph, Spent(passes=passes, search_seconds=seconds, note=words(chosen)))
 
         return finished(run, train_rest(run, run.load() or run.save(cut())))
 
 
-def uniform(task: Task, *, criterion: str, repair: Repair = "none", watch: Watch | None = None) -> Pruned:
-    """Prune every site by the same share along a criterion's ranking, up to one filter; then spend the budget."""
-    with opened(task, f"{criterion}:uniform{ENDINGS[repair]}", recipe_for(task, criterion, repair=repair), watch) as run:
-
-        def cut() -> MethodState:
-            profiles, began = profile_sites(run, order_profile), time.monotonic()
-            chosen = smallest_share(run, _curves(profiles))
-            return _state(profiles, chosen, began, share_note(run, chosen), repair_passes(run) * chosen.cuts)
-
-        return finished(run, train_rest(run, run.load() or run.save(cut())))
+# ---- what is measured at every site --------------------------------------------------------------------------------------
 
 
-def li(task: Task, *, watch: Watch | None = None) -> Pruned:
-    """Li et al. (Pruning filters for efficient ConvNets, 2017): L1 norms, each site as far as its sensitivity allows.
+def profile_sites(run: MethodRun, choice: Choice) -> dict[str, SiteProfile]:
+    """What the choice measures at every site, in network order; not measured again where it was before.
+
+    Passes are those of the measurement, seconds those spent now.
+    """
+    found: dict[str, SiteProfile] = {}
+    for number, site in enumerate(run.sites, 1):
+        run.report("score", number - 1, len(run.sites), site, number)
+        found[site.name] = run.journal.once(SiteProfile, partial(_profiled, run, choice, site, number), site=site.name)
+    return found
+
+
+def _profiled(run: MethodRun, choice: Choice, site: Site, number: int) -> SiteProfile:
+    """The profile from the store, if it has one; else measured and stored."""
+    cache, key, began, module = run.context.runtime.cache, site.name.encode(), time.monotonic(), run.task.graph.module
+    # all that a profile depends on besides the site: neither the target nor the training that follows
+    asked = {name: value for name, value in run.asked.items() if name not in _NOT_OF_A_PROFILE}
+    measures, versions = (fingerprint(run.task.loss_fn), fingerprint(run.task.metric)), environment()["versions"]
+    context = context_of("profiles", json.dumps([asked, versions], sort_keys=True), f"{module.code}{module}", *measures)
+    kept = cache.get_fields(context, key)
+    found = choice.profile(run, site, number) if kept is None else record_from(kept, SiteProfile)
+    if kept is None:
+        cache.put_fields(context, key, plain(found))
+    return replace(found, seconds=time.monotonic() - began)
+
+
+def loss_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
+    """The ranking of the site's filters by the recipe's criterion, and the loss along it."""
+    prepared = run.context.prepare(run.task.graph, site)
+    ranking, passes = ranked(run, prepared, number)
+    curve = measure_curve(run.context, prepared, ranking)
+    # the first site also counts the outputs of the original network, which all curves are measured against
+    measured = (len(curve.curve.removed) + (number == 1)) * len(run.context.held_out.examples)
+    return SiteProfile(curve, passes + measured + repair_passes(run))
+
+
+def order_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
+    """The ranking of the site's filters by the recipe's criterion; no loss is measured along it."""
+    observed = run.context.recipe.criterion in _BY_REPAIRS
+    prepared = run.context.prepare(run.task.graph, site) if observed else PreparedSite(run.task.graph, site, None)
+    ranking, passes = ranked(run, prepared, number)
+    return SiteProfile(unmeasured(site, ranking), passes + (repair_passes(run) if observed else 0))
+
+
+def sensitivity_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
+    """The drop of the validation accuracy against the filters removed at this site alone."""
+    context, recipe = run.context, run.context.recipe
+    prepared = context.prepare(run.task.graph, site)
+    ranking, _ = ranked(run, prepared, number)
+    counts = counts_of(site.channels, recipe.largest_share, recipe.round_to)
+    few = subset(context.validation, min(_IMAGES, len(context.validation)), seed=derive(run.task.seed, "sensitivity"))
+    accuracies = context.evaluator(prepared, run.task.metric).on(few).means(cuts_along(ranking.order, counts)).tolist()
+    drops = tuple(accuracies[0] - accuracy for accuracy in accuracies)
+    curve = Curve(site.name, counts, drops, tuple(map(float, counts)))
+    return SiteProfile(SiteCurve(ranking, site.original, curve), len(counts) * len(few))
+
+
+def unmeasured(site: Site, ranking: Ranking) -> SiteCurve:
+    """A ranking without any loss measured along it."""
+    return SiteCurve(ranking, site.original, Curve(site.name, (0,), (0.0,), (0.0,)))
+
+
+def ranked(run: MethodRun, prepared: PreparedSite, number: int) -> tuple[Ranking, int]:
+    """The ranking of a site by the recipe's criterion, and the passes that it took.
+
+    Passes are images run through the network, or its part behind the site, once for each mask that is scored.
+    """
+    scored, recipe = 0, run.context.recipe
+
+    def on_scored(done: int, bound: int) -> None:
+        nonlocal scored
+        scored = done
+        run.report("score", done, bound, prepared.site, (number - 1) % len(run.sites) + 1)
+
+    ranking = run.context.rank(prepared, step=number, on_scored=on_scored)
+    if recipe.criterion == "taylor":
+        return ranking, _THERE_AND_BACK * ranking.examples
+    if recipe.criterion == "leave-one-out":
+        return ranking, (prepared.site.channels + 1) * ranking.examples
+    if recipe.criterion == "pairs" or recipe.estimator == "losses":
+        return ranking, scored * ranking.examples
+    comparing = len(ranking.compared) * _COMPARED_AT * len(run.context.held_out.examples) if ranking.compared else 0
+    return ranking, _THERE_AND_BACK * scored + comparing  # by slopes, every mask has an image of its own
+
+
+def repair_passes(run: MethodRun) -> int:
+    """The passes that a repair of one site takes; none where nothing is repaired."""
+    recipe = run.context.recipe
+    if recipe.repair == "none":
+        return 0
+    networks = 2 if recipe.finetune is None else 1  # the consumers' inputs now, and their outputs in the original network
+    return networks * len(run.context.repair_examples)
+
+
+# ---- series of cuts ------------------------------------------------------------------------------------------------------
+
+
+def along_frontier(run: MethodRun, curves: Curves) -> tuple[Sequence[Counts], Callable[[Reached], str]]:
+    """The allocations on the frontier of all sites' curves."""
+    allocations = frontier([curve.curve for curve in curves.values()])
+    last = len(allocations) - 1
+    return (
+        [allocation.removed for allocation in allocations],
+        lambda chosen: f"allocation {chosen.index} of {last}, {chosen.filters} filters",
+    )
+
+
+def along_shares(run: MethodRun, curves: Curves) -> tuple[Sequence[Counts], Callable[[Reached], str]]:
+    """The same share of the filters at every site, up to one filter, from 0 on; every site keeps one."""
+    # all shares at which some site loses one filter more
+    shares = sorted({count / site.channels for site in run.sites for count in range(site.channels)})
+    series = [
+        {site.name: min(math.floor(round(share * site.channels, 9)), site.channels - 1) for site in run.sites}
+        for share in shares
+    ]
+    return (
+        series,
+        lambda chosen: f"up to {shares[chosen.index]:.1%} of the filters of every site, {chosen.filters} in all",
+    )
+
+
+def along_thresholds(run: MethodRun, curves: Curves) -> tuple[Sequence[Counts], Callable[[Reached], str]]:
+    """Li et al. (Pruning filters for efficient ConvNets, 2017): each site as far as its sensitivity allows.
 
     The accuracy is measured against the filters removed, one site at a time. Every site is cut as far as its own drop stays
-    within one threshold, the same for all: the smallest that reaches the target. Then the budget is spent.
+    within one threshold, the same for all and rising.
     """
-    with opened(task, "li", recipe_for(task, "l1"), watch) as run:
-
-        def cut() -> MethodState:
-            profiles, began = profile_sites(run, _sensitivity), time.monotonic()
-            steps = advances([profile.curve.curve for profile in profiles.values()])
-            chosen = first_reaching(run, _curves(profiles), _accumulated(steps, list(profiles)))
-            note = f"threshold {steps[chosen.index - 1].threshold:.4f}, {chosen.filters} filters"
-            return _state(profiles, chosen, began, note)
-
-        return finished(run, train_rest(run, run.load() or run.save(cut())))
+    steps = advances([curve.curve for curve in curves.values()])
+    nothing: Counts = dict.fromkeys(curves, 0)
+    series = accumulate(steps, lambda counts, step: {**counts, step.site: step.removed}, initial=nothing)
+    return (
+        list(series),
+        lambda chosen: f"threshold {steps[chosen.index - 1].threshold:.4f}, {chosen.filters} filters",
+    )
 
 
-def _curves(profiles: Mapping[str, SiteProfile]) -> dict[str, SiteCurve]:
-    return {name: profile.curve for name, profile in profiles.items()}
-
-
-def _state(profiles: Mapping[str, SiteProfile], chosen: Reached, began: float, note: str, more_passes: int = 0) -> MethodState:
-    """The state after the cut, with the cost of the profiles and of the search since `began`."""
-    passes = sum(profile.passes for profile in profiles.values()) + more_passes
-    seconds = sum(profile.seconds for profile in profiles.values()) + time.monotonic() - began
-    return MethodState(chosen.graph, Spent(passes=passes, search_seconds=seconds, note=note))
-
-
-# ---- the same share everywhere -------------------------------------------------------------------------------------------
-
-
-def smallest_share(run: MethodRun, curves: Mapping[str, SiteCurve], graph: Graph | None = None) -> Reached:
-    """The smallest share of the filters that reaches the target; earlier sites may lose one filter more than later ones."""
-    return first_reaching(run, curves, [_counts_of_share(run.sites, share) for share in _shares(run.sites)], graph)
-
-
-def share_note(run: MethodRun, chosen: Reached) -> str:
-    """The share in words."""
-    return f"up to {_shares(run.sites)[chosen.index]:.1%} of the filters of every site, {chosen.filters} in all"
-
-
-def _shares(sites: Sequence[Site]) -> list[float]:
-    """All shares at which some site loses one filter more, ascending from 0; every site keeps one filter."""
-    return sorted({count / site.channels for site in sites for count in range(site.channels)})
-
-
-def _counts_of_share(sites: Sequence[Site], share: float) -> Counts:
-    return {site.name: min(math.floor(round(share * site.channels, 9)), site.channels - 1) for site in sites}
-
-
-# ---- sensitivities -------------------------------------------------------------------------------------------------------
+BY_LOSS = Choice(loss_profile, along_frontier)
+BY_SHARE = Choice(order_profile, along_shares)
+BY_SENSITIVITY = Choice(sensitivity_profile, along_thresholds)
 
 
 @dataclass(frozen=True, order=True)
@@ -152,29 +243,6 @@ def advances(curves: Sequence[Curve]) -> list[Advance]:
     return sorted(found)
 
 
-def _accumulated(steps: Sequence[Advance], sites: Sequence[str]) -> list[Counts]:
-    """The series of counts from nothing removed on, with one advance more in every entry."""
-    removed = dict.fromkeys(sites, 0)
-    series: list[Counts] = [dict(removed)]
-    for step in steps:
-        removed[step.site] = step.removed
-        series.append(dict(removed))
-    return series
-
-
-def _sensitivity(run: MethodRun, site: Site, number: int) -> SiteProfile:
-    """The drop of the validation accuracy against the filters removed at this site alone, by L1 norm."""
-    context, recipe = run.context, run.context.recipe
-    prepared = context.prepare(run.task.graph, site)
-    ranking, _ = ranked(run, prepared, number)
-    counts = counts_of(site.channels, recipe.largest_share, recipe.round_to)
-    few = subset(context.validation, min(_IMAGES, len(context.validation)), seed=derive(run.task.seed, "sensitivity"))
-    accuracies = context.evaluator(prepared, run.task.metric).on(few).means(cuts_along(ranking.order, counts)).tolist()
-    drops = tuple(accuracies[0] - accuracy for accuracy in accuracies)
-    curve = Curve(site.name, counts, drops, tuple(map(float, counts)))
-    return SiteProfile(SiteCurve(ranking, site.original, curve), len(counts) * len(few))
-
-
 # ---- the cut that just reaches the target --------------------------------------------------------------------------------
 
 
@@ -197,9 +265,7 @@ class Reached:
         return sum(self.removed.values())
 
 
-def first_reaching(
-    run: MethodRun, curves: Mapping[str, SiteCurve], series: Sequence[Counts], graph: Graph | None = None
-) -> Reached:
+def first_reaching(run: MethodRun, curves: Curves, series: Sequence[Counts], graph: Graph | None = None) -> Reached:
     """Find the first entry that reaches the target, counted on compacted networks; an error if even the last does not.
 
     Methods are compared at equal MACs, so the step to that entry is taken filter by filter, site by site. The cuts are made
@@ -218,7 +284,7 @@ def first_reaching(
     return Reached(found, removed, smaller)
 
 
-def _first(run: MethodRun, curves: Mapping[str, SiteCurve], series: Sequence[Counts]) -> int:
+def _first(run: MethodRun, curves: Curves, series: Sequence[Counts]) -> int:
     """The index of the first entry that reaches the target, by structure alone: nothing is repaired or measured."""
     calls = 0
 
@@ -255,7 +321,7 @@ def _filter_by_filter(series: Sequence[Counts]) -> list[Counts]:
     return finer
 
 
-def cut_all(run: MethodRun, curves: Mapping[str, SiteCurve], counts: Counts, graph: Graph | None = None) -> Graph:
+def cut_all(run: MethodRun, curves: Curves, counts: Counts, graph: Graph | None = None) -> Graph:
     """The network (by default the original) with all cuts made, verified to compute what the masked one does.
 
     All are made at once; where consumers are repaired they come in network order, each repaired after those before it, and
@@ -268,7 +334,7 @@ def cut_all(run: MethodRun, curves: Mapping[str, SiteCurve], counts: Counts, gra
     return compact(wide, masks_of(wide, curves, counts))
 
 
-def masks_of(graph: Graph, curves: Mapping[str, SiteCurve], counts: Counts) -> dict[str | Site, Tensor]:
+def masks_of(graph: Graph, curves: Curves, counts: Counts) -> dict[str | Site, Tensor]:
     """The masks of those sites that lose anything."""
     sites = resolve(graph, [name for name, count in counts.items() if count])
     return {name: curves[name].keep(counts[name], site) for name, site in sites.items()}

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from secateurs.criteria import score_filters
-from secateurs.criteria.filters import FilterPart, layers_behind, norms_behind
+from secateurs.criteria.filters import layers_behind, norms_behind
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.methods.base import MethodRun, MethodState, Pruned, Spent, Task, Watch, opened, recipe_for
-from secateurs.methods.one_shot import cut_all, share_note, smallest_share
-from secateurs.methods.profiles import unmeasured
+from secateurs.methods.one_shot import along_shares, cut_all, first_reaching, unmeasured
 from secateurs.methods.training import finished, train_rest
 from secateurs.pruning.results import SiteCurve
 from secateurs.scoring.evaluator import SiteEvaluator
@@ -38,38 +37,38 @@ def soft(task: Task, *, name: str, criterion: str, watch: Watch | None = None) -
     """
     with opened(task, name, recipe_for(task, criterion), watch) as run:
         state = run.load() or run.save(_start(run, criterion))
-        if not state.spent.private["cut"]:
-            zeroing = Zeroing.of(state.graph, run.sites, state.spent.private["removed"], criterion)
-            epoch = len(task.data.train)
+        if state.spent.left is not None:
+            zeroing, epoch = Zeroing(state.graph, run.sites, state.spent.left, criterion), len(task.data.train)
 
             def at_epoch(before: int, now: int) -> None:
                 if now // epoch > before // epoch:
                     zeroing.zero_()
 
-            state = train_rest(run, state, at_epoch)
-            state = run.save(_cut(run, state, criterion))
+            state = run.save(_cut(run, train_rest(run, state, at_epoch), state.spent.left, criterion))
         return finished(run, state)
 
 
 def _start(run: MethodRun, criterion: str) -> MethodState:
     """The whole network, and how many of its filters have to be removed."""
     began = time.monotonic()
-    chosen = smallest_share(run, _curves(run, run.task.graph, criterion))
-    private = {"removed": dict(chosen.removed), "cut": False}
-    spent = Spent(search_seconds=time.monotonic() - began, note=share_note(run, chosen), private=private)
-    return MethodState(run.copied(), spent)
+    curves = _curves(run, run.task.graph, criterion)
+    series, words = along_shares(run, curves)
+    chosen = first_reaching(run, curves, series)
+    seconds = time.monotonic() - began
+    return MethodState(run.copied(), Spent(search_seconds=seconds, note=words(chosen), left=dict(chosen.removed)))
 
 
-def _cut(run: MethodRun, state: MethodState, criterion: str) -> MethodState:
+def _cut(run: MethodRun, state: MethodState, counts: Mapping[str, int], criterion: str) -> MethodState:
     """The network without the filters that are least important after training."""
     began, spent = time.monotonic(), state.spent
     curves = _curves(run, state.graph, criterion)
-    smaller, note = cut_all(run, curves, spent.private["removed"], state.graph), spent.note
+    smaller, note = cut_all(run, curves, counts, state.graph), spent.note
     if not run.reached(smaller):  # behind a sum it matters to the MACs which channels are removed, not only how many
-        chosen = smallest_share(run, curves, state.graph)
-        smaller, note = chosen.graph, share_note(run, chosen)
+        series, words = along_shares(run, curves)
+        chosen = first_reaching(run, curves, series, state.graph)
+        smaller, note = chosen.graph, words(chosen)
     seconds = spent.search_seconds + time.monotonic() - began
-    return MethodState(smaller, replace(spent, search_seconds=seconds, note=note, private={**spent.private, "cut": True}))
+    return MethodState(smaller, replace(spent, search_seconds=seconds, note=note, left=None))
 
 
 def _curves(run: MethodRun, graph: Graph, criterion: str) -> dict[str, SiteCurve]:
@@ -82,39 +81,20 @@ def _order(graph: Graph, site: Site, criterion: str) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class _ZeroedSite:
-    """A site with the modules that make its channels, and how many of them are zeroed."""
-
-    site: Site
-    layers: tuple[FilterPart, ...]
-    norms: tuple[FilterPart, ...]
-    count: int
-
-
-@dataclass(frozen=True, eq=False)
 class Zeroing:
     """A network whose least important filters are zeroed after every epoch."""
 
     graph: Graph
+    sites: Sequence[Site]
+    counts: Mapping[str, int]  # of zeroed filters, by site
     criterion: str
-    places: tuple[_ZeroedSite, ...]
-
-    @staticmethod
-    def of(graph: Graph, sites: Sequence[Site], counts: Mapping[str, int], criterion: str) -> Zeroing:
-        """Zero `counts` filters at the `sites` of `graph`, chosen each time by the current weights."""
-        places = [
-            _ZeroedSite(site, layers_behind(graph, site), norms_behind(graph, site), counts[site.name])
-            for site in sites
-            if counts[site.name]
-        ]
-        return Zeroing(graph, criterion, tuple(places))
 
     def zero_(self) -> None:
-        """Zero the filters that are least important now, on the network's device."""
-        for place in self.places:
-            zeroed = torch.zeros(place.site.channels, dtype=torch.bool)
-            zeroed[_order(self.graph, place.site, self.criterion)[: place.count]] = True
-            for part in (*place.layers, *place.norms):
+        """Zero the filters that are least important by the current weights, on the network's device."""
+        for site in self.sites:
+            zeroed = torch.zeros(site.channels, dtype=torch.bool)
+            zeroed[_order(self.graph, site, self.criterion)[: self.counts[site.name]]] = True
+            for part in (*layers_behind(self.graph, site), *norms_behind(self.graph, site)):
                 # a filter may have a share in several channels: it is zeroed with the last of them
                 _zero_filters_(part.module, part.makes[zeroed].any(0) & ~part.makes[~zeroed].any(0))
 

@@ -65,26 +65,53 @@ def total(parts: Sequence[Trained]) -> Trained:
 
 
 def train_next(run: MethodRun, state: MethodState, at_epoch: AtEpoch | None = None) -> MethodState:
-    """The state after the next stage of the budget; unchanged where nothing of `between` is left.
+    """The state after the next stage of the budget, resumed after its last saved epoch; the network is trained in place.
 
     `at_epoch` may change the weights after every epoch: training continues from what it leaves, the momentum unchanged.
     """
-    left = training_stages(run.task, len(run.sites))[len(state.spent.trained) :]
-    return _trained(run, state, left[0], at_epoch) if left and left[0].phase == "finetune" else state
+    task, spent, began = run.task, state.spent, time.monotonic()
+    stages, examples = training_stages(task, len(run.sites)), len(task.data.train)
+    stage, before = stages[spent.stages], _trained(stages[: spent.stages], examples).images
+    assert state.graph.module is not task.graph.module, "the task's own network is never trained"
+
+    def after_epoch(records: list[EpochRecord]) -> None:
+        seen = [0, *(tally(stage.settings, examples, record.steps).images for record in records[-2:])]
+        assert at_epoch is not None
+        at_epoch(before + seen[-2], before + seen[-1])
+
+    history = train_resumably_(
+        run.journal,
+        state.graph.module,
+        task.data.train,
+        stage.settings,
+        phase=stage.phase,
+        step=spent.stages,
+        after_epoch=None if at_epoch is None else after_epoch,
+        teacher=task.graph.module if stage.settings.distill else None,
+        loss_fn=None if task.loss_fn is cross_entropy else task.loss_fn,
+        metric=task.metric,
+        device=task.device,
+        momentum=state.momentum,
+        on_step=lambda done, planned: run.report(stage.phase, done, planned),
+    )
+    assert history.epochs[-1].steps == _steps(stage.settings, examples), "a stage is spent as a whole"
+    seconds = spent.training_seconds + time.monotonic() - began
+    spent = replace(spent, stages=spent.stages + 1, training_seconds=seconds)
+    return replace(state, momentum=history.momentum, spent=spent)
 
 
 def train_rest(run: MethodRun, state: MethodState, at_epoch: AtEpoch | None = None) -> MethodState:
     """The state after all that is left of the budget, saved after each stage."""
-    for stage in training_stages(run.task, len(run.sites))[len(state.spent.trained) :]:
-        state = run.save(_trained(run, state, stage, at_epoch))
+    while state.spent.stages < len(training_stages(run.task, len(run.sites))):
+        state = run.save(train_next(run, state, at_epoch))
     return state
 
 
 def finished(run: MethodRun, state: MethodState) -> Pruned:
     """What the method gives, after a check that the target is reached and the budget spent, no less and no more."""
     task, examples, spent = run.task, len(run.task.data.train), state.spent
-    planned = [stage.settings for stage in training_stages(task, len(run.sites))]
-    done, due = total(spent.trained), total([tally(each, examples, _steps(each, examples)) for each in planned])
+    stages = training_stages(task, len(run.sites))
+    done, due = _trained(stages[: spent.stages], examples), _trained(stages, examples)
     if done != due:
         raise TrainingError(
             f"budget {task.budget.name!r}: {done.images:,} images were trained on (rates add up to {done.rate_sum:g}), "
@@ -97,37 +124,8 @@ def finished(run: MethodRun, state: MethodState) -> Pruned:
     return Pruned(state.graph, done, spent.passes, spent.search_seconds, spent.training_seconds, spent.note)
 
 
-def _trained(run: MethodRun, state: MethodState, stage: TrainingStage, at_epoch: AtEpoch | None) -> MethodState:
-    """One stage, resumed after its last saved epoch; the network of the state is trained in place."""
-    task, settings, spent = run.task, stage.settings, state.spent
-    examples, module = task.data.train, state.graph.module
-    assert module is not task.graph.module, "the task's own network is never trained"
-    before, began = total(spent.trained).images, time.monotonic()
-
-    def after_epoch(records: list[EpochRecord]) -> None:
-        seen = [0, *(tally(settings, len(examples), record.steps).images for record in records[-2:])]
-        assert at_epoch is not None
-        at_epoch(before + seen[-2], before + seen[-1])
-
-    history = train_resumably_(
-        run.journal,
-        module,
-        examples,
-        settings,
-        phase=stage.phase,
-        step=len(spent.trained),
-        after_epoch=None if at_epoch is None else after_epoch,
-        teacher=task.graph.module if settings.distill else None,
-        loss_fn=None if task.loss_fn is cross_entropy else task.loss_fn,
-        metric=task.metric,
-        device=task.device,
-        momentum=state.momentum,
-        on_step=lambda done, planned: run.report(stage.phase, done, planned),
-    )
-    done = tally(settings, len(examples), history.epochs[-1].steps)
-    seconds = spent.training_seconds + time.monotonic() - began
-    spent = replace(spent, trained=(*spent.trained, done), training_seconds=seconds)
-    return replace(state, momentum=history.momentum, spent=spent)
+def _trained(stages: Sequence[TrainingStage], examples: int) -> Trained:
+    return total([tally(stage.settings, examples, _steps(stage.settings, examples)) for stage in stages])
 
 
 def _steps(settings: TrainSettings, examples: int) -> int:

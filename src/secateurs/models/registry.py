@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,29 +19,24 @@ from secateurs.models.vgg import VGG16
 Factory = Callable[..., nn.Module]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    factory: Factory
-    input_shape: tuple[int, ...]  # of one example, with the factory's default options
-
-
 _CIFAR = (3, 32, 32)
 _SMALL = (3, 16, 16)
 _DEPTHS = (8, 14, 20, 32, 44, 56, 110)
 
-_REGISTRY: Mapping[str, _Entry] = {
-    "fcn3": _Entry(partial(FCN, hidden=3), (2,)),
-    "fcn10": _Entry(partial(FCN, hidden=10), (2,)),
-    **{f"resnet{depth}": _Entry(partial(resnet, depth), _CIFAR) for depth in _DEPTHS},
-    **{f"resnet{depth}-b": _Entry(partial(resnet, depth, shortcut="B"), _CIFAR) for depth in _DEPTHS},
-    "vgg16": _Entry(VGG16, _CIFAR),
-    "densenet-small": _Entry(SmallDenseNet, _SMALL),
-    "mobilenet-small": _Entry(SmallMobileNet, _SMALL),
-    "resnext-small": _Entry(SmallResNeXt, _SMALL),
-    "split-small": _Entry(SmallSplitNet, _SMALL),
-    "unet-small": _Entry(SmallUNet, _SMALL),
-    "mlp": _Entry(MLP, (1, 8, 8)),
-    "cnn1d": _Entry(CNN1d, (1, 64)),
+# the shape of one example is that for the default options
+_REGISTRY: Mapping[str, tuple[Factory, tuple[int, ...]]] = {
+    "fcn3": (partial(FCN, hidden=3), (2,)),
+    "fcn10": (partial(FCN, hidden=10), (2,)),
+    **{f"resnet{depth}": (partial(resnet, depth), _CIFAR) for depth in _DEPTHS},
+    **{f"resnet{depth}-b": (partial(resnet, depth, shortcut="B"), _CIFAR) for depth in _DEPTHS},
+    "vgg16": (VGG16, _CIFAR),
+    "densenet-small": (SmallDenseNet, _SMALL),
+    "mobilenet-small": (SmallMobileNet, _SMALL),
+    "resnext-small": (SmallResNeXt, _SMALL),
+    "split-small": (SmallSplitNet, _SMALL),
+    "unet-small": (SmallUNet, _SMALL),
+    "mlp": (MLP, (1, 8, 8)),
+    "cnn1d": (CNN1d, (1, 64)),
 }
 
 
@@ -53,12 +47,12 @@ def names() -> list[str]:
 
 def build(name: str, **options: Any) -> nn.Module:
     """Build a freshly initialised built-in network; `options` go to its constructor (`classes=100`, `width=8`, …)."""
-    return _module(_entry(name).factory, name, options)
+    return _module(_entry(name)[0], name, options)
 
 
 def example_input(name: str, batch: int = 2) -> Tensor:
     """A standard normal batch of the shape that network `name` takes by default; the same values at every call."""
-    shape = (batch, *_entry(name).input_shape)
+    shape = (batch, *_entry(name)[1])
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -70,7 +64,7 @@ def resolve(spec: str, **options: Any) -> nn.Module:
     return _module(spec, spec, options) if ":" in spec else build(spec, **options)
 
 
-def _entry(name: str) -> _Entry:
+def _entry(name: str) -> tuple[Factory, tuple[int, ...]]:
     if name not in _REGISTRY:
         raise InvalidInput(
             f"unknown model {name!r}.{suggest(name, _REGISTRY)} Your own network is named package.module:function."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -36,29 +36,28 @@ class PaddedShortcut(nn.Module):
         return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.before, self.after))
 
 
+def conv_bn(in_channels: int, channels: int, kernel: int = 3, **options: Any) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    """A padded convolution without bias, and the BatchNorm behind it; `options` are the stride and the groups."""
+    return nn.Conv2d(in_channels, channels, kernel, padding=kernel // 2, bias=False, **options), nn.BatchNorm2d(channels)
+
+
 class Block(nn.Module):
     """Two 3×3 convolutions beside a shortcut, added before the last ReLU."""
 
     def __init__(self, in_channels: int, channels: int, stride: int, shortcut: Shortcut) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride=stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut = _shortcut(in_channels, channels, stride, shortcut)
+        self.conv1, self.bn1 = conv_bn(in_channels, channels, stride=stride)
+        self.conv2, self.bn2 = conv_bn(channels, channels)
+        self.shortcut: nn.Module = nn.Sequential()  # empty: returns its input, and leaves no node in a traced graph
+        if (stride != 1 or in_channels != channels) and shortcut == "A":
+            self.shortcut = PaddedShortcut(in_channels, channels, stride)
+        elif stride != 1 or in_channels != channels:
+            self.shortcut = nn.Sequential(*conv_bn(in_channels, channels, 1, stride=stride))
 
     def forward(self, x: Tensor) -> Tensor:
         """Residual sum after its ReLU."""
         out = F.relu(self.bn1(self.conv1(x)))
         return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
-
-
-def _shortcut(in_channels: int, channels: int, stride: int, option: Shortcut) -> nn.Module:
-    if stride == 1 and in_channels == channels:
-        return nn.Sequential()  # empty: returns its input, and leaves no node in a traced graph
-    if option == "A":
-        return PaddedShortcut(in_channels, channels, stride)
-    return nn.Sequential(nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels))
 
 
 class ResNet(nn.Module):
@@ -74,8 +73,7 @@ class ResNet(nn.Module):
         classes: int = 10,
     ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, widths[0], 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.conv1, self.bn1 = conv_bn(in_channels, widths[0])
         self.layer1 = _stage(blocks, widths[0], widths[0], 1, shortcut)
         self.layer2 = _stage(blocks, widths[0], widths[1], 2, shortcut)
         self.layer3 = _stage(blocks, widths[1], widths[2], 2, shortcut)

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from secateurs.models.resnet import conv_bn
+
 
 class CNN1d(nn.Module):
     """Two convolutions, then linear layers over channel × time: (N, in_channels, length) → logits; 4 divides length."""
@@ -36,8 +38,7 @@ class DenseLayer(nn.Module):
     def __init__(self, in_channels: int, growth: int) -> None:
         super().__init__()
         self.bn1 = nn.BatchNorm2d(in_channels)
-        self.conv1 = nn.Conv2d(in_channels, 2 * growth, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(2 * growth)
+        self.conv1, self.bn2 = conv_bn(in_channels, 2 * growth, 1)
         self.conv2 = nn.Conv2d(2 * growth, growth, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,13 +124,10 @@ class InvertedResidual(nn.Module):
     def __init__(self, in_channels: int, channels: int, *, stride: int, expansion: int) -> None:
         super().__init__()
         wide = in_channels * expansion
-        self.expand = nn.Conv2d(in_channels, wide, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(wide)
-        self.depthwise = nn.Conv2d(wide, wide, 3, stride=stride, padding=1, groups=wide, bias=False)
-        self.bn2 = nn.BatchNorm2d(wide)
+        self.expand, self.bn1 = conv_bn(in_channels, wide, 1)
+        self.depthwise, self.bn2 = conv_bn(wide, wide, stride=stride, groups=wide)
         self.excite = SqueezeExcite(wide, max(wide // 4, 1))
-        self.project = nn.Conv2d(wide, channels, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(channels)
+        self.project, self.bn3 = conv_bn(wide, channels, 1)
         self.residual = stride == 1 and in_channels == channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -145,16 +143,14 @@ class SmallMobileNet(nn.Module):
 
     def __init__(self, *, width: int = 8, expansion: int = 3, in_channels: int = 3, classes: int = 10) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
-        self.stem_bn = nn.BatchNorm2d(width)
+        self.stem, self.stem_bn = conv_bn(in_channels, width)
         self.blocks = nn.Sequential(
             InvertedResidual(width, width, stride=1, expansion=expansion),
             InvertedResidual(width, 2 * width, stride=2, expansion=expansion),
             InvertedResidual(2 * width, 2 * width, stride=1, expansion=expansion),
             InvertedResidual(2 * width, 4 * width, stride=2, expansion=expansion),
         )
-        self.head = nn.Conv2d(4 * width, 8 * width, 1, bias=False)
-        self.head_bn = nn.BatchNorm2d(8 * width)
+        self.head, self.head_bn = conv_bn(4 * width, 8 * width, 1)
         self.classifier = nn.Linear(8 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -171,18 +167,13 @@ class GroupedBlock(nn.Module):
     def __init__(self, in_channels: int, channels: int, *, stride: int, groups: int) -> None:
         super().__init__()
         inner = channels // 2
-        self.conv1 = nn.Conv2d(in_channels, inner, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(inner)
-        self.conv2 = nn.Conv2d(inner, inner, 3, stride=stride, padding=1, groups=groups, bias=False)
-        self.bn2 = nn.BatchNorm2d(inner)
-        self.conv3 = nn.Conv2d(inner, channels, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(channels)
+        self.conv1, self.bn1 = conv_bn(in_channels, inner, 1)
+        self.conv2, self.bn2 = conv_bn(inner, inner, stride=stride, groups=groups)
+        self.conv3, self.bn3 = conv_bn(inner, channels, 1)
         self.relu = nn.ReLU()
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(in_channels, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
-            )
+            self.shortcut = nn.Sequential(*conv_bn(in_channels, channels, 1, stride=stride))
 
     def forward(self, x: Tensor) -> Tensor:
         """Residual sum after its ReLU."""
@@ -197,8 +188,7 @@ class SmallResNeXt(nn.Module):
 
     def __init__(self, *, width: int = 16, groups: int = 4, in_channels: int = 3, classes: int = 10) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(width)
+        self.stem, self.bn = conv_bn(in_channels, width)
         self.relu = nn.ReLU()
         self.blocks = nn.Sequential(
             GroupedBlock(width, 2 * width, stride=1, groups=groups),
@@ -221,8 +211,7 @@ class ChunkBlock(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(channels // 2, channels // 2, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(channels // 2)
+        self.conv, self.bn = conv_bn(channels // 2, channels // 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """Keep the number of channels."""
@@ -237,8 +226,7 @@ class SplitBlock(nn.Module):
         super().__init__()
         self.sizes = [in_channels // 4, in_channels - in_channels // 4]
         self.narrow = nn.Conv2d(self.sizes[0], channels, 1, bias=False)
-        self.wide = nn.Conv2d(self.sizes[1], channels, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(channels)
+        self.wide, self.bn = conv_bn(self.sizes[1], channels)
 
     def forward(self, x: Tensor) -> Tensor:
         """Sum of both parts after its BatchNorm and ReLU."""
@@ -251,8 +239,7 @@ class SmallSplitNet(nn.Module):
 
     def __init__(self, *, width: int = 16, in_channels: int = 3, classes: int = 10) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
-        self.stem_bn = nn.BatchNorm2d(width)
+        self.stem, self.stem_bn = conv_bn(in_channels, width)
         self.chunk1 = ChunkBlock(width)
         self.split = SplitBlock(width, 2 * width)
         self.chunk2 = ChunkBlock(2 * width)
@@ -267,14 +254,8 @@ class SmallSplitNet(nn.Module):
 
 
 def _double(in_channels: int, channels: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(channels, channels, 3, padding=1, bias=False),
-        nn.BatchNorm2d(channels),
-        nn.ReLU(inplace=True),
-    )
+    first, second = conv_bn(in_channels, channels), conv_bn(channels, channels)
+    return nn.Sequential(*first, nn.ReLU(inplace=True), *second, nn.ReLU(inplace=True))
 
 
 class SmallUNet(nn.Module):

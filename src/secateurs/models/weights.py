@@ -253,20 +253,22 @@ def _read_torch(path: Path) -> Mapping[str, Tensor]:
 
 
 def _check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path) -> None:
-    shapes = [
-        {name: "×".join(map(str, tensor.shape)) or "a scalar" for name, tensor in each.items()} for each in (found, wanted)
+    def size(tensor: Tensor) -> str:
+        return "×".join(map(str, tensor.shape)) or "a scalar"
+
+    wrong = {
+        "missing": [name for name in wanted if name not in found and not name.endswith(".num_batches_tracked")],
+        "unexpected": [name for name in found if name not in wanted],
+        "of another shape": [
+            f"{name} is {size(found[name])} in the file, {size(wanted[name])} in the network"
+            for name in wanted
+            if name in found and found[name].shape != wanted[name].shape
+        ],
+    }
+    problems = [
+        f"{what}: {brief(', '.join(items[:5]), 300)}" + (f", and {len(items) - 5} more" if len(items) > 5 else "")
+        for what, items in wrong.items()
+        if items
     ]
-    missing = [name for name in wanted if name not in found and not name.endswith(".num_batches_tracked")]
-    unexpected = [name for name in found if name not in wanted]
-    misshapen = [
-        f"{name} is {shapes[0][name]} in the file, {shapes[1][name]} in the network"
-        for name in wanted
-        if name in found and found[name].shape != wanted[name].shape
-    ]
-    problems = []
-    for what, items in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen)):
-        more = f", and {len(items) - 5} more" if len(items) > 5 else ""
-        if items:
-            problems.append(f"{what}: {brief(', '.join(items[:5]), 300)}{more}")
     if problems:
         raise ArtefactError(f"{path} does not fit the network; {'; '.join(problems)}. Check that the architecture is the same.")

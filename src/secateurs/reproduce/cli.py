@@ -32,28 +32,22 @@ from secateurs.reproduce.xor import (
     table,
 )
 from secateurs.reproduce.xor_figures import draw_all
-from secateurs.reproduce.xor_nets import Optimiser, Setting
+from secateurs.reproduce.xor_nets import Setting
 
 app = App(name="reproduce", help="Run the paper's experiments again and print its tables beside ours.")
 app.command(table2)
 app.command(table3)
+SETTING = Setting()
 
 
 @app.command
 def xor(
     *,
     seeds: Annotated[tuple[int, ...], Many] = (1,),
-    experiments: int = 1000,
+    setting: Annotated[Setting, Parameter(name="*")] = SETTING,
     all_methods: Annotated[bool, Parameter(name="--all", negative="")] = False,
     sensitivity: Annotated[bool, Parameter(negative="")] = False,
     out: Path = Path("runs/xor"),
-    optimiser: Optimiser = "sgd",
-    learning_rate: float = 0.1,
-    epochs: int = 130,
-    points: int = 1000,
-    off: float = 0.3,
-    masks: int = 300,
-    hidden_bias: bool = False,
     as_json: Json = False,
 ) -> None:
     """Table 1: prune networks of 10 hidden neurons to 3 on the XOR task, and count how often they still solve it.
@@ -65,43 +59,15 @@ def xor(
     ----------
     seeds
         One or more seeds; each runs all experiments, and the rows are added up.
-    experiments
-        Experiments a row, for each seed.
     all_methods
         Also methods that are not in the paper: other scores, pairwise terms, norms, leave-one-out, refit.
     sensitivity
         Also sweep P and M for one-shot ensembles, on the first seed, and draw the curve.
     out
         Folder for rows.json, tables.md and the figures.
-    optimiser
-        Trains and retrains all networks; it decides more than anything else here.
-    learning_rate
-        Of the optimiser.
-    epochs
-        Of training, and of every retraining.
-    points
-        Training points of an experiment; the same number of fresh points tests it.
-    off
-        P: share of the neurons switched off in a mask.
-    masks
-        M: masks in an ensemble.
-    hidden_bias
-        Give the hidden neurons a bias, which the paper's construction does not have.
-    as_json
-        Print rows.json instead of tables, and no progress.
     """
     began = time.perf_counter()
-    setting = Setting(
-        seed=seeds[0],
-        experiments=experiments,
-        points=points,
-        optimiser=optimiser,
-        learning_rate=learning_rate,
-        epochs=epochs,
-        off=off,
-        masks=masks,
-        hidden_bias=hidden_bias,
-    )
+    setting = replace(setting, seed=seeds[0])
     swept: tuple[SweptPoint, ...] = ()
     with display(quiet=as_json) as shown:
 
@@ -111,7 +77,7 @@ def xor(
 
         tables = []
         for seed in seeds:
-            shown.line(f"Seed {seed}: {experiments:,} experiments a row.")
+            shown.line(f"Seed {seed}: {setting.experiments:,} experiments a row.")
             tables.append(table(replace(setting, seed=seed), beyond=all_methods, report=report))
         if sensitivity:
             swept = sweep(setting, report=report)

@@ -111,8 +111,6 @@ def table2(
         Folder for the runs.
     render
         Run nothing: make the tables again from the existing rows.
-    as_json
-        Print rows and findings as one JSON document, and no progress.
     """
     if not render:
         named = weights if weights in (BUILTIN, PUBLIC) else Path(weights).name

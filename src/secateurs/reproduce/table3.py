@@ -119,8 +119,6 @@ def table3(
         Make tables, curves and pages again from the rows, and nothing else.
     device
         Where to compute.
-    as_json
-        Print one JSON document on stdout, and no progress.
     """
     for one in depth:
         if one not in PAPER:

@@ -6,13 +6,14 @@ The rows are the paper's; further methods and a sweep over P (share of neurons o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 import torch
 
+from secateurs._util.format import interval
 from secateurs._util.tables import Sheet
 from secateurs.errors import InvalidInput
 from secateurs.reproduce.xor_methods import OTHER_METHODS, Choose, by_chance, by_the_paper
@@ -32,8 +33,6 @@ PAPER_EXPERIMENTS = 1000  # a row
 SWEPT_OFF = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 SWEPT_MASKS = (30, 100, 300)
 
-_Z = 1.959963984540054  # two-sided 95 % of the normal distribution
-
 
 @dataclass(frozen=True)
 class Share:
@@ -50,10 +49,8 @@ class Share:
     @property
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % interval of the rate in percent: sound near 0 and 100 % too, where ± two standard errors is not."""
-        n, rate = self.experiments, self.successes / self.experiments
-        centre = rate + _Z**2 / (2 * n)
-        reach = _Z * math.sqrt(rate * (1 - rate) / n + _Z**2 / (4 * n * n))
-        return 100 * (centre - reach) / (1 + _Z**2 / n), 100 * (centre + reach) / (1 + _Z**2 / n)
+        low, high = interval(self.successes / self.experiments, self.experiments)
+        return 100 * low, 100 * high
 
     @property
     def cells(self) -> tuple[str, str]:
@@ -139,12 +136,9 @@ def prune(nets: Nets, task: XorTask, setting: Setting, choose: Choose, sizes: Se
 
 def pooled(tables: Sequence[Sequence[ExperimentRow]]) -> tuple[ExperimentRow, ...]:
     """Add up the rows of several seeds."""
-
-    def total(shares: Iterable[Share]) -> Share:
-        return sum(shares, start=Share(0, 0))
-
+    nothing = Share(0, 0)
     return tuple(
-        replace(same[0], training=total(row.training for row in same), fresh=total(row.fresh for row in same))
+        replace(same[0], training=sum((r.training for r in same), nothing), fresh=sum((r.fresh for r in same), nothing))
         for same in zip(*tables, strict=True)
     )
 

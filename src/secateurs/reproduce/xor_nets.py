@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from cyclopts import Parameter
 from torch import Tensor
 
 Optimiser = Literal["sgd", "adam"]
@@ -25,21 +26,28 @@ _TRAIN_BLOCK, _SCORE_BLOCK = 512, 4
 _LANES = 64
 
 
+_INTERNAL = Parameter(parse=False)  # no flag of the command
+
+
+def _flag(text: str) -> Parameter:
+    return Parameter(help=text)
+
+
 @dataclass(frozen=True)
 class Setting:
-    """What the paper leaves open, with values that reproduce its Table 1."""
+    """What the paper leaves open, with values that reproduce its Table 1; most are flags of the command."""
 
-    seed: int = 1
-    experiments: int = 1000
-    first: int = 0  # index of the first experiment: `first=7, experiments=1` repeats the eighth of a longer run
-    points: int = 1000  # for training; the same number of fresh points measures what was learnt
-    optimiser: Optimiser = "sgd"
-    learning_rate: float = 0.1
-    epochs: int = 130
-    batch: int = 32
-    off: float = 0.3
-    masks: int = 300
-    hidden_bias: bool = False
+    seed: Annotated[int, _INTERNAL] = 1
+    experiments: Annotated[int, _flag("Experiments a row, for each seed.")] = 1000
+    first: Annotated[int, _INTERNAL] = 0  # index of the first: `first=7, experiments=1` repeats the eighth of a longer run
+    optimiser: Annotated[Optimiser, _flag("Trains and retrains all networks; it decides more than anything else here.")] = "sgd"
+    learning_rate: Annotated[float, _flag("Of the optimiser.")] = 0.1
+    epochs: Annotated[int, _flag("Of training, and of every retraining.")] = 130
+    points: Annotated[int, _flag("Training points of an experiment; the same number of fresh points tests it.")] = 1000
+    batch: Annotated[int, _INTERNAL] = 32
+    off: Annotated[float, _flag("P: share of the neurons switched off in a mask.")] = 0.3
+    masks: Annotated[int, _flag("M: masks in an ensemble.")] = 300
+    hidden_bias: Annotated[bool, _flag("Give the hidden neurons a bias, which the paper's construction does not have.")] = False
 
 
 @dataclass(frozen=True)

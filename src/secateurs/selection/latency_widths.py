@@ -10,7 +10,8 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
 from time import perf_counter
 
 import torch
@@ -33,6 +34,8 @@ MOST_CALLS = 20  # of short work in a round; the fastest counts
 RESAMPLES = 500  # bootstrap samples: 80 lie outside either end of the interval
 
 Call = Callable[[], object]
+Part = tuple[nn.Module, tuple[int, ...]]
+"""A layer, and the shape of its input."""
 
 
 @dataclass(frozen=True)
@@ -43,22 +46,6 @@ class Widths:
     seconds: dict[int, float]  # for one batch, median over rounds, by measured width, descending; the first is the full one
 
 
-@dataclass(frozen=True, eq=False)
-class _NarrowedLayer:
-    """A layer as a cut leaves it: `inputs` and `outputs` are layouts with equal numbers of channels in each of `groups`."""
-
-    node: fx.Node
-    flow: Layer
-    inputs: Tensor
-    outputs: Tensor
-    groups: int
-
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """Inputs, filters and groups, which determine its latency."""
-        return int(self.inputs.sum()), int(self.outputs.sum()), self.groups
-
-
 def fast_widths(
     graph: Graph,
     site: Site,
@@ -66,31 +53,28 @@ def fast_widths(
     batch: int = 64,
     device: str | torch.device | None = None,
     repeats: int = 7,
-    grid: int | None = None,
     shortest: float = 1e-2,
 ) -> Widths:
     """Find the numbers of filters of `site` at the edges of the measured latency steps of `device` (None: the network's own).
 
     The layers that a cut of the site makes narrower are timed at the shapes that they have for `batch` examples, in
     inference mode and with torch's number of threads. Each of `repeats` rounds times every width once, in a random
-    order. Sites of up to 32 filters are measured at every width, wider ones at the multiples of `grid` and their
-    neighbours (None: the smallest 4·2^k that gives at most 16 multiples). Other ops (norms, activations, sums) are not
-    timed. Work that takes less than `shortest` seconds at full width is repeated for as long in every round, at most 20
-    times. On a busy machine fewer widths stand out from the noise, and more `repeats` help. The network is not modified.
+    order. Sites of up to 32 filters are measured at every width, wider ones at the multiples of the smallest 4·2^k that
+    gives at most 16 multiples, and their neighbours. Other ops (norms, activations, sums) are not timed. Work that takes
+    less than `shortest` seconds at full width is repeated for as long in every round, at most 20 times. On a busy machine
+    fewer widths stand out from the noise, and more `repeats` help. The network is not modified.
     """
     if batch < 1:
         raise InvalidInput(f"batch: got {batch}, wanted 1 or more examples.")
     if repeats < 5:
         raise InvalidInput(f"repeats: got {repeats}, wanted at least 5 rounds: fewer do not show their own noise.")
-    if grid is not None and grid < 1:
-        raise InvalidInput(f"grid: got {grid}, wanted 1 or more (8: multiples of 8 and their neighbours), or None.")
     target = device_of(graph.module) if device is None else torch.device(device)
     if target.type == "meta":
         raise InvalidInput(
             "device: the meta device computes nothing and has no latency. Name the device that will run the network."
         )
-    layers = _layers_by_width(graph, site, _candidates(site.channels, grid))
-    seconds = _measure(_calls(graph, layers, batch, target), repeats, shortest)
+    parts = _narrowed_layers(graph, site, _candidates(site.channels), batch)
+    seconds = _measure(_calls(parts, target), repeats, shortest)
     medians = {width: float(median(torch.tensor(times, dtype=torch.float64))) for width, times in seconds.items()}
     return Widths(edges(seconds), medians)
 
@@ -104,7 +88,9 @@ def edges(seconds: Mapping[int, Sequence[float]], margin: float = MARGIN) -> tup
     """
     widths = sorted(seconds, reverse=True)
     times = torch.tensor([tuple(seconds[width]) for width in widths], dtype=torch.float64)
-    medians, steady = median(times), _without_drift(times.log())
+    medians, logs = median(times), times.log()
+    # less what each round adds at most widths alike: a slow minute says nothing of a width
+    steady = logs - median((logs - median(logs)[:, None]).T)
     center, error = median(steady), _standard_errors(steady)
     found, last = [], 0
     for i in range(1, len(widths)):
@@ -113,11 +99,6 @@ def edges(seconds: Mapping[int, Sequence[float]], margin: float = MARGIN) -> tup
             found.append(widths[i])
             last = i
     return tuple(found)
-
-
-def _without_drift(logs: Tensor) -> Tensor:
-    """Logarithms of seconds (W, R) less what each round adds at most widths alike: a slow minute says nothing of a width."""
-    return logs - median((logs - median(logs)[:, None]).T)
 
 
 def _standard_errors(steady: Tensor) -> Tensor:
@@ -132,29 +113,44 @@ def _standard_errors(steady: Tensor) -> Tensor:
     return torch.maximum(own, median(own))
 
 
-def _candidates(channels: int, grid: int | None) -> list[int]:
+def _candidates(channels: int) -> list[int]:
     """Widths to measure, descending, the full one first."""
     if channels <= ALL_UP_TO:
         return list(range(channels, 0, -1))
-    step = 4 if grid is None else grid
-    while grid is None and channels / step > POINTS:
+    step = 4
+    while channels / step > POINTS:
         step *= 2
     near = {point + by for point in range(step, channels + 1, step) for by in (-1, 0, 1)}
     return sorted({channels, *(width for width in near if 0 < width < channels)}, reverse=True)
 
 
-def _layers_by_width(graph: Graph, site: Site, widths: Iterable[int]) -> dict[int, list[_NarrowedLayer]]:
-    """For each width, the narrowed layers whose size depends on the width, in network order."""
-    flows = find_flows(spread_sums(graph.module))
+def _narrowed_layers(graph: Graph, site: Site, widths: Iterable[int], batch: int) -> dict[int, list[Part]]:
+    """For each width, the layers whose size depends on it as compaction leaves them, without values, in network order.
+
+    Shapes are those of `batch` examples. A layer without inputs or filters is left out: compaction folds it away.
+    """
+    flows, factor = find_flows(spread_sums(graph.module)), batch / len(graph.example[0])
     masked = next((node for node in flows.of if node.name == site.node), None)
     if masked is None or flows.of[masked].axis is None or flows.width(masked) != site.channels:
         raise UnknownSite(
             f"site {site.name!r} of {site.channels} channels is not in this graph. An earlier cut may have "
             f"narrowed it: look it up again with find_sites(graph)."
         )
-    layers = {width: _narrowed_layers(flows, masked, _spread(width, site.channels)) for width in widths}
-    sizes = {node: {found[node].size for found in layers.values()} for node in layers[site.channels]}
-    return {width: [found[node] for node in sizes if len(sizes[node]) > 1] for width, found in layers.items()}
+    live = {width: analyse(flows, {masked: _spread(width, site.channels)}).live for width in widths}
+    parts: dict[int, list[Part]] = {width: [] for width in live}
+    for node, flow in flows.of.items():
+        if not isinstance(flow, Layer):
+            continue
+        layouts = {width: _layouts(flows, node, flow, found) for width, found in live.items()}
+        if len({(int(inputs.sum()), int(outputs.sum()), groups) for inputs, outputs, groups in layouts.values()}) == 1:
+            continue
+        original = copy.deepcopy(graph.module.get_submodule(str(node.target))).to("meta")
+        for width, (inputs, outputs, groups) in layouts.items():
+            if bool(inputs.any()) and bool(outputs.any()):
+                narrow = copy.deepcopy(original)
+                list(narrow_layer_(narrow, flow, inputs, outputs, groups))
+                parts[width].append((narrow, _input_shape(node, flow, int(inputs.sum()), factor)))
+    return parts
 
 
 def _spread(width: int, channels: int) -> Tensor:
@@ -164,84 +160,50 @@ def _spread(width: int, channels: int) -> Tensor:
     return keep
 
 
-def _narrowed_layers(flows: Flows, masked: fx.Node, keep: Tensor) -> dict[fx.Node, _NarrowedLayer]:
-    """All layers of the network as compaction leaves them when the output of `masked` is masked by `keep`."""
-    live = analyse(flows, {masked: keep}).live
-    found = {}
-    for node, flow in flows.of.items():
-        if isinstance(flow, Layer):
-            source = flows.inputs[node][0]
-            inputs = all_of(flow.inputs) if flow.reads_all else live(source, flow.inputs)
-            outputs, groups = live(node, flow.filters), flow.groups
-            if groups > 1 and bool(outputs.any()):
-                inputs, outputs, groups = balanced(flow, inputs, outputs)
-            found[node] = _NarrowedLayer(node, flow, inputs, outputs, groups)
-    return found
+def _layouts(flows: Flows, node: fx.Node, flow: Layer, live: Callable[[fx.Node, int], Tensor]) -> tuple[Tensor, Tensor, int]:
+    """The inputs and filters that a layer keeps, and its groups, all with equal numbers of both."""
+    inputs = all_of(flow.inputs) if flow.reads_all else live(flows.inputs[node][0], flow.inputs)
+    outputs = live(node, flow.filters)
+    return balanced(flow, inputs, outputs) if flow.groups > 1 and bool(outputs.any()) else (inputs, outputs, flow.groups)
 
 
-def _calls(graph: Graph, layers: Mapping[int, Sequence[_NarrowedLayer]], batch: int, device: torch.device) -> dict[int, Call]:
-    """For each width, a call that runs its layers; a layer without inputs or filters is folded away."""
-    factor = batch / len(graph.example[0])
-    originals: dict[fx.Node, nn.Module] = {}
-    work: dict[int, list[tuple[nn.Module, tuple[int, ...]]]] = {width: [] for width in layers}
-    for width, found in layers.items():
-        for layer in found:
-            if bool(layer.inputs.any()) and bool(layer.outputs.any()):
-                if layer.node not in originals:
-                    module = graph.module.get_submodule(str(layer.node.target))
-                    originals[layer.node] = copy.deepcopy(module).to("meta")
-                narrow = copy.deepcopy(originals[layer.node])
-                list(narrow_layer_(narrow, layer.flow, layer.inputs, layer.outputs, layer.groups))
-                work[width].append((narrow, _input_shape(layer, factor)))
-    pool = _TensorPool([part for parts in work.values() for part in parts], device)
-    return {width: _run_all([pool.fill(*part) for part in parts], device) for width, parts in work.items()}
-
-
-def _input_shape(layer: _NarrowedLayer, factor: float) -> tuple[int, ...]:
+def _input_shape(node: fx.Node, flow: Layer, inputs: int, factor: float) -> tuple[int, ...]:
     """Shape of the layer's input for `factor` times the examples of the graph's own batch."""
-    dims = shape_of(layer.node.all_input_nodes[0]).dims
+    dims = shape_of(node.all_input_nodes[0]).dims
     assert dims is not None
-    axis = layer.flow.in_axis
-    shape = list(dims) if axis == 0 else [math.ceil(dims[0] * factor), *dims[1:]]
-    if not layer.flow.reads_all:
-        shape[axis] = int(layer.inputs.sum())
+    shape = list(dims) if flow.in_axis == 0 else [math.ceil(dims[0] * factor), *dims[1:]]
+    if not flow.reads_all:
+        shape[flow.in_axis] = inputs
     return tuple(shape)
 
 
-class _TensorPool:
-    """Random numbers for all weights and inputs: views of one block per dtype, so that many widths take the memory of one."""
+def _calls(parts: Mapping[int, Sequence[Part]], device: torch.device) -> dict[int, Call]:
+    """For each width, a call that runs its layers on random numbers.
 
-    def __init__(self, parts: Iterable[tuple[nn.Module, tuple[int, ...]]], device: torch.device) -> None:
-        largest: dict[torch.dtype, int] = {}
-        for layer, shape in parts:
-            for parameter in layer.parameters():
-                needed = max(parameter.numel(), math.prod(shape))
-                largest[parameter.dtype] = max(largest.get(parameter.dtype, 0), needed)
-        generator = torch.Generator(device).manual_seed(0)
-        self.blocks = {
-            dtype: torch.rand(count, device=device, generator=generator).to(dtype) for dtype, count in largest.items()
-        }
+    Weights and inputs are views of one block per dtype, so that many widths take the memory of one.
+    """
+    largest: dict[torch.dtype, int] = {}
+    for layer, shape in chain.from_iterable(parts.values()):
+        for each in layer.parameters():
+            largest[each.dtype] = max(largest.get(each.dtype, 0), each.numel(), math.prod(shape))
+    generator = torch.Generator(device).manual_seed(0)
+    blocks = {dtype: torch.rand(count, device=device, generator=generator).to(dtype) for dtype, count in largest.items()}
 
-    def fill(self, layer: nn.Module, shape: tuple[int, ...]) -> Call:
-        """Give the layer weights; return a call that runs it on an input of that shape."""
-        for name, parameter in list(layer.named_parameters()):
-            view = self._view(parameter.dtype, parameter.shape)
-            layer.register_parameter(name, nn.Parameter(view, requires_grad=False))
-        given = self._view(next(layer.parameters()).dtype, shape)
-        return lambda: layer(given)
+    def view(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        return blocks[dtype][: math.prod(shape)].view(*shape)
 
-    def _view(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        return self.blocks[dtype][: math.prod(shape)].view(*shape)
+    def filled(layer: nn.Module, shape: Sequence[int]) -> Call:
+        for name, each in list(layer.named_parameters()):
+            layer.register_parameter(name, nn.Parameter(view(each.dtype, each.shape), requires_grad=False))
+        return partial(layer, view(next(layer.parameters()).dtype, shape))
 
-
-def _run_all(calls: Sequence[Call], device: torch.device) -> Call:
-    def run() -> None:
+    def run(calls: Sequence[Call]) -> None:
         for call in calls:
             call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    return run
+    return {width: partial(run, [filled(*part) for part in found]) for width, found in parts.items()}
 
 
 def _measure(calls: Mapping[int, Call], repeats: int, shortest: float) -> dict[int, list[float]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from math import isfinite
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from secateurs._util.modules import Device, keeping_modes, on_device
+from secateurs._util.modules import Device, eval_mode, keeping_modes, on_device
 from secateurs.config import Augment, TrainSettings
 from secateurs.data.dataset import Batch, Examples, Inputs, generator_for, input_parts, map_inputs, seeded
 from secateurs.data.stream import Stream, seeded_everywhere
@@ -26,10 +26,11 @@ from secateurs.training.state import (
     EpochRecord,
     History,
     TrainState,
-    capture,
     check_fits,
     named_tensors,
+    packed,
     restore_,
+    settings_record,
     undone_on_error,
 )
 
@@ -74,7 +75,9 @@ Objective = Callable[[tuple[Tensor, ...], Any, Any], Tensor]
 
 def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None) -> Objective:
     """The mean loss that `settings` ask for; the teacher runs only where they distil from it."""
-    plain = _plain_loss(settings, loss_fn)
+    if loss_fn is not None and settings.label_smoothing:
+        raise InvalidInput(f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy")
+    plain = loss_fn or partial(cross_entropy, label_smoothing=settings.label_smoothing)
     if settings.distill == 0:
         return lambda inputs, outputs, targets: plain(outputs, targets).mean()
     if teacher is None:
@@ -100,14 +103,6 @@ def distance(outputs: Any, wanted: Any, temperature: float) -> Tensor:
     student = functional.log_softmax(outputs / temperature, 1)
     teacher = functional.log_softmax(wanted / temperature, 1)
     return temperature**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
-
-
-def _plain_loss(settings: TrainSettings, loss_fn: Measure | None) -> Measure:
-    if loss_fn is not None:
-        if settings.label_smoothing:
-            raise InvalidInput(f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy")
-        return loss_fn
-    return partial(cross_entropy, label_smoothing=settings.label_smoothing)
 
 
 def recalibrate_(
@@ -191,23 +186,34 @@ def train_(
         raise InvalidInput("training on no examples: wanted at least one")
     shown = metric if metric is not None or loss_fn is not None else correct
     objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
+
+    def measure() -> tuple[float | None, float | None]:
+        chosen = cross_entropy if loss_fn is None else loss_fn
+        if search is None or shown is None:
+            return None if search is None else loss(module, search, loss_fn=chosen, batch=settings.batch), None
+        found = evaluate(module, search, loss_fn=chosen, metric=shown, batch=settings.batch)
+        return found.loss, found.accuracy
+
     with ExitStack() as stack:
         place = stack.enter_context(on_device(module, device))
         if teacher is not None:
-            stack.enter_context(_answering(teacher, place))
+            stack.enter_context(on_device(teacher, place))
+            stack.enter_context(eval_mode(teacher))
         stack.enter_context(keeping_modes(module))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_memory_format(module, settings))
+        if settings.channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            stack.callback(lambda: module.to(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
         loop = _Loop(module, examples, settings, objective, shown, place, on_step)
         records = loop.start(resume, momentum)
         while loop.step < loop.planned:
-            record = loop.epoch(len(records), lambda: _measure(module, search, loss_fn, shown, settings.batch))
+            record = loop.epoch(len(records), measure)
             records.append(record)
             if save is not None:
                 save(loop.state(records))
             if on_epoch is not None:
                 on_epoch(record)
-        return History(tuple(records), {name: buffer.cpu() for name, buffer in loop.momentum().items()})
+        return History(tuple(records), loop.momentum())
 
 
 class _Loop:
@@ -228,7 +234,7 @@ class _Loop:
         self.count = examples.length or 0 if isinstance(examples, Stream) else len(examples)
         self.per_epoch = self.count if isinstance(examples, Stream) else steps_in_epoch(self.count, settings.batch)
         self.planned = total_steps(settings, self.per_epoch)
-        self.step = 0
+        self.step, self.rate = 0, settings.lr
         self.trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
         if not self.trained:
             raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
@@ -246,54 +252,57 @@ class _Loop:
 
     def start(self, resume: TrainState | None, momentum: Mapping[str, Tensor] | None) -> list[EpochRecord]:
         """Continue from the given state or momentum; returns the epochs already done."""
-        if resume is None:
-            self._set_momentum(momentum or {})
-            return []
-        check_fits(resume, self.settings, examples=self.count)
-        restore_(self.module, resume)
-        self._set_momentum(resume.momentum())
-        if resume.meta["scaler"]:
-            self.scaler.load_state_dict(resume.meta["scaler"])
-        records = resume.records()
-        self.step = records[-1].steps if records else 0
-        return records
-
-    def epoch(self, number: int, measure: Callable[[], tuple[float | None, float | None]]) -> EpochRecord:
-        """Train for one pass over the examples; after an error the weights are those before it."""
-        with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number):
-            self.module.train()
-            sums = _Sums()
-            rate = self.settings.lr
-            for batch in self._batches(number):
-                rate = learning_rate(self.settings, self.step, self.per_epoch)
-                self._train_on(batch, rate, number, sums)
-                self.step += 1
-                if self.on_step is not None:
-                    self.on_step(self.step, self.planned)
-            self._check_weights(number, rate)
-            search_loss, search_accuracy = measure()
-        accuracy = None if self.metric is None else sums.metric / sums.count
-        return EpochRecord(number, self.step, rate, sums.loss / sums.count, accuracy, search_loss, search_accuracy)
-
-    def momentum(self) -> dict[str, Tensor]:
-        """The optimiser's momentum by parameter name."""
-        buffers = {name: self.optimiser.state[weight].get("momentum_buffer") for name, weight in self.trained.items()}
-        return {name: buffer.detach().clone() for name, buffer in buffers.items() if buffer is not None}
-
-    def state(self, records: list[EpochRecord]) -> TrainState:
-        """A copy of all that the next epoch depends on."""
-        scaler = self.scaler.state_dict()
-        return capture(self.module, self.momentum(), records, self.settings, examples=self.count, scaler=scaler)
-
-    def _set_momentum(self, momentum: Mapping[str, Tensor]) -> None:
-        if self.settings.momentum == 0:
-            return
-        for name, buffer in momentum.items():
+        records: list[EpochRecord] = []
+        if resume is not None:
+            check_fits(resume, self.settings, examples=self.count)
+            restore_(self.module, resume)
+            momentum, records = resume.momentum(), resume.records()
+            if resume.meta["scaler"]:
+                self.scaler.load_state_dict(resume.meta["scaler"])
+            self.step = records[-1].steps if records else 0
+        for name, buffer in (momentum or {}).items() if self.settings.momentum else ():
             weight = self.trained.get(name)
             if weight is None or weight.shape != buffer.shape:
                 found = "no such parameter" if weight is None else f"a parameter of shape {tuple(weight.shape)}"
                 raise TrainingError(f"momentum of shape {tuple(buffer.shape)} for {name!r}: the network has {found}")
             self.optimiser.state[weight]["momentum_buffer"] = buffer.to(weight).clone()
+        return records
+
+    def epoch(self, number: int, measure: Callable[[], tuple[float | None, float | None]]) -> EpochRecord:
+        """Train for one pass over the examples; after an error the weights are those before it."""
+        loss_sum, right, count = 0.0, 0.0, 0
+        with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number):
+            self.module.train()
+            self.rate = self.settings.lr
+            for batch in self._batches(number):
+                self.rate = learning_rate(self.settings, self.step, self.per_epoch)
+                mean, outputs = self._train_on(batch, number)
+                with torch.no_grad():
+                    right += 0.0 if self.metric is None else float(total(self.metric(outputs, batch.targets), batch.size))
+                loss_sum, count = loss_sum + mean * batch.size, count + batch.size
+                self.step += 1
+                if self.on_step is not None:
+                    self.on_step(self.step, self.planned)
+            for name in sorted(self.finite - _finite(self.module)):
+                raise self._diverged(f"{name!r} is no longer finite", number)
+            measured = measure()
+        accuracy = None if self.metric is None else right / count
+        return EpochRecord(number, self.step, self.rate, loss_sum / count, accuracy, *measured)
+
+    def momentum(self) -> dict[str, Tensor]:
+        """The optimiser's momentum by parameter name, on the CPU."""
+        buffers = {name: self.optimiser.state[weight].get("momentum_buffer") for name, weight in self.trained.items()}
+        return {name: buffer.detach().cpu() for name, buffer in buffers.items() if buffer is not None}
+
+    def state(self, records: list[EpochRecord]) -> TrainState:
+        """A copy of all that the next epoch depends on."""
+        meta = {
+            "epochs": [asdict(record) for record in records],
+            "settings": settings_record(self.settings),
+            "examples": self.count,
+            "scaler": self.scaler.state_dict(),
+        }
+        return TrainState(packed(self.module, self.momentum()), meta)
 
     def _batches(self, number: int) -> Iterator[Batch]:
         """The examples of one epoch in its own order, augmented; a function of seed and epoch alone."""
@@ -315,21 +324,22 @@ class _Loop:
             moved = Batch(stored, chosen.targets).mapped(lambda part: part.to(self.place))
             yield Batch(map_inputs(self._laid_out, examples.scaled(moved.inputs)), moved.targets)
 
-    def _laid_out(self, part: Tensor) -> Tensor:
-        """Images in the layout that the settings want; anything else unchanged."""
-        is_image = self.settings.channels_last and part.ndim == 4
-        return part.contiguous(memory_format=torch.channels_last) if is_image else part
+    def _laid_out(self, inputs: Tensor) -> Tensor:
+        last = self.settings.channels_last and inputs.ndim == 4
+        return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
 
-    def _train_on(self, batch: Batch, rate: float, number: int, sums: _Sums) -> None:
+    def _train_on(self, batch: Batch, number: int) -> tuple[float, Any]:
+        """Take one optimiser step; returns the mean loss and the outputs before it."""
         for group in self.optimiser.param_groups:
-            group["lr"] = rate
+            group["lr"] = self.rate
         self.optimiser.zero_grad(set_to_none=True)
-        with _precision(self.place, self.settings):
+        precision = self.settings.precision
+        with nullcontext() if precision == "float32" else torch.autocast(self.place.type, dtype=getattr(torch, precision)):
             outputs = self.module(*batch.args)
             value = self.objective(batch.args, outputs, batch.targets)
         found = float(value.detach())
         if not isfinite(found):
-            raise self._diverged(f"the loss is {found}", number, rate)
+            raise self._diverged(f"the loss is {found}", number)
         self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         if self.settings.clip_norm is not None:
             self.scaler.unscale_(self.optimiser)
@@ -337,17 +347,11 @@ class _Loop:
         self.scaler.step(self.optimiser)
         self.scaler.update()
         self.optimiser.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            shown = None if self.metric is None else self.metric(outputs, batch.targets)
-        sums.add(found, shown, batch.size)
+        return found, outputs
 
-    def _check_weights(self, number: int, rate: float) -> None:
-        for name in sorted(self.finite - _finite(self.module)):
-            raise self._diverged(f"{name!r} is no longer finite", number, rate)
-
-    def _diverged(self, what: str, number: int, rate: float) -> TrainingError:
+    def _diverged(self, what: str, number: int) -> TrainingError:
         return TrainingError(
-            f"training diverged in epoch {number}, step {self.step} of {self.planned}, at learning rate {rate:g}: "
+            f"training diverged in epoch {number}, step {self.step} of {self.planned}, at learning rate {self.rate:g}: "
             f"{what}. The weights are those of the start of epoch {number}. "
             f"Lower lr, set clip_norm = 1.0, add warmup epochs, or check that the inputs are finite and scaled."
         )
@@ -355,53 +359,3 @@ class _Loop:
 
 def _finite(module: nn.Module) -> set[str]:
     return {name for name, tensor in named_tensors(module).items() if bool(torch.isfinite(tensor).all())}
-
-
-@dataclass
-class _Sums:
-    loss: float = 0.0
-    metric: float = 0.0
-    count: int = 0
-
-    def add(self, loss: float, metric: Tensor | None, count: int) -> None:
-        self.loss += loss * count
-        self.metric += 0.0 if metric is None else float(total(metric, count))
-        self.count += count
-
-
-def _measure(
-    module: nn.Module, search: Examples | None, loss_fn: Measure | None, metric: Measure | None, batch: int
-) -> tuple[float | None, float | None]:
-    if search is None:
-        return None, None
-    chosen = cross_entropy if loss_fn is None else loss_fn
-    if metric is None:
-        return loss(module, search, loss_fn=chosen, batch=batch), None
-    found = evaluate(module, search, loss_fn=chosen, metric=metric, batch=batch)
-    return found.loss, found.accuracy
-
-
-@contextmanager
-def _answering(teacher: nn.Module, device: Device) -> Iterator[None]:
-    with on_device(teacher, device), keeping_modes(teacher):
-        teacher.eval()
-        yield
-
-
-@contextmanager
-def _memory_format(module: nn.Module, settings: TrainSettings) -> Iterator[None]:
-    """The module's weights in channels-last order inside the block, where the settings want that."""
-    if not settings.channels_last:
-        yield
-        return
-    try:
-        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        yield
-    finally:
-        module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-
-
-def _precision(place: torch.device, settings: TrainSettings) -> AbstractContextManager[Any]:
-    if settings.precision == "float32":
-        return nullcontext()
-    return torch.autocast(place.type, dtype=getattr(torch, settings.precision))

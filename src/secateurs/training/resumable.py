@@ -13,7 +13,7 @@ from secateurs.config import TrainSettings
 from secateurs.data.dataset import Examples
 from secateurs.data.stream import Stream
 from secateurs.training.loop import train_
-from secateurs.training.state import EpochRecord, History, StateMeta, TrainState, capture
+from secateurs.training.state import EpochRecord, History, StateMeta, TrainState, packed
 
 CHECKPOINT = "checkpoints/training"
 
@@ -34,29 +34,19 @@ def train_resumably_(
     `after_epoch` may change the weights after every epoch, before they are saved: training continues from what it leaves,
     with the momentum unchanged.
     """
-    resumed = _load(journal, phase, step)
+    found = journal.load_tensors(CHECKPOINT, StateMeta)
+    resumed = TrainState(*found) if found and (found[1]["phase"], found[1]["step"]) == (phase, step) else None
     if resumed is not None:  # killed between the checkpoint and its line in the journal
         _journal_epochs(journal, resumed, phase, step)
 
     def save(state: TrainState) -> None:
         if after_epoch is not None:
-            records = state.records()
-            after_epoch(records)
-            state = capture(
-                module, state.momentum(), records, settings, examples=state.meta["examples"], scaler=state.meta["scaler"]
-            )
+            after_epoch(state.records())
+            state = replace(state, tensors=packed(module, state.momentum()))
         journal.save_tensors(CHECKPOINT, state.tensors, {**state.meta, "phase": phase, "step": step})
         _journal_epochs(journal, state, phase, step)
 
     return train_(module, examples, settings, resume=resumed, save=save, **options)
-
-
-def _load(journal: Journal, phase: str, step: int) -> TrainState | None:
-    found = journal.load_tensors(CHECKPOINT, StateMeta)
-    if found is None:
-        return None
-    tensors, meta = found
-    return TrainState(tensors, meta) if (meta["phase"], meta["step"]) == (phase, step) else None
 
 
 def _journal_epochs(journal: Journal, state: TrainState, phase: str, step: int) -> None:

@@ -48,11 +48,6 @@ class TrainState:
     tensors: dict[str, Tensor] = field(repr=False)
     meta: dict[str, Any]
 
-    @property
-    def epochs_done(self) -> int:
-        """How many epochs are done."""
-        return len(self.meta["epochs"])
-
     def records(self) -> list[EpochRecord]:
         """The epochs that are done."""
         return [EpochRecord(**record) for record in self.meta["epochs"]]
@@ -73,25 +68,12 @@ class StateMeta(TypedDict):
     step: int
 
 
-def capture(
-    module: nn.Module,
-    momentum: Mapping[str, Tensor],
-    records: list[EpochRecord],
-    settings: TrainSettings,
-    *,
-    examples: int,
-    scaler: dict[str, Any],
-) -> TrainState:
-    """A copy of all that the next epoch depends on."""
-    tensors = {_WEIGHTS + name: _copy(tensor) for name, tensor in named_tensors(module).items()}
-    tensors |= {_MOMENTUM + name: _copy(tensor) for name, tensor in momentum.items()}
-    meta = {
-        "epochs": [asdict(record) for record in records],
-        "settings": settings_record(settings),
-        "examples": examples,
-        "scaler": scaler,
-    }
-    return TrainState(tensors, meta)
+def packed(module: nn.Module, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the module's weights and buffers, and of the momentum, as one flat dictionary."""
+    found = {_WEIGHTS + name: tensor for name, tensor in named_tensors(module).items()}
+    found |= {_MOMENTUM + name: tensor for name, tensor in momentum.items()}
+    # contiguous: a channels-last copy could not be written as safetensors
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
 
 def restore_(module: nn.Module, state: TrainState) -> None:
@@ -155,11 +137,6 @@ def carry_momentum(momentum: Mapping[str, Tensor], kept: Mapping[str, Kept], par
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    # contiguous: a channels-last copy could not be written as safetensors
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def carry_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, after: Graph) -> torch.optim.Optimizer:

@@ -179,21 +179,33 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One network that one method made of the base network, under one budget."""
+class Entry:
+    """What identifies a row in its comparison."""
 
-    model: str
-    model_options: dict[str, Any]
-    weights: str  # display name
-    weights_sha256: str
-    data: str
-    data_sha256: str
-    images: dict[str, int]  # by set
-    shortcut: str
     method: str
     budget: Budget
     target: float  # share of the MACs to remove
     seed: int
+
+    @property
+    def budget_name(self) -> str:
+        """The name of the budget."""
+        return self.budget.name
+
+    @property
+    def key(self) -> Key:
+        """The same, with the budget by name."""
+        return self.method, self.budget.name, self.target, self.seed
+
+
+@dataclass(frozen=True)
+class Row(Entry, Base):
+    """One network that one method made of the base network, under one budget."""
+
+    model_options: dict[str, Any]
+    weights: str  # display name
+    data: str
+    images: dict[str, int]  # by set
     macs: Count
     parameters: Count
     counted_weights: Count  # by the paper's convention
@@ -212,25 +224,9 @@ class Row:
     machine: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def budget_name(self) -> str:
-        """The name of the budget."""
-        return self.budget.name
-
-    @property
-    def key(self) -> Key:
-        """What identifies this row in its comparison."""
-        return self.method, self.budget.name, self.target, self.seed
-
-    @property
     def reached(self) -> bool:
         """Whether the target share of the MACs was removed."""
         return self.macs.removed >= self.target - 1e-9
-
-    @property
-    def conditions(self) -> Conditions:
-        """What this row was made with."""
-        base = Base(self.model, self.weights_sha256, self.data_sha256, self.shortcut)
-        return Conditions(base, {self.budget.name: self.budget})
 
 
 def row_fields(row: Row) -> dict[str, Any]:
@@ -257,19 +253,19 @@ def budgets_of(rows: Iterable[Row]) -> tuple[str, ...]:
 # ---- what can be compared --------------------------------------------------------------------------------------------
 
 
-def check_conditions(where: str | Path, found: Conditions, wanted: Conditions) -> None:
-    """Raise if what was `found` at `where` was made of another base, or with other settings under the name of a budget."""
-    started, now = asdict(found.base), asdict(wanted.base)
-    for name in started:
-        if started[name] != now[name]:
+def check_conditions(where: str | Path, base: Base, budgets: Iterable[Budget], wanted: Conditions) -> None:
+    """Raise if what was found at `where` was made of another base, or with other settings under the name of a budget."""
+    for name in Base.__annotations__:
+        started, now = getattr(base, name), getattr(wanted.base, name)
+        if started != now:
             what = {"weights_sha256": "weights", "data_sha256": "data or split"}.get(name, name)
             raise RunError(
-                f"{where}: was made with different {what} ({started[name]:.24}, now {now[name]:.24}), but all rows of a "
+                f"{where}: was made with different {what} ({started:.24}, now {now:.24}), but all rows of a "
                 f"comparison share one base. Give what it was started with, or another --out and --runs."
             )
-    for name in found.budgets.keys() & wanted.budgets.keys():
-        if found.budgets[name] != wanted.budgets[name]:
-            raise RunError(f"{where}: budget {name!r} had other settings there. Give the changed budget another name.")
+    for budget in budgets:
+        if wanted.budgets.get(budget.name, budget) != budget:
+            raise RunError(f"{where}: budget {budget.name!r} had other settings there. Give the changed budget another name.")
 
 
 def check_comparable(rows: Sequence[Row]) -> None:
@@ -277,7 +273,7 @@ def check_comparable(rows: Sequence[Row]) -> None:
     first = {row.budget.name: row for row in reversed(rows)}
     for row in rows:
         one = first[row.budget.name]
-        check_conditions(f"the row of {_name(row)}", row.conditions, replace(one.conditions, base=rows[0].conditions.base))
+        check_conditions(f"the row of {_name(row)}", row, [row.budget], Conditions(rows[0], {one.budget.name: one.budget}))
         if row.images_trained != one.images_trained or not isclose(row.rate_sum, one.rate_sum, rel_tol=1e-6):
             raise RunError(
                 f"budget {row.budget.name!r}: {_name(row)} was trained on {row.images_trained:,} images (learning rates add up "

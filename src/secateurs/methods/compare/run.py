@@ -37,6 +37,7 @@ from secateurs.methods.compare.rows import (
     Base,
     Conditions,
     Count,
+    Entry,
     Key,
     Row,
     append_row,
@@ -48,26 +49,6 @@ from secateurs.metrics import Evaluation, evaluate
 from secateurs.pruning.folder import environment, example_for
 
 ROWS, CONDITIONS, NETWORK, WORK = "rows.jsonl", "comparison.json", "pruned.safetensors", "work"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A row to make."""
-
-    method: str
-    budget: Budget
-    target: float
-    seed: int
-
-    @property
-    def key(self) -> Key:
-        """What identifies its row in the comparison."""
-        return self.method, self.budget.name, self.target, self.seed
-
-    @property
-    def folder(self) -> str:
-        """Where its method works and its network is saved, relative to the folder of all runs."""
-        return f"{self.budget.name}/{_file_name(self.method)}-{self.target:g}-seed{self.seed}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +94,14 @@ class Comparison:
         """Raise if existing rows or runs have another network, other data, or other settings of a budget; record ours."""
         wanted = Conditions(self.base, {budget.name: budget for budget in budgets})
         for row in comparison_rows(self.rows):
-            check_conditions(self.rows, row.conditions, wanted)
+            check_conditions(self.rows, row, [row.budget], wanted)
         path, known = self.runs / CONDITIONS, Conditions(self.base, {})
         if path.exists():  # methods that are not finished have no row yet
             try:
                 known = decode_json(read_text_file(path), Conditions)
             except Malformed as error:
                 raise RunError(f"{path}: damaged ({error}). Restore it from a copy, or give another --runs.") from error
-        check_conditions(f"{self.runs} (--runs)", known, wanted)
+        check_conditions(f"{self.runs} (--runs)", known.base, known.budgets.values(), wanted)
         write_text(path, json.dumps(asdict(replace(known, budgets=known.budgets | wanted.budgets)), indent=1))
 
     def done(self) -> dict[Key, Row]:
@@ -129,7 +110,7 @@ class Comparison:
 
     def make(self, entry: Entry, method: Method, *, watch: Watch | None = None) -> Row | None:
         """Run the method, save its network, measure it after reloading, append its row; None if another process does."""
-        folder = self.runs / entry.folder
+        folder = self.runs / entry.budget.name / f"{_file_name(entry.method)}-{entry.target:g}-seed{entry.seed}"
         with _claimed(folder) as ours:
             if not ours:
                 return None
@@ -144,8 +125,7 @@ class Comparison:
 
     def _task(self, entry: Entry, folder: Path) -> Task:
         stores = self.runs / "measured"
-        for needed in (stores, folder / WORK):
-            needed.mkdir(parents=True, exist_ok=True)
+        stores.mkdir(parents=True, exist_ok=True)
         return Task(
             self.graph,
             self.data,
@@ -169,14 +149,11 @@ class Comparison:
         search_before, test_before = self.baseline
         return Row(
             **vars(self.base),
+            **vars(entry),
             model_options=dict(self.names.get("model_options", {})),
             weights=str(self.names.get("weights", "as given")),
             data=str(self.names.get("data", self.data.name)),
             images={name: len(examples) for name, examples in self.data.splits().items()},
-            method=entry.method,
-            budget=entry.budget,
-            target=entry.target,
-            seed=entry.seed,
             macs=Count(before.macs, after.macs),
             parameters=Count(before.parameters, after.parameters),
             counted_weights=Count(paper_before.parameters, paper_after.parameters),

@@ -141,8 +141,6 @@ def best_words(rows: Sequence[Row], budget: str) -> str:
 def tables_text(rows: Sequence[Row]) -> str:
     """Return all tables as Markdown; raise if the rows cannot be compared."""
     check_comparable(rows)
-    if not rows:
-        return "No rows yet.\n"
     parts = ["\n".join(f"- {sentence}" for sentence in conditions(rows)) + "\n"]
     for budget in budgets_of(rows):
         best = best_words(rows, budget)
