@@ -51,8 +51,12 @@ class FollowsMode(nn.Module):
         return self.function(*args[: self.position], self.training, *args[self.position + 1 :], **kwargs)
 
 
-def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable[[], fx.Graph], *, demanded: bool) -> None:
-    """Make the ops whose arguments differ between train and eval mode follow the mode.
+class AnotherPath(Untraceable):
+    """The model is in train mode, and takes another path through its forward there than in eval mode."""
+
+
+def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable[[], fx.Graph], *, demanded: bool) -> bool:
+    """Make the ops whose arguments differ between train and eval mode follow the mode; return whether both take one path.
 
     `module` was traced in eval mode. If the forward takes another path in train mode, the eval path is kept; if train mode is
     `demanded` (the model was in it), that is an error instead.
@@ -64,11 +68,11 @@ def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable
     ours = list(module.graph.nodes)
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in other]:
         if demanded:
-            raise Untraceable(
+            raise AnotherPath(
                 "the model is in train mode and its forward takes another path there than in eval mode. Pruning is "
                 "measured in eval mode: call model.eval() before trace."
             )
-        return
+        return False
     for node, in_train_mode in zip(ours, other, strict=True):
         position = _mode_argument(node, in_train_mode)
         if position is None:
@@ -81,6 +85,7 @@ def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable
         else:
             assert callable(node.target)
             _call_module_(module, node, FollowsMode(node.target, position), node.args, node.kwargs)
+    return True
 
 
 def _mode_argument(node: fx.Node, in_train_mode: fx.Node) -> int | str | None:
@@ -169,10 +174,14 @@ def _plain_form(module: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
 
 
+NEW = {"new_full": torch.full, "new_zeros": torch.zeros, "new_ones": torch.ones, "new_empty": torch.empty}
+
+
 def _read_type_only_(module: fx.GraphModule, node: fx.Node) -> None:
-    """Replace x.type_as(y) and x.to(y) by x.to(y.device, y.dtype), which does not read the values of y."""
-    other = node.args[1] if len(node.args) == 2 and not node.kwargs else None
-    if node.op != "call_method" or node.target not in ("type_as", "to") or not isinstance(other, fx.Node):
+    """Replace x.type_as(y), x.to(y) by x.to(y.device, y.dtype), y.new_zeros by torch.zeros: they do not read values of y."""
+    made = NEW.get(str(node.target))
+    other = node.args[0] if made and node.args else node.args[1] if len(node.args) == 2 and not node.kwargs else None
+    if node.op != "call_method" or not (made or node.target in ("type_as", "to")) or not isinstance(other, fx.Node):
         return
     if not shape_of(other).is_tensor:
         return
@@ -182,7 +191,11 @@ def _read_type_only_(module: fx.GraphModule, node: fx.Node) -> None:
     for query in (device, dtype):
         info(query).update(info(node))
         info(query)["shape"] = Shape(None)
-    node.target, node.args = "to", (node.args[0], device, dtype)
+    if made:
+        node.op, node.target, node.args = "call_function", made, node.args[1:]
+        node.kwargs = {"device": device, "dtype": dtype, **node.kwargs}
+    else:
+        node.target, node.args = "to", (node.args[0], device, dtype)
 
 
 def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:
@@ -229,9 +242,27 @@ def _call_module_(
 ) -> None:
     """Turn `node` into a call of `layer`, which is stored in the submodule that made the call."""
     layer.train(module.training)
-    name = free_name(module, ".".join(part for part in (module_path(node), call_word(node)) if part))
+    name = _owner_of(module, layer) or free_name(module, ".".join(part for part in (module_path(node), call_word(node)) if part))
+    if name in dict(module.named_modules()):
+        for child, part in module.get_submodule(name).named_children():
+            layer.add_module(child, part)  # the owner of the weights may hold other layers too
     module.add_submodule(name, layer)
     node.op, node.target, node.args, node.kwargs = "call_module", name, args, kwargs or {}
+
+
+def _owner_of(module: fx.GraphModule, layer: nn.Module) -> str:
+    """Return the path of the submodule that holds the tensors of a new layer and no others; '' if there is none.
+
+    The layer takes its place, so that parameters keep their names.
+    """
+    wanted = {id(t): name for name, t in [*layer.named_parameters(), *layer.named_buffers()]}
+    for path, part in module.named_modules() if wanted else ():
+        own = {**part._parameters, **part._buffers}
+        held = {name: t for name, t in own.items() if t is not None and name != "num_batches_tracked"}
+        if path and held and type(part) is nn.Module and all(wanted.get(id(t)) == name for name, t in held.items()):
+            missing = {name for i, name in wanted.items() if i not in {id(t) for t in held.values()}}
+            return path if missing <= {"num_batches_tracked", "bias"} else ""
+    return ""
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
