@@ -26,7 +26,7 @@ from secateurs.data.stream import Forward, form_of, stream_of
 from secateurs.errors import DataError, InvalidInput, RunError
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import find_sites
-from secateurs.graph.trace import Graph, trace
+from secateurs.graph.trace import Graph, trace, unwrapped
 from secateurs.metrics import Measure, check_targets, correct, cross_entropy
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
@@ -159,7 +159,7 @@ class Pruner(Run):
         store: str | Path | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        model, notes = _unwrapped(model), list[str]()
+        model, notes = unwrapped(model), list[str]()
         owned, streams = not isinstance(train, Data), dict[str, Any]()
         if isinstance(train, Data):
             data = train
@@ -310,7 +310,7 @@ def resume(
     Iterate over it, or call `finish`. A run that was started with loaders has kept what it drew from them; `train` is needed
     again only where the recipe trains, `test` where a test set was given. Own callables are given again.
     """
-    path, model = Path(folder), _unwrapped(model)
+    path, model = Path(folder), unwrapped(model)
     if criterion is not None:
         as_criterion(criterion)
     journal, stored, known = open_folder(path)
@@ -456,16 +456,3 @@ def _check_data(
     with eval_mode(graph.module):
         measures = {"loss": loss_fn} if evaluate is not None else {"loss": loss_fn, "metric": metric}
         check_targets(data, graph.module(*graph.example), measures)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The network itself, without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"model: got {type(model).__name__}, wanted an nn.Module.")
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner

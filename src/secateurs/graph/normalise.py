@@ -37,18 +37,20 @@ DROPOUTS: dict[Any, type[nn.Module]] = {
 
 
 class FollowsMode(nn.Module):
-    """Calls a function with this module's mode as its `training` argument, as `training=self.training` did."""
+    """Calls a function with an argument that depends on this module's mode, as `training=self.training` did."""
 
-    def __init__(self, function: Callable[..., Any], position: int | str) -> None:
+    def __init__(self, function: Callable[..., Any], position: int | str, values: tuple[Any, Any] = (False, True)) -> None:
         super().__init__()
         self.function = function
         self.position = position
+        self.values = values  # in eval mode, in train mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with the mode at `position`, an index or a keyword."""
+        """Call the function with the value of the mode at `position`, an index or a keyword."""
+        value = self.values[self.training]
         if isinstance(self.position, str):
-            return self.function(*args, **{**kwargs, self.position: self.training})
-        return self.function(*args[: self.position], self.training, *args[self.position + 1 :], **kwargs)
+            return self.function(*args, **{**kwargs, self.position: value})
+        return self.function(*args[: self.position], value, *args[self.position + 1 :], **kwargs)
 
 
 class AnotherPath(Untraceable):
@@ -74,27 +76,30 @@ def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable
             )
         return False
     for node, in_train_mode in zip(ours, other, strict=True):
-        position = _mode_argument(node, in_train_mode)
-        if position is None:
+        found = _mode_argument(node, in_train_mode)
+        if found is None:
             continue
+        position, values = found
         if node.target in BUILDERS:
             info(node)["follows_mode"] = True
-        elif node.target in DROPOUTS:
+        elif node.target in DROPOUTS and values == (False, True):
             rate = _argument(node, 1, "p", 0.5)
             _call_module_(module, node, DROPOUTS[node.target](rate), (_argument(node, 0, "input"),))
         else:
             assert callable(node.target)
-            _call_module_(module, node, FollowsMode(node.target, position), node.args, node.kwargs)
+            _call_module_(module, node, FollowsMode(node.target, position, values), node.args, node.kwargs)
     return True
 
 
-def _mode_argument(node: fx.Node, in_train_mode: fx.Node) -> int | str | None:
-    """Return the argument of a call that is False in eval mode and True in train mode; None if there is none."""
+def _mode_argument(node: fx.Node, in_train_mode: fx.Node) -> tuple[int | str, tuple[Any, Any]] | None:
+    """Return the argument of a call, a flag or a rate, that differs between the modes, with both values; None if none does."""
     if node.op != "call_function":
         return None
     ours: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
     other: dict[Any, Any] = {**dict(enumerate(in_train_mode.args)), **in_train_mode.kwargs}
-    return next((key for key, value in ours.items() if value is False and other.get(key) is True), None)
+    pairs = {key: (value, other.get(key)) for key, value in ours.items()}
+    differ = (key for key, (a, b) in pairs.items() if type(a) is type(b) and isinstance(a, bool | float) and a != b)
+    return next(((key, pairs[key]) for key in differ), None)
 
 
 def normalise_(module: fx.GraphModule) -> None:
@@ -174,7 +179,7 @@ def _plain_form(module: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
 
 
-NEW = {"new_full": torch.full, "new_zeros": torch.zeros, "new_ones": torch.ones, "new_empty": torch.empty}
+NEW: dict[str, Any] = {"new_full": torch.full, "new_zeros": torch.zeros, "new_ones": torch.ones, "new_empty": torch.empty}
 
 
 def _read_type_only_(module: fx.GraphModule, node: fx.Node) -> None:
@@ -242,7 +247,9 @@ def _call_module_(
 ) -> None:
     """Turn `node` into a call of `layer`, which is stored in the submodule that made the call."""
     layer.train(module.training)
-    name = _owner_of(module, layer) or free_name(module, ".".join(part for part in (module_path(node), call_word(node)) if part))
+    name = _owner_of(module, layer) or free_name(
+        module, ".".join(part for part in (module_path(node), call_word(node)) if part)
+    )
     if name in dict(module.named_modules()):
         for child, part in module.get_submodule(name).named_children():
             layer.add_module(child, part)  # the owner of the weights may hold other layers too

@@ -21,10 +21,11 @@ from torch.nn.parameter import is_lazy
 
 from secateurs._util.modules import eval_mode
 from secateurs.errors import InvalidInput, NonFinite, Untraceable
-from secateurs.graph.capture.calls import ByPosition, Call, call_for, unwrapped
+from secateurs.graph.capture.calls import ByPosition, Call, call_for
 from secateurs.graph.capture.calls import Example as Example
 from secateurs.graph.capture.calls import as_example as as_example
 from secateurs.graph.capture.calls import tensors_in as tensors_in
+from secateurs.graph.capture.calls import unwrapped as unwrapped
 from secateurs.graph.capture.export import export
 from secateurs.graph.capture.leaves import RULED as RULED
 from secateurs.graph.capture.leaves import Leaf, Leaves
@@ -33,7 +34,7 @@ from secateurs.graph.capture.record import buffers_restored, record
 from secateurs.graph.capture.symbolic import trace_symbolically
 from secateurs.graph.channels import Kept, call_word, module_path
 from secateurs.graph.node_info import Shape as Shape
-from secateurs.graph.node_info import called_module, info
+from secateurs.graph.node_info import called_module, copy_info_, info, keep_facts_, kept_facts
 from secateurs.graph.node_info import shape_of as shape_of
 from secateurs.graph.normalise import AnotherPath, align_train_and_eval_, normalise_
 from secateurs.graph.plan import Plan
@@ -57,6 +58,10 @@ class Graph:
     ids: Mapping[str, Tensor] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.plan.steps:  # so that the network alone can be pruned further
+            keep_facts_(self.module, (self.plan, self.leaves, dict(self.ids)))
+
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(e.shape)) for e in self.example)
         return f"Graph({type(self.module).__name__}, example {shapes}, {len(self.plan.steps)} steps of cuts)"
@@ -70,16 +75,15 @@ class Graph:
         return replace(self, module=module)
 
 
-def trace(
-    model: nn.Module, example_input: Example, *, engine: Engine = "auto", leaves: Iterable[Leaf] | None = None
-) -> Graph:
+def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", leaves: Iterable[Leaf] | None = None) -> Graph:
     """Capture `model` on `example_input`: a tensor, a tuple of tensors, or a mapping from names of arguments to tensors.
 
-    Values of a mapping that are not tensors are passed to the model as they are and stay fixed. `engine` says how the forward is
+    Values of a mapping that are not tensors go to the model unchanged and stay fixed. `engine` says how the forward is
     followed: "fx" runs it on proxies, "record" runs it on the example and records every call, "export" uses torch.export;
     "auto" takes the first of them that gives what the model gives. The model is copied, not changed; every submodule of the
     copy keeps its train or eval mode. `leaves` names submodules (by path or class) that tracing does not enter; layers
-    connected to them are not pruned. A batch of one example is doubled if the model accepts a batch of two.
+    connected to them are not pruned. A batch of one example is doubled if the model accepts a batch of two. A network that
+    was pruned before keeps its plan and the numbers of its original channels.
     """
     model = unwrapped(model)
     call, example = call_for(model, example_input)
@@ -88,6 +92,12 @@ def trace(
     if engine not in get_args(Engine):
         raise InvalidInput(f"engine: got {engine!r}, wanted one of {', '.join(map(repr, get_args(Engine)))}.")
     name = type(model).__name__
+    facts = kept_facts(model) if engine == "auto" and leaves is None else None
+    if facts is not None and isinstance(model, fx.GraphModule):  # a network that was pruned before
+        module = copy.deepcopy(model)
+        copy_info_(model.graph, module.graph)
+        record_shapes_(module, example)
+        return Graph(module, example, *facts)
     try:
         copied = copy.deepcopy(model).eval()
     except Exception as error:
@@ -131,9 +141,7 @@ class _Checks:
     name: str
 
 
-def _captured(
-    copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, engine: str, *, demanded: bool
-) -> fx.GraphModule:
+def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, engine: str, *, demanded: bool) -> fx.GraphModule:
     """Capture with one engine, normalise, and compare with the model; raises `Untraceable` where they differ."""
     follow: Callable[[], fx.Graph]
     if engine == "fx":
@@ -380,8 +388,10 @@ def _run(module: nn.Module, example: tuple[Tensor, ...], name: str) -> Any:
 
 def _check_same(traced: Any, expected: Any, name: str) -> None:
     """Compare the traced network's outputs with the model's: they differ where torch.fx missed a side effect or randomness."""
-    pairs = zip(tensors_in(traced), tensors_in(expected), strict=True)
-    for ours, theirs in pairs:
+    found, wanted = tensors_in(traced), tensors_in(expected)
+    if len(found) != len(wanted):
+        raise Untraceable(f"the traced {name} gives {len(found)} tensors, the model itself {len(wanted)}.")
+    for ours, theirs in zip(found, wanted, strict=True):
         if ours.is_meta or not theirs.is_floating_point():
             continue
         if not bool(torch.isfinite(theirs).all()):

@@ -33,7 +33,19 @@ OPERATORS = {
 }
 
 METHODS = {
-    *("view", "reshape", "expand", "permute", "transpose", "flatten", "unflatten", "contiguous", "clone", "squeeze", "unsqueeze"),
+    *(
+        "view",
+        "reshape",
+        "expand",
+        "permute",
+        "transpose",
+        "flatten",
+        "unflatten",
+        "contiguous",
+        "clone",
+        "squeeze",
+        "unsqueeze",
+    ),
     *("mean", "sum", "amax", "amin", "std", "var", "repeat", "type_as", "expand_as", "masked_fill", "narrow", "t", "new_zeros"),
     *("new_ones", "new_full", "new_empty"),
 }
@@ -48,9 +60,14 @@ DROPPED = ("_assert", "sym_constrain", "_check", "assert")
 """Beginnings of the names of ops that only check."""
 
 
+def word_of(op: Any) -> str:
+    """Return the bare name of an op or function: 'conv2d'."""
+    return str(op._schema.name.split("::")[-1]) if hasattr(op, "_schema") else getattr(op, "__name__", str(op))
+
+
 def emit(graph: fx.Graph, op: Any, given: Given) -> fx.Node:
     """Append the call that does what `op` does."""
-    name, overload = op._schema.name.split("::")[-1], op._overloadname
+    name, overload = word_of(op), op._overloadname
     special = SPECIAL.get(name)
     if special is not None:
         return special(graph, given)

@@ -125,8 +125,8 @@ def put_together(graph: fx.Graph, outputs: Any, node_of: Callable[[Any], Any]) -
             return tuple(parts) if kind is not list else parts
         return graph.call_function(kind, tuple(parts) if hasattr(kind, "_fields") else (parts,))
     raise Untraceable(
-        f"the model returns a {kind.__module__}.{kind.__qualname__}, of which tracing does not know the tensors. Return tensors in "
-        f"tuples, lists, mappings or dataclasses, or switch that output off (e.g. use_cache=False in the example's mapping)."
+        f"the model returns a {kind.__module__}.{kind.__qualname__}, of which tracing does not know the tensors. Return "
+        f"tensors in tuples, lists, mappings or dataclasses, or switch that output off (use_cache=False)."
     )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
+import functools
 import logging
 import operator
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from secateurs.errors import Untraceable
-from secateurs.graph.capture.aten import DROPPED, POOLS_WITH_INDICES, emit
+from secateurs.graph.capture.aten import DROPPED, POOLS_WITH_INDICES, emit, word_of
 from secateurs.graph.capture.calls import Call, erase_unused_, kind_of_input, place_of, put_together, tensors_in
 from secateurs.graph.capture.leaves import Leaves
 from secateurs.graph.layers import Fixed
@@ -44,28 +43,74 @@ class _Flat(nn.Module):
         return tensors_in(self.outputs)
 
 
+@torch.library.custom_op("secateurs::mark", mutates_args=())
+def mark(tensor: Tensor, label: str) -> Tensor:
+    """Return a copy of `tensor`: a node of an exported program that says where a leaf begins or ends."""
+    return tensor.clone()
+
+
+@mark.register_fake
+def _(tensor: Tensor, label: str) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+class _Marked:
+    """The calls of leaves during an export: hooks mark every tensor that goes in or comes out."""
+
+    def __init__(self, model: nn.Module, leaves: Leaves) -> None:
+        self.calls: list[tuple[str, Any]] = []  # path, and arguments with labels in place of tensors
+        self.running: list[int] = []
+        self.places: dict[str, tuple[int, tuple[Any, ...]]] = {}  # of a result: which call, and where in what it returned
+        self.handles: list[Any] = []
+        for path, part in _outermost(model, leaves):
+            self.handles.append(
+                part.register_forward_pre_hook(functools.partial(self.begin, path), prepend=True, with_kwargs=True)
+            )
+            self.handles.append(part.register_forward_hook(self.end, with_kwargs=True))
+
+    def begin(self, path: str, part: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Mark the arguments of a call."""
+        number = len(self.calls)
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        labels = [f"call {number} argument {i}" if isinstance(v, Tensor) else v for i, v in enumerate(flat)]
+        marked = [mark(v, label) if isinstance(v, Tensor) else v for v, label in zip(flat, labels, strict=True)]
+        self.calls.append((path, pytree.tree_unflatten(labels, spec)))
+        self.running.append(number)
+        return pytree.tree_unflatten(marked, spec)
+
+    def end(self, part: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+        """Mark the results of a call."""
+        number = self.running.pop()
+        flat, spec = pytree.tree_flatten_with_path(outputs)
+        marked: list[Any] = []
+        keys: Any
+        for keys, value in flat:
+            label = f"call {number} result {len(marked)}"
+            self.places[label] = number, tuple(k.idx if hasattr(k, "idx") else k.key for k in keys)
+            marked.append(mark(value, label) if isinstance(value, Tensor) else value)
+        return pytree.tree_unflatten(marked, spec)
+
+
 def export(model: nn.Module, call: Call, tensors: tuple[Tensor, ...], leaves: Leaves) -> fx.Graph:
     """Export `model` with a batch of any size, and put its leaves and functions back."""
     flat = _Flat(model, call)
     flat.training = model.training
     batch = tensors[0].shape[:1]
     dynamic = tuple({0: torch.export.Dim.AUTO} if t.shape[:1] == batch and t.dim() else None for t in tensors)
-    whole = [path for path, part in _outermost(model, leaves) if not _takes_one_tensor(part)]
+    marked = _Marked(model, leaves)
     try:
         with _quiet():
-            program = torch.export.export(
-                flat,
-                tuple(t.clone() for t in tensors),
-                dynamic_shapes=(dynamic,),
-                strict=False,
-                preserve_module_call_signature=tuple(WRAPPED + path for path in whole),
-            )
+            inputs = tuple(t.clone() for t in tensors)
+            program = torch.export.export(flat, inputs, dynamic_shapes=(dynamic,), strict=False)
     except Exception as error:
         first = next(iter(str(error).strip().splitlines()), "")
         raise Untraceable(
             f"torch.export cannot export {type(model).__name__}: {place_of(error)} ({type(error).__name__}: {first})."
         ) from error
-    return _Conversion(program, flat, leaves, tensors).run(call.names(model))
+    finally:
+        for handle in marked.handles:
+            handle.remove()
+    return _Conversion(program, flat, marked, tensors).run(call.names(model))
 
 
 def _outermost(model: nn.Module, leaves: Leaves, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -78,30 +123,25 @@ def _outermost(model: nn.Module, leaves: Leaves, path: str = "") -> Iterator[tup
             yield from _outermost(part, leaves, below)
 
 
-def _takes_one_tensor(part: nn.Module) -> bool:
-    """Whether a call of the layer is known by its one input: all of torch's own layers but attention and recurrent ones."""
-    parameters = list(inspect.signature(part.forward).parameters.values())
-    return type(part).__module__.startswith("torch.nn") and sum(p.default is p.empty for p in parameters) == 1 and not isinstance(
-        part, nn.RNNBase | nn.RNNCellBase | nn.TransformerEncoderLayer | nn.TransformerEncoder
-    )
-
-
 class _Conversion:
     """Builds the new graph from an exported program, node by node."""
 
-    def __init__(self, program: torch.export.ExportedProgram, flat: _Flat, leaves: Leaves, tensors: tuple[Tensor, ...]) -> None:
-        self.program, self.model, self.outputs, self.leaves, self.tensors = program, flat.model, flat.outputs, leaves, tensors
+    def __init__(
+        self, program: torch.export.ExportedProgram, flat: _Flat, marked: _Marked, tensors: tuple[Tensor, ...]
+    ) -> None:
+        self.program, self.model, self.outputs, self.marked, self.tensors = program, flat.model, flat.outputs, marked, tensors
         self.graph = fx.Graph()
         self.new: dict[fx.Node, Any] = {}
         self.inputs: list[tuple[fx.Node, Tensor]] = []
         self.state = flat.model.state_dict(keep_vars=True)
         self.specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
+        self.labelled: dict[str, Any] = {}  # arguments of leaves
+        self.called: dict[int, fx.Node] = {}
         self.fixed = 0
 
     def run(self, names: list[str]) -> fx.Graph:
         """Return the new graph."""
         remaining = iter(zip(names, self.tensors, strict=True))
-        groups = self.leaf_calls()
         for node in self.program.graph.nodes:
             if node.op == "placeholder":
                 if self.specs[node.name].kind is InputKind.USER_INPUT:
@@ -109,10 +149,10 @@ class _Conversion:
                     self.new[node] = self.graph.placeholder(name)
                     self.inputs.append((self.new[node], tensor))
             elif node.op == "output":
-                listed = iter(node.args[0])
-                self.graph.output(put_together(self.graph, self.outputs, lambda _: self.argument(next(listed))))
-            elif node in groups:
-                groups[node](node)
+                following = functools.partial(next, iter(self.argument(node.args[0])))
+                self.graph.output(put_together(self.graph, self.outputs, lambda _, following=following: following()))
+            elif node.target is torch.ops.secateurs.mark.default:
+                self.at_mark(node)
             elif node.op == "call_function":
                 self.convert(node)
             elif node.op != "get_attr":
@@ -156,18 +196,24 @@ class _Conversion:
 
     def convert(self, node: fx.Node) -> None:
         """Append what an op does."""
-        op = node.target
-        word = getattr(op, "__name__", str(op)) if not hasattr(op, "_schema") else op._schema.name.split("::")[-1]
+        op: Any = node.target
+        word = word_of(op)
         if word.startswith(DROPPED):
             return
         if not isinstance(op, torch._ops.OpOverload):
             if isinstance(op, torch._ops.HigherOrderOperator):
                 raise Untraceable(f"torch.export gives a call of {word}, which cannot be put back into the model.")
-            pooled = op is operator.getitem and node.args[0].target._schema.name.split("::")[-1] in POOLS_WITH_INDICES
-            self.new[node] = self.new[node.args[0]] if pooled else self.graph.call_function(op, *self.both(node))
+            source: Any = node.args[0] if node.args else None
+            pooled = op is operator.getitem and word_of(source.target) in POOLS_WITH_INDICES
+            self.new[node] = self.new[source] if pooled else self.graph.call_function(op, *self.both(node))
         else:
             changed = node.args[0] if op._schema.is_mutable and node.args else None
-            if isinstance(changed, fx.Node) and changed.op == "placeholder" and changed.name in self.specs and changed not in self.new:
+            if (
+                isinstance(changed, fx.Node)
+                and changed.op == "placeholder"
+                and changed.name in self.specs
+                and changed not in self.new
+            ):
                 return  # the model counts its batches
             args, kwargs = self.both(node)
             names = [a.name for a in op._schema.arguments]
@@ -193,7 +239,8 @@ class _Conversion:
         """From here on `changed` is `value`, and so is the part of the tensor that it is a view of."""
         self.new[changed] = value
         name = changed.target._schema.name if isinstance(changed.target, torch._ops.OpOverload) else ""
-        scatter = {"aten::slice": torch.slice_scatter, "aten::select": torch.select_scatter}.get(name)
+        known: dict[str, Any] = {"aten::slice": torch.slice_scatter, "aten::select": torch.select_scatter}
+        scatter = known.get(name)
         base = changed.args[0] if scatter is not None else None
         if isinstance(base, fx.Node) and scatter is not None:
             whole = self.graph.call_function(scatter, (self.argument(base), value, *self.argument(changed.args[1:])))
@@ -214,86 +261,32 @@ class _Conversion:
             return ""
         return path.removeprefix(WRAPPED) if path.startswith(WRAPPED) else None
 
-    def leaf_calls(self) -> dict[fx.Node, Any]:
-        """Return what to do at the nodes inside leaves: nothing, or at a node that gives a result, the call of the leaf."""
-        found: dict[fx.Node, Any] = {}
-        nodes = {node.name: node for node in self.program.graph.nodes}
-        members: dict[str, list[fx.Node]] = defaultdict(list)
-        for node in self.program.graph.nodes:
-            for key, entry in (info(node).get("nn_module_stack") or {}).items() if node.op == "call_function" else ():
-                path = self.path_of(entry)
-                if path and self.leaves(self.model.get_submodule(path), path):
-                    members[f"{entry[0]}" if "@" in str(entry[0]) else f"{entry[0]}{key.partition('@')[1:]}"].append(node)
-                    break
-        signatures = {e.fqn: e.signature for e in self.program.module_call_graph if e.signature is not None and e.fqn}
-        for label, group in members.items():
-            fqn = label.split("(")[0].rstrip("'")
-            path = str(fqn).partition("@")[0].removeprefix(WRAPPED)
-            inside = set(group)
-            given = dict.fromkeys(
-                source for node in group for source in node.all_input_nodes if source not in inside and self.is_value(source)
-            )
-            results = [node for node in group if any(user not in inside for user in node.users)]
-            if fqn in signatures:
-                calls = self.whole_call(path, signatures[fqn], nodes)
-            elif len(given) == 1 and len(results) == 1:
-                calls = {results[0]: self.single_call(path, next(iter(given)))}
-            else:
-                continue
-            found.update({node: calls.get(node, lambda node: None) for node in group})
-        return found
-
-    def is_value(self, node: fx.Node) -> bool:
-        """Whether a node is a tensor that is computed, or an input."""
-        if node.op == "placeholder":
-            return self.specs[node.name].kind is InputKind.USER_INPUT
-        return isinstance(node.meta.get("val"), Tensor | tuple | list)
-
-    def single_call(self, path: str, source: fx.Node) -> Any:
-        """Call a leaf on its one input."""
-
-        def call(node: fx.Node) -> None:
-            self.new[node] = self.graph.call_module(path, (self.argument(source),))
-            self.locate(self.new[node], node)
-
-        return call
-
-    def whole_call(self, path: str, signature: Any, nodes: dict[str, fx.Node]) -> dict[fx.Node, Any]:
-        """Call a leaf with the arguments that torch.export has noted; its results are taken apart."""
-        made: list[fx.Node] = []
-
-        def call_once() -> fx.Node:
-            if not made:
-                flat = [self.argument(nodes[a.name]) if hasattr(a, "name") and a.name in nodes else getattr(a, "value", None) for a in signature.inputs]
-                args, kwargs = pytree.tree_unflatten(flat, signature.in_spec)
-                made.append(self.graph.call_module(path, tuple(args), kwargs))
-            return made[0]
-
-        def give(place: tuple[Any, ...]) -> Any:
-            def call(node: fx.Node) -> None:
-                value = call_once()
-                self.locate(value, node)
-                for key in place:
-                    value = self.graph.call_function(operator.getitem, (value, key))
-                self.new[node] = value
-
-            return call
-
-        count = len(signature.outputs)
-        shaped = pytree.tree_unflatten(list(range(count)), signature.out_spec)
-        places = {leaf: tuple(k.idx if hasattr(k, "idx") else k.key for k in keys) for keys, leaf in pytree.tree_flatten_with_path(shaped)[0]}
-        return {nodes[a.name]: give(places[i]) for i, a in enumerate(signature.outputs) if hasattr(a, "name") and a.name in nodes}
+    def at_mark(self, node: fx.Node) -> None:
+        """Remember an argument of a leaf; at a result, call the leaf, unless another result has done so."""
+        source, label = node.args
+        if label not in self.marked.places:
+            self.new[node] = self.labelled[str(label)] = self.argument(source)
+            return
+        number, place = self.marked.places[str(label)]
+        if number not in self.called:
+            path, given = self.marked.calls[number]
+            args, kwargs = pytree.tree_map(lambda v: self.labelled.get(v, v) if isinstance(v, str) else v, given)
+            self.called[number] = self.graph.call_module(path, args, kwargs)
+            self.locate(self.called[number], node)
+        value = self.called[number]
+        for key in place:
+            value = self.graph.call_function(operator.getitem, (value, key))
+        self.new[node] = value
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide what torch.export warns and logs: a capture that is wrong is found by comparing outputs."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from secateurs.errors import InvalidInput
+from secateurs.graph.layers import Constant, Fixed, Mask, SumInto
 
 Leaf = str | type[nn.Module]
 
@@ -39,7 +40,8 @@ class Leaves:
 
     def __call__(self, module: nn.Module, path: str) -> bool:
         """Whether capture does not enter `module`; torch's own containers are entered."""
-        ours = path in self.names or isinstance(module, self.classes) or ruled_class(type(module)) is not None
+        ours = path in self.names or isinstance(module, (*self.classes, SumInto, Constant, Fixed, Mask))
+        ours = ours or ruled_class(type(module)) is not None
         of_torch = type(module).__module__.startswith(("torch.nn", "torch.ao.nn"))
         return ours or (of_torch and not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict))
 

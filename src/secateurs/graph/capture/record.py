@@ -210,7 +210,9 @@ class _Recorder(TorchFunctionMode):
             attribute = func.__self__.__name__
             if attribute == "shape":
                 return self.sizes(args[0])
-            return self.call(lambda: func(*args), lambda given, _: self.graph.call_function(getattr, (given[0], attribute)), args, {})
+            return self.call(
+                lambda: func(*args), lambda given, _: self.graph.call_function(getattr, (given[0], attribute)), args, {}
+            )
         if name in ("size", "numel"):
             sizes: Any = self.sizes(args[0])
             if name == "numel":
@@ -231,6 +233,7 @@ class _Recorder(TorchFunctionMode):
     def node_for(self, func: Any, given: tuple[Any, ...], named: dict[str, Any]) -> fx.Node:
         """Append the call in the form that rules know: an operator, a method of a tensor, or a function of torch."""
         name = func.__name__
+        named.pop("out", None)  # the result is remembered as that tensor
         if getattr(Tensor, name, None) is not func and not getattr(func, "__qualname__", "").startswith("Tensor"):
             return self.graph.call_function(func, given, named)
         if name in REVERSED:
@@ -240,7 +243,9 @@ class _Recorder(TorchFunctionMode):
             return self.graph.call_function(found, given)
         return self.graph.call_method(name, given, named)
 
-    def call(self, run: Callable[[], Any], append: Callable[..., fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(
+        self, run: Callable[[], Any], append: Callable[..., fx.Node], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a call; if it gives tensors, append its node and remember which tensors it gave."""
         sources = {id(t): (t, t._version) for t in tensors_in([args, kwargs])}
         given, named = self.argument(args), self.argument(kwargs)  # before the call, which may change a constant
@@ -264,7 +269,9 @@ class _Recorder(TorchFunctionMode):
                 result[key] = self.remember(value, self.graph.call_function(operator.getitem, (node, key)), sources)
         elif isinstance(result, tuple | list):
             parts = [
-                self.remember(each, self.graph.call_function(operator.getitem, (node, place)), sources) if tensors_in(each) else each
+                self.remember(each, self.graph.call_function(operator.getitem, (node, place)), sources)
+                if tensors_in(each)
+                else each
                 for place, each in enumerate(result)
             ]
             result = type(result)(*parts) if hasattr(result, "_make") else type(result)(parts)  # a namedtuple, or the rest
@@ -280,7 +287,8 @@ class _Recorder(TorchFunctionMode):
         plain = tuple(tensor.size())
         if node is None or node.op == "get_attr":
             return torch.Size(plain)
-        return torch.Size([Size(n, lambda i=i: self.graph.call_method("size", (node, i))) for i, n in enumerate(plain)])
+        query = functools.partial(self.graph.call_method, "size")
+        return torch.Size([Size(n, functools.partial(query, (node, i))) for i, n in enumerate(plain)])
 
     @contextmanager
     def modules_watched(self) -> Iterator[None]:

@@ -36,6 +36,8 @@ def trace_symbolically(model: nn.Module, call: Call, leaves: Leaves) -> fx.Graph
             graph = _Tracer(leaves).trace(model, concrete_args=arguments or None)
         graph._tracer_cls = None  # our tracer takes arguments, but unpickling a GraphModule makes a tracer without any
         _erase_arguments_(graph, arguments)
+        for node in graph.nodes:
+            node.type = None if isinstance(node.type, str) else node.type  # a GraphModule with such a type cannot be pickled
         return graph
     except Exception as error:
         raise Untraceable(
