@@ -78,7 +78,8 @@ def emit(graph: fx.Graph, op: Any, given: Given) -> fx.Node:
     named = {a.name: given[a.name] for a in schema if a.kwarg_only and given[a.name] != a.default_value}
     for redundant in ("layout", "pin_memory", "memory_format"):
         named.pop(redundant, None)
-    while plain and len(plain) > 1 and _is_default(plain[-1], [a for a in schema if not a.kwarg_only][len(plain) - 1]):
+    kept = 6 if name == "scaled_dot_product_attention" else 1  # its rate of dropout may depend on the mode
+    while len(plain) > kept and _is_default(plain[-1], [a for a in schema if not a.kwarg_only][len(plain) - 1]):
         plain.pop()
     if name in OPERATORS and not named and overload not in ("Tensor_mode", "Scalar_mode"):
         return graph.call_function(OPERATORS[name], tuple(plain))

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from secateurs.errors import Untraceable
 from secateurs.graph.capture.aten import DROPPED, POOLS_WITH_INDICES, emit, word_of
-from secateurs.graph.capture.calls import Call, erase_unused_, kind_of_input, place_of, put_together, tensors_in
+from secateurs.graph.capture.calls import Call, erase_unused_, kind_of_input, place_of, put_together
 from secateurs.graph.capture.leaves import Leaves
 from secateurs.graph.layers import Fixed
 from secateurs.graph.node_info import info
@@ -36,11 +36,13 @@ class _Flat(nn.Module):
         self.model = model
         self.call = call
 
-    def forward(self, *tensors: Tensor) -> list[Tensor]:
-        """All tensors of the outputs, in order."""
+    def forward(self, *tensors: Tensor) -> list[Any]:
+        """All tensors and sizes of the outputs, in order."""
         positional, named = self.call.arguments(tensors)
         self.outputs = self.model(*positional, **named)
-        return tensors_in(self.outputs)
+        found: list[Any] = []
+        put_together(fx.Graph(), self.outputs, found.append)
+        return found
 
 
 @torch.library.custom_op("secateurs::mark", mutates_args=())
