@@ -151,7 +151,7 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
     else:
         follow = functools.partial(export, copied, call, checks.example, leaves)
     example, name = checks.example, checks.name
-    copied.eval()
+    copied.train().eval()  # a change of mode clears what some layers computed from their weights and keep
     module = fx.GraphModule(copied, follow(), class_name=name)
     record_shapes_(module, example)
     copied.train()

@@ -151,8 +151,7 @@ class _Conversion:
                     self.new[node] = self.graph.placeholder(name)
                     self.inputs.append((self.new[node], tensor))
             elif node.op == "output":
-                following = functools.partial(next, iter(self.argument(node.args[0])))
-                self.graph.output(put_together(self.graph, self.outputs, lambda _, following=following: following()))
+                self.graph.output(self.returned(iter(self.argument(node.args[0]))))
             elif node.target is torch.ops.secateurs.mark.default:
                 self.at_mark(node)
             elif node.op == "call_function":
@@ -161,6 +160,10 @@ class _Conversion:
                 raise Untraceable(f"torch.export gives a node {node.format_node()}, which cannot be put back into the model.")
         erase_unused_(self.graph, self.model, Fixed)
         return self.graph
+
+    def returned(self, following: Iterator[Any]) -> Any:
+        """Return what the output node takes, with the following nodes in place of the tensors and sizes of the outputs."""
+        return put_together(self.graph, self.outputs, lambda _: next(following))
 
     def argument(self, value: Any) -> Any:
         """Return an argument with nodes of the new graph; tensors of the model become reads of their own names."""
