@@ -312,6 +312,27 @@ def test_a_head_that_differs_in_training_needs_eval_mode() -> None:
         trace(randomise_(Detector()).train(), X)
 
 
+class Windows(nn.Module):
+    """Does something else for larger images, with outputs of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(3, 6), conv(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x))
+        return self.b(y.roll(1, 2) if x.shape[2] > 8 else y)
+
+
+def test_a_network_that_depends_on_the_size_of_images_has_a_fixed_one() -> None:
+    model = randomise_(Windows())
+    graph = trace(model, X)
+    smaller = assert_compact_is_masked(graph, {"a": torch.arange(6) > 1}, (random_tensor(5, 3, 8, 8),))
+    for network in (graph.module, smaller.module):
+        with pytest.raises(AssertionError, match="x must have length 8 along axis"):
+            run(network, random_tensor(2, 3, 16, 16))
+
+
 def test_a_captured_network_can_be_moved() -> None:
     model = randomise_(Detector()).float()
     graph = trace(model, X.float())

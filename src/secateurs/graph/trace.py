@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -330,7 +331,7 @@ def attempt(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
 def _record_other_sizes_(module: fx.GraphModule, checks: _Checks, *, fixed_image_size: bool) -> None:
     """Record the output shapes of all nodes for inputs of other sizes, and compare the outputs with the model's own.
 
-    With `fixed_image_size` a network that takes no image of another size passes: constants of its size are in the graph.
+    With `fixed_image_size` a network that is right for images of one size passes; it is made to refuse others.
     """
     name = checks.name
     for inputs, expected in checks.others:
@@ -346,10 +347,35 @@ def _record_other_sizes_(module: fx.GraphModule, checks: _Checks, *, fixed_image
                 f"the traced {name} does not run on an input of shape {tuple(inputs[0].shape)}, though the model does: "
                 f"{str(error).splitlines()[0]} Its forward takes another path for that size: mark the submodule as a leaf."
             ) from error
-        if all(bool(torch.isfinite(t).all()) for t in tensors_in(expected) if t.is_floating_point() and not t.is_meta):
-            _check_same(result, expected, name)
+        try:
+            if all(bool(torch.isfinite(t).all()) for t in tensors_in(expected) if t.is_floating_point() and not t.is_meta):
+                _check_same(result, expected, name)
+        except Untraceable:
+            if same_images or not fixed_image_size:
+                raise
+            _refuse_other_images_(module, checks.example)
+            continue
         for node, shape in recorder.shapes.items():
             info(node)["other_shapes"] = (*info(node).get("other_shapes", ()), shape)
+
+
+def _refuse_other_images_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
+    """Let the network assert that images have the size of the example, for which it was captured."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, tensor in zip(inputs, example, strict=True):
+        for axis, size in enumerate(tensor.shape[2:], 2):
+            with module.graph.inserting_after(inputs[-1]):
+                length = module.graph.call_method("size", (node, axis))
+            with module.graph.inserting_after(length):
+                same = module.graph.call_function(operator.eq, (length, size))
+            with module.graph.inserting_after(same):
+                message = f"{node.target} must have length {size} along axis {axis}, for which the network was traced"
+                check = module.graph.call_function(torch._assert, (same, message))
+            for added, value in ((length, size), (same, True), (check, None)):
+                info(added).update({"shape": Shape(None, value), "unused": True, "filters_a_channel": 0, "name": added.name})
+                if "other_shapes" in info(node):
+                    info(added)["other_shapes"] = (Shape(None, value),) * len(info(node)["other_shapes"])
+    module.recompile()
 
 
 class _Recorder(fx.Interpreter):

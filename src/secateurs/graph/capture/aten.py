@@ -191,6 +191,7 @@ SPECIAL: dict[str, Emit] = {
     "index": lambda graph, given: graph.call_function(
         operator.getitem, (given["self"], tuple(slice(None) if i is None else i for i in given["indices"]))
     ),
+    "im2col": _by_order(F.unfold, "self", "kernel_size", "dilation", "padding", "stride"),
     "to": _convert,
     "_to_copy": _convert,
     "rsub": lambda graph, given: graph.call_function(operator.sub, (given["other"], given["self"])),
