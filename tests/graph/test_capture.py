@@ -240,6 +240,25 @@ def test_the_engines_agree(name: str) -> None:
         assert_same(run(compact(graph, keep).module, inputs), wanted)
 
 
+class Frozen(nn.Module):
+    """BatchNorm by arithmetic with buffers, as in detectors: torch.fx would make constants of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(3, 6), conv(6, 2)
+        self.register_buffer("scale", torch.ones(6))
+        self.register_buffer("shift", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.view(1, -1, 1, 1) * 2
+        return self.b(F.relu(self.a(x) * scale + self.shift.view(1, -1, 1, 1)))
+
+
+def test_buffers_stay_buffers() -> None:
+    model = randomise_(Frozen())
+    same_everywhere(model, trace(model, X))
+
+
 def test_inputs_by_keyword_and_outputs_in_the_models_own_types() -> None:
     model = randomise_(Classifier())
     labels = torch.tensor([1, 2])

@@ -13,16 +13,14 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from keyword import iskeyword
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.parameter import is_lazy
 
 from secateurs._util.modules import eval_mode
 from secateurs.errors import InvalidInput, NonFinite, Untraceable
-from secateurs.graph.capture.calls import ByPosition, Call, call_for
+from secateurs.graph.capture.calls import ByPosition, Call, call_for, check_model
 from secateurs.graph.capture.calls import Example as Example
 from secateurs.graph.capture.calls import as_example as as_example
 from secateurs.graph.capture.calls import tensors_in as tensors_in
@@ -95,10 +93,10 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     name = type(model).__name__
     facts = kept_facts(model) if engine == "auto" and leaves is None else None
     if facts is not None and isinstance(model, fx.GraphModule):  # a network that was pruned before
-        module = copy.deepcopy(model)
-        copy_info_(model.graph, module.graph)
-        record_shapes_(module, example)
-        return Graph(module, example, *facts)
+        pruned = copy.deepcopy(model)
+        copy_info_(model.graph, pruned.graph)
+        record_shapes_(pruned, example)
+        return Graph(pruned, example, *facts)
     try:
         copied = copy.deepcopy(model).eval()
     except Exception as error:
@@ -115,20 +113,24 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     others = [*(others if others and others[0][0] is not example else []), *other_sizes(reference, example, expected)]
     checks = _Checks(reference, example, expected, tuple(others), name)
     refusals: list[Untraceable] = []
+    module: fx.GraphModule | None = None
     for chosen in ("fx", "record", "export") if engine == "auto" else (engine,):
         try:
             module = _captured(copied, call, within, checks, chosen, demanded=model.training)
         except Untraceable as error:
             refusals.append(error)
-            if isinstance(error, AnotherPath) and chosen != "fx":
+            if module is not None or (isinstance(error, AnotherPath) and chosen != "fx"):
                 break
             continue
-        copy_modes_(model, module)
-        origin = f"{type(model).__module__}.{type(model).__qualname__}"
-        return Graph(module, example, Plan(model=origin), within.chosen(copied))
-    if len(refusals) == 1:
-        raise refusals[0]
-    raise type(refusals[-1])("\n".join(str(refusal) for refusal in refusals)) from refusals[0]
+        if chosen != "fx" or not any("_tensor_constant" in str(node.target) for node in module.graph.nodes):
+            break  # otherwise torch.fx has computed with buffers, which then are constants: try to record it
+    if module is None:
+        if len(refusals) == 1:
+            raise refusals[0]
+        raise type(refusals[-1])("\n".join(str(refusal) for refusal in refusals)) from refusals[0]
+    copy_modes_(model, module)
+    origin = f"{type(model).__module__}.{type(model).__qualname__}"
+    return Graph(module, example, Plan(model=origin), within.chosen(copied))
 
 
 @dataclass(frozen=True)
@@ -203,47 +205,6 @@ def copy_modes_(source: nn.Module, target: nn.Module) -> None:
     modes = {path: part.training for path, part in source.named_modules()}
     for path, part in target.named_modules():
         part.training = modes.get(path, source.training)
-
-
-def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
-    """Reject models that cannot be traced: not a module, non-finite weights, another device or dtype than the example's."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that was scripted.")
-    scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    if scripted:
-        raise Untraceable(
-            f"the submodule {scripted[0]!r} is a ScriptModule, which cannot be traced. "
-            f"Replace it by the nn.Module that was scripted."
-        )
-    if any(is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
-        raise InvalidInput("the model has lazy layers whose weights are not initialised. Run it once: model(example_input).")
-    for name in [*dict(model.named_modules()), *dict(model.named_parameters()), *dict(model.named_buffers())]:
-        if any(c in name for c in '"\\') or not name.isprintable() or any(map(iskeyword, name.split("."))):
-            raise InvalidInput(
-                f"the model has a submodule or tensor named {name!r}: torch.fx generates code, which cannot hold "
-                f"Python keywords, quotes, backslashes or line breaks. Give that submodule or parameter another name."
-            )
-    floating = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_floating_point()}
-    for name, tensor in floating.items():
-        if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
-            raise NonFinite(
-                f"{name!r} holds NaN or infinite values, so the effect of a cut cannot be measured. "
-                f"Load finite weights, or find out where training diverged."
-            )
-    devices, dtypes = {str(t.device) for t in floating.values()}, {t.dtype for t in floating.values()}
-    for e in example:
-        if devices and str(e.device) not in devices:
-            raise InvalidInput(
-                f"the example input is on {str(e.device)!r} but the model is on {', '.join(sorted(devices))!r}. "
-                f"Move one of them: example_input.to(...) or model.to(...)."
-            )
-        if e.is_floating_point() and dtypes and e.dtype not in dtypes:
-            raise InvalidInput(
-                f"the example input is {e.dtype} but the model is {', '.join(sorted(map(str, dtypes)))}. "
-                f"Convert one of them: example_input.to(dtype) or model.to(dtype)."
-            )
 
 
 def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:

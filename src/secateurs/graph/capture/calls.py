@@ -1,4 +1,4 @@
-"""How a model is called on an example: which inputs by position, which by keyword, and what it returns."""
+"""How a model is called on an example: which inputs by position, which by keyword, what it returns; models that cannot be."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import inspect
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
-from secateurs.errors import InvalidInput, Untraceable
+from secateurs.errors import InvalidInput, NonFinite, Untraceable
 
 Example = Tensor | tuple[Tensor, ...] | Mapping[str, Any]
 
@@ -90,6 +92,47 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
         model = inner
     raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
+
+
+def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
+    """Reject models that cannot be traced: not a module, non-finite weights, another device or dtype than the example's."""
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that was scripted.")
+    scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise Untraceable(
+            f"the submodule {scripted[0]!r} is a ScriptModule, which cannot be traced. "
+            f"Replace it by the nn.Module that was scripted."
+        )
+    if any(is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
+        raise InvalidInput("the model has lazy layers whose weights are not initialised. Run it once: model(example_input).")
+    for name in [*dict(model.named_modules()), *dict(model.named_parameters()), *dict(model.named_buffers())]:
+        if any(c in name for c in '"\\') or not name.isprintable() or any(map(iskeyword, name.split("."))):
+            raise InvalidInput(
+                f"the model has a submodule or tensor named {name!r}: torch.fx generates code, which cannot hold "
+                f"Python keywords, quotes, backslashes or line breaks. Give that submodule or parameter another name."
+            )
+    floating = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_floating_point()}
+    for name, tensor in floating.items():
+        if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+            raise NonFinite(
+                f"{name!r} holds NaN or infinite values, so the effect of a cut cannot be measured. "
+                f"Load finite weights, or find out where training diverged."
+            )
+    devices, dtypes = {str(t.device) for t in floating.values()}, {t.dtype for t in floating.values()}
+    for e in example:
+        if devices and str(e.device) not in devices:
+            raise InvalidInput(
+                f"the example input is on {str(e.device)!r} but the model is on {', '.join(sorted(devices))!r}. "
+                f"Move one of them: example_input.to(...) or model.to(...)."
+            )
+        if e.is_floating_point() and dtypes and e.dtype not in dtypes:
+            raise InvalidInput(
+                f"the example input is {e.dtype} but the model is {', '.join(sorted(map(str, dtypes)))}. "
+                f"Convert one of them: example_input.to(dtype) or model.to(dtype)."
+            )
 
 
 def tensors_in(value: Any) -> list[Tensor]:

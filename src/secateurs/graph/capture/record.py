@@ -41,6 +41,10 @@ REVERSED = {
 }
 
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Held while `nn.Module.__call__` is another function."""
+
+
 class Size(int):
     """A size of a recorded tensor, or what was computed from sizes: an int that can become a node of the graph."""
 
@@ -293,6 +297,7 @@ class _Recorder(TorchFunctionMode):
     @contextmanager
     def modules_watched(self) -> Iterator[None]:
         """Within the block, know whose forward is running, and record a call of a leaf as one node."""
+        _ONE_AT_A_TIME.acquire()
         original, thread = nn.Module.__call__, threading.get_ident()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -313,6 +318,7 @@ class _Recorder(TorchFunctionMode):
             yield
         finally:
             setattr(nn.Module, "__call__", original)  # noqa: B010
+            _ONE_AT_A_TIME.release()
 
     def as_whole(self, original: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a leaf and record nothing of what it does."""
