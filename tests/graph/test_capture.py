@@ -278,7 +278,7 @@ def test_inputs_by_keyword_and_outputs_in_the_models_own_types() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile's own imports
 def test_wrapped_models_are_unwrapped() -> None:
     model = randomise_(Split())
-    for wrapped in (nn.DataParallel(model), torch.compile(model)):
+    for wrapped in (nn.DataParallel(model), torch.compile(model, backend="eager")):
         assert set(trace(wrapped, X).module.state_dict()) == set(model.state_dict())  # type: ignore[arg-type]
 
 
@@ -324,6 +324,25 @@ def test_a_decision_by_values_is_refused_with_every_engines_reason() -> None:
         trace(randomise_(Decides()), X)
     with pytest.raises(InvalidInput, match="engine: got 'jit', wanted one of 'auto', 'fx', 'record', 'export'"):
         trace(randomise_(Split()), X, engine="jit")  # type: ignore[arg-type]
+
+
+class Stubborn(nn.Module):
+    """Its statistics move twice as fast in train mode as its layer says, which no graph can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = conv(3, 6), nn.BatchNorm2d(6), conv(6, 2)
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        self.norm.momentum = 0.2 if self.training else 0.1
+        y = F.relu(self.norm(self.a(x)))
+        self.norm.momentum = 0.1
+        return self.b(y)
+
+
+def test_other_statistics_in_train_mode_are_refused() -> None:
+    with pytest.raises(Untraceable, match="other BatchNorm statistics than the model in train mode"):
+        trace(randomise_(Stubborn()), X)
 
 
 def test_a_head_that_differs_in_training_needs_eval_mode() -> None:

@@ -105,7 +105,7 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
             f"torch.nn.utils.remove_weight_norm first, or use torch.nn.utils.parametrizations."
         ) from error
     within = Leaves(copied, leaves or ())
-    reference = ByPosition(copied, call).eval()
+    reference = ByPosition(copied, call).eval() if call.keywords or call.fixed else copied
     expected = _run(reference, example, name)
     others = [(example, expected)] if example[0].shape[:1] == (1,) else []
     for doubled, found in other_batches(reference, example, 2) if others else []:
@@ -182,7 +182,8 @@ def _check_train_mode(module: fx.GraphModule, checks: _Checks) -> None:
         with torch.random.fork_rng(devices=[]), buffers_restored(network), torch.no_grad():
             torch.manual_seed(0)
             outputs = attempt(network.train(), checks.example)
-            updated = {n.removeprefix("model."): b.clone() for n, b in network.named_buffers()}
+            holder = network.model if isinstance(network, ByPosition) else network
+            updated = {name: buffer.clone() for name, buffer in holder.named_buffers()}
         network.eval()
         found.append((outputs, updated))
     (theirs, their_buffers), (ours, our_buffers) = found
