@@ -68,7 +68,6 @@ result = sc.prune(
     max_drop=0.02,
     finetune=finetune_with(lambda network: trainer(network, 2)),
     evaluate=evaluate_with(trainer, monitor="eval_accuracy"),
-    leaves=("resnet.embedder",),  # its forward compares the number of channels, which torch.fx cannot trace
     progress=False,
 )
 print(result)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from run_script import define_operators
 
-from secateurs import trace
+from nets import assert_compact_is_masked, assert_same, random_keep, random_tensor, randomise_, run
+from secateurs import cost, find_sites, trace
 from secateurs.errors import Untraceable
 
 ROOT = Path(__file__).parents[2]
@@ -51,24 +52,24 @@ def test_script_removes_filters(script: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_yolo_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["yolov8n.yaml", "yolo11n.yaml", "yolo11n-seg.yaml", "yolo11n-pose.yaml"])
+def test_yolo(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/integrations/ultralytics.md says."""
     define_operators()
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("YOLO_OFFLINE", "true")
     pytest.importorskip("ultralytics", reason="ultralytics is not installed: make test-integrations")
-    from ultralytics.nn.tasks import DetectionModel
+    from ultralytics.nn import tasks
 
-    class OneInput(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = DetectionModel("yolov8n.yaml", verbose=False).eval()
-
-        def forward(self, images: torch.Tensor) -> object:
-            return self.model(images)
-
-    images, network = torch.randn(2, 3, 64, 64), OneInput().eval()
-    with pytest.raises(Untraceable, match=r"DetectionModel.forward takes \*args"):
-        trace(network.model, images)
-    with pytest.raises(Untraceable, match="Proxy object cannot be iterated"):
-        trace(network, images)
+    kind = {"seg": tasks.SegmentationModel, "pose": tasks.PoseModel}.get(name[8:].partition(".")[0], tasks.DetectionModel)
+    model = randomise_(kind(name, verbose=False))
+    images = random_tensor(2, 3, 64, 64)
+    with pytest.raises(Untraceable, match=r"in train mode.*another path"):
+        trace(model.train(), images)
+    graph = trace(model.eval(), images)
+    assert set(graph.module.state_dict()) == set(model.state_dict())
+    other = random_tensor(1, 3, 96, 64, seed=1)
+    assert_same(run(graph.module, other), run(model, other))
+    sites = find_sites(graph)
+    assert sum(u.macs for u in sites.unprunable) < 0.1 * cost(graph).macs
+    assert_compact_is_masked(graph, random_keep(list(sites), 0, 0.3), (other,))

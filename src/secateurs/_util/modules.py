@@ -28,7 +28,7 @@ def device_of(module: nn.Module) -> torch.device:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The network itself, without the wrappers of torch.compile, DataParallel and DistributedDataParallel."""
     if not isinstance(model, nn.Module):
-        raise InvalidInput(f"model: got {type(model).__name__}, wanted an nn.Module.")
+        raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):

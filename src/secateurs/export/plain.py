@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
-from secateurs.graph.layers import Align, Constant, Mask, Offset, SumInto
+from secateurs.graph.layers import Align, Constant, Fixed, Mask, Offset, SumInto
 from secateurs.graph.node_info import Shape, copy_info_, copy_node_info_, info, pass_on_, shape_of
 from secateurs.graph.normalise import FollowsMode
 from secateurs.graph.trace import Graph
@@ -61,7 +61,7 @@ class _Rewriter:
                 return self._align(node, layer, inputs[0])
             case SumInto():
                 return self._add(node, inputs[0], self._align(node, layer.widen, inputs[1]))
-            case Constant():
+            case Constant() | Fixed():
                 return self._tensor(node.name, layer.value)
             case Offset():
                 value = nn.Parameter(layer.value.detach().where(layer.covered, 0).view(_broadcast(node, layer.axis)))
@@ -120,15 +120,16 @@ class _Rewriter:
         return x
 
     def _in_eval_mode(self, node: fx.Node, layer: FollowsMode) -> fx.Node:
-        """Call the function itself, with training=False."""
+        """Call the function itself, with training=False, or without dropout."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.new.__getitem__)
         if isinstance(layer.position, str):
-            kwargs = {**kwargs, layer.position: False}
+            kwargs = {**kwargs, layer.position: layer.values[0]}
         else:
-            args = (*args[: layer.position], False, *args[layer.position + 1 :])
+            args = (*args[: layer.position], layer.values[0], *args[layer.position + 1 :])
         called = self.graph.call_function(layer.function, args, kwargs)
         copy_node_info_(node, called)
-        info(called)["follows_mode_at"] = layer.position
+        if layer.values == (False, True):
+            info(called)["follows_mode_at"] = layer.position
         return called
 
 

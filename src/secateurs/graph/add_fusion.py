@@ -9,7 +9,7 @@ from torch import fx
 
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import Align, SumInto
-from secateurs.graph.node_info import Shape, called_module, info, shape_of
+from secateurs.graph.node_info import called_module, info, pass_on_, shape_of
 
 
 def fuse_sums_(module: fx.GraphModule) -> None:
@@ -67,9 +67,10 @@ def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
         name = free_name(module, f"align_into_{node.name}")
         aligns[name] = layer.widen
         widened = graph.create_node("call_module", name, (narrow,))
-        info(widened)["shape"] = Shape(shape_of(node).dims)
+        pass_on_(node, widened, "shape", "other_shapes")
         env[node] = graph.create_node("call_function", operator.add, (wide, widened), name=node.name)
         info(env[node]).update(info(node))
+        info(env[node]).setdefault("name", str(node.target))  # of a network that was traced with the sum in it
     if not aligns:
         return module
     for name, align in aligns.items():

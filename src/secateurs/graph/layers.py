@@ -125,3 +125,17 @@ class Offset(nn.Module):
         shape = [1] * x.dim()
         shape[self.axis] = -1
         return x + self.value.where(self.covered, 0).view(shape)
+
+
+class Fixed(nn.Module):
+    """Gives a tensor that is neither a parameter nor in the state dict of the network: a constant that its forward computed."""
+
+    value: Tensor
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", value.detach().clone(), persistent=False)
+
+    def forward(self) -> Tensor:
+        """The tensor."""
+        return self.value

@@ -69,6 +69,18 @@ def forget_source_(node: fx.Node) -> None:
     node.meta.pop("stack_trace", None)
 
 
+def keep_facts_(module: fx.GraphModule, facts: tuple[Any, ...]) -> None:
+    """Keep facts about a whole network with it; copies of the network carry them."""
+    module.meta["secateurs"] = facts
+
+
+def kept_facts(module: nn.Module) -> tuple[Any, ...] | None:
+    """Return the facts kept with a network; None if there are none, or if nodes were added to it since."""
+    if not isinstance(module, fx.GraphModule) or not all("shape" in node.meta for node in module.graph.nodes):
+        return None
+    return cast("tuple[Any, ...] | None", module.meta.get("secateurs"))
+
+
 def shape_of(node: fx.Node, size: int = 0) -> Shape:
     """Return the recorded output shape for the example input; for `size` > 0, for an input of another size."""
     return info(node)["shape"] if size == 0 else info(node)["other_shapes"][size - 1]

@@ -37,22 +37,28 @@ DROPOUTS: dict[Any, type[nn.Module]] = {
 
 
 class FollowsMode(nn.Module):
-    """Calls a function with this module's mode as its `training` argument, as `training=self.training` did."""
+    """Calls a function with an argument that depends on this module's mode, as `training=self.training` did."""
 
-    def __init__(self, function: Callable[..., Any], position: int | str) -> None:
+    def __init__(self, function: Callable[..., Any], position: int | str, values: tuple[Any, Any] = (False, True)) -> None:
         super().__init__()
         self.function = function
         self.position = position
+        self.values = values  # in eval mode, in train mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function with the mode at `position`, an index or a keyword."""
+        """Call the function with the value of the mode at `position`, an index or a keyword."""
+        value = self.values[self.training]
         if isinstance(self.position, str):
-            return self.function(*args, **{**kwargs, self.position: self.training})
-        return self.function(*args[: self.position], self.training, *args[self.position + 1 :], **kwargs)
+            return self.function(*args, **{**kwargs, self.position: value})
+        return self.function(*args[: self.position], value, *args[self.position + 1 :], **kwargs)
 
 
-def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable[[], fx.Graph], *, demanded: bool) -> None:
-    """Make the ops whose arguments differ between train and eval mode follow the mode.
+class AnotherPath(Untraceable):
+    """The model is in train mode, and takes another path through its forward there than in eval mode."""
+
+
+def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable[[], fx.Graph], *, demanded: bool) -> bool:
+    """Make the ops whose arguments differ between train and eval mode follow the mode; return whether both take one path.
 
     `module` was traced in eval mode. If the forward takes another path in train mode, the eval path is kept; if train mode is
     `demanded` (the model was in it), that is an error instead.
@@ -64,32 +70,36 @@ def align_train_and_eval_(module: fx.GraphModule, follow_in_train_mode: Callable
     ours = list(module.graph.nodes)
     if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in other]:
         if demanded:
-            raise Untraceable(
+            raise AnotherPath(
                 "the model is in train mode and its forward takes another path there than in eval mode. Pruning is "
                 "measured in eval mode: call model.eval() before trace."
             )
-        return
+        return False
     for node, in_train_mode in zip(ours, other, strict=True):
-        position = _mode_argument(node, in_train_mode)
-        if position is None:
+        found = _mode_argument(node, in_train_mode)
+        if found is None:
             continue
+        position, values = found
         if node.target in BUILDERS:
             info(node)["follows_mode"] = True
-        elif node.target in DROPOUTS:
+        elif node.target in DROPOUTS and values == (False, True):
             rate = _argument(node, 1, "p", 0.5)
             _call_module_(module, node, DROPOUTS[node.target](rate), (_argument(node, 0, "input"),))
         else:
             assert callable(node.target)
-            _call_module_(module, node, FollowsMode(node.target, position), node.args, node.kwargs)
+            _call_module_(module, node, FollowsMode(node.target, position, values), node.args, node.kwargs)
+    return True
 
 
-def _mode_argument(node: fx.Node, in_train_mode: fx.Node) -> int | str | None:
-    """Return the argument of a call that is False in eval mode and True in train mode; None if there is none."""
+def _mode_argument(node: fx.Node, in_train_mode: fx.Node) -> tuple[int | str, tuple[Any, Any]] | None:
+    """Return the argument of a call, a flag or a rate, that differs between the modes, with both values; None if none does."""
     if node.op != "call_function":
         return None
     ours: dict[Any, Any] = {**dict(enumerate(node.args)), **node.kwargs}
     other: dict[Any, Any] = {**dict(enumerate(in_train_mode.args)), **in_train_mode.kwargs}
-    return next((key for key, value in ours.items() if value is False and other.get(key) is True), None)
+    pairs = {key: (value, other.get(key)) for key, value in ours.items()}
+    differ = (key for key, (a, b) in pairs.items() if type(a) is type(b) and isinstance(a, bool | float) and a != b)
+    return next(((key, pairs[key]) for key in differ), None)
 
 
 def normalise_(module: fx.GraphModule) -> None:
@@ -169,10 +179,14 @@ def _plain_form(module: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(torch, name[:-1], None) or getattr(F, name[:-1], None)
 
 
+NEW: dict[str, Any] = {"new_full": torch.full, "new_zeros": torch.zeros, "new_ones": torch.ones, "new_empty": torch.empty}
+
+
 def _read_type_only_(module: fx.GraphModule, node: fx.Node) -> None:
-    """Replace x.type_as(y) and x.to(y) by x.to(y.device, y.dtype), which does not read the values of y."""
-    other = node.args[1] if len(node.args) == 2 and not node.kwargs else None
-    if node.op != "call_method" or node.target not in ("type_as", "to") or not isinstance(other, fx.Node):
+    """Replace x.type_as(y), x.to(y) by x.to(y.device, y.dtype), y.new_zeros by torch.zeros: they do not read values of y."""
+    made = NEW.get(str(node.target))
+    other = node.args[0] if made and node.args else node.args[1] if len(node.args) == 2 and not node.kwargs else None
+    if node.op != "call_method" or not (made or node.target in ("type_as", "to")) or not isinstance(other, fx.Node):
         return
     if not shape_of(other).is_tensor:
         return
@@ -182,7 +196,11 @@ def _read_type_only_(module: fx.GraphModule, node: fx.Node) -> None:
     for query in (device, dtype):
         info(query).update(info(node))
         info(query)["shape"] = Shape(None)
-    node.target, node.args = "to", (node.args[0], device, dtype)
+    if made:
+        node.op, node.target, node.args = "call_function", made, node.args[1:]
+        node.kwargs = {"device": device, "dtype": dtype, **node.kwargs}
+    else:
+        node.target, node.args = "to", (node.args[0], device, dtype)
 
 
 def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:
@@ -229,9 +247,29 @@ def _call_module_(
 ) -> None:
     """Turn `node` into a call of `layer`, which is stored in the submodule that made the call."""
     layer.train(module.training)
-    name = free_name(module, ".".join(part for part in (module_path(node), call_word(node)) if part))
+    name = _owner_of(module, layer) or free_name(
+        module, ".".join(part for part in (module_path(node), call_word(node)) if part)
+    )
+    if name in dict(module.named_modules()):
+        for child, part in module.get_submodule(name).named_children():
+            layer.add_module(child, part)  # the owner of the weights may hold other layers too
     module.add_submodule(name, layer)
     node.op, node.target, node.args, node.kwargs = "call_module", name, args, kwargs or {}
+
+
+def _owner_of(module: fx.GraphModule, layer: nn.Module) -> str:
+    """Return the path of the submodule that holds the tensors of a new layer and no others; '' if there is none.
+
+    The layer takes its place, so that parameters keep their names.
+    """
+    wanted = {id(t): name for name, t in [*layer.named_parameters(), *layer.named_buffers()]}
+    for path, part in module.named_modules() if wanted else ():
+        own = {**part._parameters, **part._buffers}
+        held = {name: t for name, t in own.items() if t is not None and name != "num_batches_tracked"}
+        if path and held and type(part) is nn.Module and all(wanted.get(id(t)) == name for name, t in held.items()):
+            missing = {name for i, name in wanted.items() if i not in {id(t) for t in held.values()}}
+            return path if missing <= {"num_batches_tracked", "bias"} else ""
+    return ""
 
 
 def _argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:

@@ -7,50 +7,37 @@ has turned functional layers into modules and in-place ops into out-of-place one
 from __future__ import annotations
 
 import copy
-import inspect
+import functools
 import math
-import re
-import signal
-import threading
-import traceback
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from keyword import iskeyword
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.parameter import is_lazy
 
-from secateurs._util.modules import eval_mode
+from secateurs._util.modules import eval_mode, unwrapped
 from secateurs.errors import InvalidInput, NonFinite, Untraceable
+from secateurs.graph.capture.calls import ByPosition, Call, call_for, check_model
+from secateurs.graph.capture.calls import Example as Example
+from secateurs.graph.capture.calls import as_example as as_example
+from secateurs.graph.capture.calls import tensors_in as tensors_in
+from secateurs.graph.capture.export import export
+from secateurs.graph.capture.leaves import RULED as RULED
+from secateurs.graph.capture.leaves import Leaf, Leaves
+from secateurs.graph.capture.leaves import ruled_class as ruled_class
+from secateurs.graph.capture.record import buffers_restored, record
+from secateurs.graph.capture.symbolic import trace_symbolically
 from secateurs.graph.channels import Kept, call_word, module_path
 from secateurs.graph.node_info import Shape as Shape
-from secateurs.graph.node_info import called_module, info
+from secateurs.graph.node_info import called_module, copy_info_, info, keep_facts_, kept_facts
 from secateurs.graph.node_info import shape_of as shape_of
-from secateurs.graph.normalise import align_train_and_eval_, normalise_
+from secateurs.graph.normalise import AnotherPath, align_train_and_eval_, normalise_
 from secateurs.graph.plan import Plan
 
-Leaf = str | type[nn.Module]
-Example = Tensor | tuple[Tensor, ...]
-
-RULED: set[type[nn.Module]] = set()
-"""Module classes that have a rule: tracing keeps them as leaves."""
-
-HARMLESS = {"__init__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__", "extra_repr"}
-
-
-def ruled_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the class whose rule applies to `kind`: itself, or a parent whose forward pass it does not override."""
-    for parent in kind.__mro__:
-        if parent in RULED:
-            return parent
-        if any(hasattr(base, name) for base in parent.__bases__ for name in vars(parent) if name not in HARMLESS):
-            return None
-    return None
+Engine = Literal["auto", "fx", "record", "export"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +56,10 @@ class Graph:
     ids: Mapping[str, Tensor] = field(default_factory=dict)
     kept: Mapping[str, Kept] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.plan.steps:  # so that the network alone can be pruned further
+            keep_facts_(self.module, (self.plan, self.leaves, dict(self.ids)))
+
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(e.shape)) for e in self.example)
         return f"Graph({type(self.module).__name__}, example {shapes}, {len(self.plan.steps)} steps of cuts)"
@@ -82,41 +73,131 @@ class Graph:
         return replace(self, module=module)
 
 
-def trace(model: nn.Module, example_input: Example, *, leaves: Iterable[Leaf] | None = None) -> Graph:
-    """Trace `model` with torch.fx on `example_input` (a tensor, or a tuple of tensors for several arguments).
+def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", leaves: Iterable[Leaf] | None = None) -> Graph:
+    """Capture `model` on `example_input`: a tensor, a tuple of tensors, or a mapping from names of arguments to tensors.
 
-    The model is copied, not changed; every submodule of the copy keeps its train or eval mode. `leaves` names submodules (by
-    path or class) that tracing does not enter; layers connected to them are not pruned. A batch of one example is doubled if
-    the model accepts a batch of two.
+    Values of a mapping that are not tensors go to the model unchanged and stay fixed. `engine` says how the forward is
+    followed: "fx" runs it on proxies, "record" runs it on the example and records every call, "export" uses torch.export;
+    "auto" takes the first of them that gives what the model gives. The model is copied, not changed; every submodule of the
+    copy keeps its train or eval mode. `leaves` names submodules (by path or class) that tracing does not enter; layers
+    connected to them are not pruned. A batch of one example is doubled if the model accepts a batch of two. A network that
+    was pruned before keeps its plan and the numbers of its original channels.
     """
-    example = as_example(example_input)
+    model = unwrapped(model)
+    call, example = call_for(model, example_input)
     with torch.no_grad():
         check_model(model, example)
+    if engine not in get_args(Engine):
+        raise InvalidInput(f"engine: got {engine!r}, wanted one of {', '.join(map(repr, get_args(Engine)))}.")
     name = type(model).__name__
+    facts = kept_facts(model) if engine == "auto" and leaves is None else None
+    if facts is not None and isinstance(model, fx.GraphModule):  # a network that was pruned before
+        pruned = copy.deepcopy(model)
+        copy_info_(model.graph, pruned.graph)
+        record_shapes_(pruned, example)
+        return Graph(pruned, example, *facts)
     try:
-        copied = copy.deepcopy(model)
+        copied = copy.deepcopy(model).eval()
     except Exception as error:
         raise InvalidInput(
             f"{name} cannot be copied ({error}). If weights are computed by torch.nn.utils.weight_norm, call "
             f"torch.nn.utils.remove_weight_norm first, or use torch.nn.utils.parametrizations."
         ) from error
-    tracer = _Tracer(copied, leaves or ())
-    expected = _run(copied.eval(), example)
+    within = Leaves(copied, leaves or ())
+    reference = ByPosition(copied, call).eval() if call.keywords or call.fixed else copied
+    expected = _run(reference, example, name)
     others = [(example, expected)] if example[0].shape[:1] == (1,) else []
-    for doubled, found in other_batches(copied, example, 2) if others else []:
+    for doubled, found in other_batches(reference, example, 2) if others else []:
         example, expected = doubled, found  # an axis of length 1 looks like an axis that is not there
-    others = [*(others if others and others[0][0] is not example else []), *other_sizes(copied, example, expected)]
-    arguments = _default_arguments(copied, example)
-    module = fx.GraphModule(copied, _follow(tracer, copied, arguments), class_name=name)
+    others = [*(others if others and others[0][0] is not example else []), *other_sizes(reference, example, expected)]
+    checks = _Checks(reference, example, expected, tuple(others), name)
+    refusals: list[Untraceable] = []
+    module: fx.GraphModule | None = None
+    for chosen in ("fx", "record", "export") if engine == "auto" else (engine,):
+        try:
+            module = _captured(copied, call, within, checks, chosen, demanded=model.training)
+        except Untraceable as error:
+            refusals.append(error)
+            if module is not None or (isinstance(error, AnotherPath) and chosen != "fx"):
+                break
+            continue
+        if chosen != "fx" or not any("_tensor_constant" in str(node.target) for node in module.graph.nodes):
+            break  # otherwise torch.fx has computed with buffers, which then are constants: try to record it
+    if module is None:
+        if len(refusals) == 1:
+            raise refusals[0]
+        raise type(refusals[-1])("\n".join(str(refusal) for refusal in refusals)) from refusals[0]
+    copy_modes_(model, module)
+    origin = f"{type(model).__module__}.{type(model).__qualname__}"
+    return Graph(module, example, Plan(model=origin), within.chosen(copied))
+
+
+@dataclass(frozen=True)
+class _Checks:
+    """What a captured network is compared with: the model, its outputs for the example, and those for inputs of other sizes."""
+
+    reference: nn.Module
+    example: tuple[Tensor, ...]
+    expected: Any
+    others: tuple[tuple[tuple[Tensor, ...], Any], ...]
+    name: str
+
+
+def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, engine: str, *, demanded: bool) -> fx.GraphModule:
+    """Capture with one engine, normalise, and compare with the model; raises `Untraceable` where they differ."""
+    follow: Callable[[], fx.Graph]
+    if engine == "fx":
+        follow = functools.partial(trace_symbolically, copied, call, leaves)
+    elif engine == "record":
+        follow = functools.partial(record, copied, call, checks.example, leaves)
+    else:
+        follow = functools.partial(export, copied, call, checks.example, leaves)
+    example, name = checks.example, checks.name
+    copied.train().eval()  # a change of mode clears what some layers computed from their weights and keep
+    module = fx.GraphModule(copied, follow(), class_name=name)
     record_shapes_(module, example)
-    align_train_and_eval_(module, lambda: _follow(tracer, copied.train(), arguments), demanded=model.training)
+    copied.train()
+    aligned = align_train_and_eval_(module, follow, demanded=demanded)
     normalise_(module)
     _record_origins_(module)
     module.eval()
-    _check_same(_run(module, example), expected, name)
-    _record_other_sizes_(module, others, name)
-    copy_modes_(model, module)
-    return Graph(module, example, Plan(model=f"{type(model).__module__}.{type(model).__qualname__}"), tracer.left_whole(copied))
+    copied.eval()
+    _check_same(_run(module, example, name), checks.expected, name)
+    if engine != "fx":  # these run on real values, of which they might have taken one for a constant
+        changed = tuple(e.flip(0).roll(1, -1) * 0.9 if e.is_floating_point() else e.flip(0) for e in example)
+        outputs = attempt(checks.reference, changed)
+        if outputs is not None:
+            _check_same(_run(module, changed, name), outputs, name)
+        if aligned:
+            _check_train_mode(module, checks)
+    _record_other_sizes_(module, checks, fixed_image_size=engine != "fx")
+    return module
+
+
+def _check_train_mode(module: fx.GraphModule, checks: _Checks) -> None:
+    """Compare outputs and updated statistics in train mode, with the same random numbers."""
+    found: list[tuple[Any, dict[str, Tensor]]] = []
+    for network in (checks.reference, module):
+        with torch.random.fork_rng(devices=[]), buffers_restored(network), torch.no_grad():
+            torch.manual_seed(0)
+            outputs = attempt(network.train(), checks.example)
+            holder = network.model if isinstance(network, ByPosition) else network
+            updated = {name: buffer.clone() for name, buffer in holder.named_buffers()}
+        network.eval()
+        found.append((outputs, updated))
+    (theirs, their_buffers), (ours, our_buffers) = found
+    if theirs is None:
+        return
+    both = [n for n, b in our_buffers.items() if n in their_buffers and b.is_floating_point()]
+    try:
+        _check_same([ours, [our_buffers[n] for n in both]], [theirs, [their_buffers[n] for n in both]], checks.name)
+    except NonFinite:
+        return
+    except Untraceable as error:
+        raise Untraceable(
+            f"the traced {checks.name} gives another output or other BatchNorm statistics than the model in train mode. "
+            f"Mark the submodule that behaves differently as a leaf: trace(model, x, leaves=['path.of.submodule'])."
+        ) from error
 
 
 def copy_modes_(source: nn.Module, target: nn.Module) -> None:
@@ -124,58 +205,6 @@ def copy_modes_(source: nn.Module, target: nn.Module) -> None:
     modes = {path: part.training for path, part in source.named_modules()}
     for path, part in target.named_modules():
         part.training = modes.get(path, source.training)
-
-
-def as_example(example_input: Example) -> tuple[Tensor, ...]:
-    """Return a copy of the example input as the tuple of the model's positional arguments."""
-    example = (example_input,) if isinstance(example_input, Tensor) else example_input
-    if not isinstance(example, tuple) or not example or not all(isinstance(e, Tensor) for e in example):
-        raise InvalidInput(
-            f"example_input: got {type(example_input).__name__}, wanted a tensor, or a tuple of tensors for a model "
-            f"with several arguments. Pass one batch that the model accepts, e.g. torch.randn(2, 3, 32, 32)."
-        )
-    return tuple(e.detach().clone() for e in example)
-
-
-def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:
-    """Reject models that cannot be traced: not a module, non-finite weights, another device or dtype than the example's."""
-    if not isinstance(model, nn.Module):
-        raise InvalidInput(f"model: got {type(model).__name__}, wanted a torch.nn.Module (an instance, not a class).")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise Untraceable("a ScriptModule cannot be traced. Pass the nn.Module that was scripted.")
-    scripted = [name for name, part in model.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    if scripted:
-        raise Untraceable(
-            f"the submodule {scripted[0]!r} is a ScriptModule, which cannot be traced. "
-            f"Replace it by the nn.Module that was scripted."
-        )
-    if any(is_lazy(p) for p in [*model.parameters(), *model.buffers()]):
-        raise InvalidInput("the model has lazy layers whose weights are not initialised. Run it once: model(example_input).")
-    for name in [*dict(model.named_modules()), *dict(model.named_parameters()), *dict(model.named_buffers())]:
-        if any(c in name for c in '"\\') or not name.isprintable() or any(map(iskeyword, name.split("."))):
-            raise InvalidInput(
-                f"the model has a submodule or tensor named {name!r}: torch.fx generates code, which cannot hold "
-                f"Python keywords, quotes, backslashes or line breaks. Give that submodule or parameter another name."
-            )
-    floating = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_floating_point()}
-    for name, tensor in floating.items():
-        if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
-            raise NonFinite(
-                f"{name!r} holds NaN or infinite values, so the effect of a cut cannot be measured. "
-                f"Load finite weights, or find out where training diverged."
-            )
-    devices, dtypes = {str(t.device) for t in floating.values()}, {t.dtype for t in floating.values()}
-    for e in example:
-        if devices and str(e.device) not in devices:
-            raise InvalidInput(
-                f"the example input is on {str(e.device)!r} but the model is on {', '.join(sorted(devices))!r}. "
-                f"Move one of them: example_input.to(...) or model.to(...)."
-            )
-        if e.is_floating_point() and dtypes and e.dtype not in dtypes:
-            raise InvalidInput(
-                f"the example input is {e.dtype} but the model is {', '.join(sorted(map(str, dtypes)))}. "
-                f"Convert one of them: example_input.to(dtype) or model.to(dtype)."
-            )
 
 
 def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
@@ -260,22 +289,54 @@ def attempt(model: nn.Module, inputs: tuple[Tensor, ...]) -> Any:
         return None
 
 
-def _record_other_sizes_(module: fx.GraphModule, others: list[tuple[tuple[Tensor, ...], Any]], name: str) -> None:
-    """Record the output shapes of all nodes for inputs of other sizes, and compare the outputs with the model's own."""
-    for inputs, expected in others:
+def _record_other_sizes_(module: fx.GraphModule, checks: _Checks, *, fixed_image_size: bool) -> None:
+    """Record the output shapes of all nodes for inputs of other sizes, and compare the outputs with the model's own.
+
+    With `fixed_image_size` a network that is right for images of one size passes; it is made to refuse others.
+    """
+    name = checks.name
+    for inputs, expected in checks.others:
+        same_images = all(i.shape[2:] == e.shape[2:] for i, e in zip(inputs, checks.example, strict=True))
         recorder = _Recorder(module)
         try:
             with torch.no_grad():
                 result = recorder.run(*copy.deepcopy(inputs))
         except Exception as error:
+            if fixed_image_size and not same_images:
+                continue
             raise Untraceable(
                 f"the traced {name} does not run on an input of shape {tuple(inputs[0].shape)}, though the model does: "
                 f"{str(error).splitlines()[0]} Its forward takes another path for that size: mark the submodule as a leaf."
             ) from error
-        if all(bool(torch.isfinite(t).all()) for t in tensors_in(expected) if t.is_floating_point() and not t.is_meta):
-            _check_same(result, expected, name)
+        try:
+            if all(bool(torch.isfinite(t).all()) for t in tensors_in(expected) if t.is_floating_point() and not t.is_meta):
+                _check_same(result, expected, name)
+        except Untraceable:
+            if same_images or not fixed_image_size:
+                raise
+            _refuse_other_images_(module, checks.example)
+            continue
         for node, shape in recorder.shapes.items():
             info(node)["other_shapes"] = (*info(node).get("other_shapes", ()), shape)
+
+
+def _refuse_other_images_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
+    """Let the network assert that images have the size of the example, for which it was captured."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, tensor in zip(inputs, example, strict=True):
+        for axis, size in enumerate(tensor.shape[2:], 2):
+            with module.graph.inserting_after(inputs[-1]):
+                length = module.graph.call_method("size", (node, axis))
+            with module.graph.inserting_after(length):
+                same = module.graph.call_function(operator.eq, (length, size))
+            with module.graph.inserting_after(same):
+                message = f"{node.target} must have length {size} along axis {axis}, for which the network was traced"
+                check = module.graph.call_function(torch._assert, (same, message))
+            for added, value in ((length, size), (same, True), (check, None)):
+                info(added).update({"shape": Shape(None, value), "unused": True, "filters_a_channel": 0, "name": added.name})
+                if "other_shapes" in info(node):
+                    info(added)["other_shapes"] = (Shape(None, value),) * len(info(node)["other_shapes"])
+    module.recompile()
 
 
 class _Recorder(fx.Interpreter):
@@ -300,109 +361,24 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, int | float | bool | str) else None
 
 
-class _Tracer(fx.Tracer):
-    """torch.fx's tracer, which does not enter the user's leaves and classes that have a rule."""
-
-    def __init__(self, root: nn.Module, leaves: Iterable[Leaf]) -> None:
-        super().__init__()
-        chosen = list(leaves)
-        self.names = {leaf for leaf in chosen if isinstance(leaf, str)}
-        self.classes = tuple(leaf for leaf in chosen if not isinstance(leaf, str))
-        known = {name for name, _ in root.named_modules()}
-        for name in self.names - known:
-            raise InvalidInput(f"leaves: the model has no submodule {name!r}. Use a path from model.named_modules().")
-
-    def left_whole(self, root: nn.Module) -> tuple[str, ...]:
-        """Return the paths of the submodules that the user named as leaves."""
-        return tuple(name for name, part in root.named_modules() if name in self.names or isinstance(part, self.classes))
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return (
-            module_qualified_name in self.names
-            or isinstance(m, self.classes)
-            or ruled_class(type(m)) is not None
-            or super().is_leaf_module(m, module_qualified_name)
-        )
-
-
-def _default_arguments(model: nn.Module, example: tuple[Tensor, ...]) -> dict[str, Any]:
-    """Return the arguments of forward that the example leaves to their defaults: tracing must see the values, not proxies."""
-    given: dict[str, Any] = {}
-    for place, parameter in enumerate(inspect.signature(model.forward).parameters.values()):
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            raise Untraceable(
-                f"{type(model).__name__}.forward takes *{parameter.name}, which torch.fx cannot trace. Wrap the model in a "
-                f"module whose forward names its inputs."
-            )
-        if place >= len(example) and parameter.default is not parameter.empty:
-            given[parameter.name] = parameter.default
-    return given
-
-
-def _follow(tracer: _Tracer, model: nn.Module, arguments: dict[str, Any]) -> fx.Graph:
-    try:
-        with _interrupts_deferred():
-            graph = tracer.trace(model, concrete_args=arguments or None)
-        graph._tracer_cls = None  # our tracer takes arguments, but unpickling a GraphModule makes a tracer without any
-        _erase_arguments_(graph, arguments)
-        return graph
-    except Exception as error:
-        libraries = (Path(torch.__file__).parent, Path(__file__).parent)
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if not any(folder in Path(f.filename).parents for folder in libraries)]
-        where = f'line {own[-1].lineno} of {own[-1].filename}, in {own[-1].name}: "{own[-1].line}"' if own else "its forward"
-        raise Untraceable(
-            f"torch.fx cannot follow {type(model).__name__}: {where} ({type(error).__name__}: {str(error).splitlines()[0]}). "
-            f"The result depends on the values of a tensor, or the code cannot be traced. Rewrite that line, or mark the "
-            f"submodule that contains it as a leaf: trace(model, x, leaves=['path.of.submodule'])."
-        ) from error
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block: torch.fx, interrupted while it traces, may not be able to trace again."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if pressed:
-        raise KeyboardInterrupt
-
-
-def _erase_arguments_(graph: fx.Graph, arguments: dict[str, Any]) -> None:
-    """Erase the placeholders of arguments left to their defaults, and the checks that torch.fx added for them."""
-
-    def behind(node: fx.Node) -> set[fx.Node]:
-        return {node}.union(*map(behind, node.users))
-
-    patterns = [rf"{re.escape(name)}(_\d+)?" for name in arguments]
-    for placeholder in [n for n in graph.nodes if n.op == "placeholder"]:
-        if any(re.fullmatch(pattern, str(placeholder.target)) for pattern in patterns):
-            for node in sorted(behind(placeholder), key=list(graph.nodes).index, reverse=True):
-                graph.erase_node(node)
-
-
-def _run(module: nn.Module, example: tuple[Tensor, ...]) -> Any:
+def _run(module: nn.Module, example: tuple[Tensor, ...], name: str) -> Any:
     try:
         with torch.no_grad():
             return module(*copy.deepcopy(example))
     except Exception as error:
         shapes = ", ".join(str(tuple(e.shape)) for e in example)
         raise InvalidInput(
-            f"{type(module).__name__} does not run on the example input of shape {shapes}: {error}. "
+            f"{name} does not run on the example input of shape {shapes}: {error}. "
             f"Pass an input that model(example_input) accepts."
         ) from error
 
 
 def _check_same(traced: Any, expected: Any, name: str) -> None:
     """Compare the traced network's outputs with the model's: they differ where torch.fx missed a side effect or randomness."""
-    pairs = zip(tensors_in(traced), tensors_in(expected), strict=True)
-    for ours, theirs in pairs:
+    found, wanted = tensors_in(traced), tensors_in(expected)
+    if len(found) != len(wanted):
+        raise Untraceable(f"the traced {name} gives {len(found)} tensors, the model itself {len(wanted)}.")
+    for ours, theirs in zip(found, wanted, strict=True):
         if ours.is_meta or not theirs.is_floating_point():
             continue
         if not bool(torch.isfinite(theirs).all()):
@@ -414,19 +390,6 @@ def _check_same(traced: Any, expected: Any, name: str) -> None:
                 f"changes a tensor in place behind a view, or relies on hooks of the model or a container. Rewrite that part, "
                 f"or mark the submodule as a leaf: trace(model, x, leaves=['path.of.submodule'])."
             )
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return all tensors inside nested tuples, lists, dicts and dataclasses, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, each.name) for each in fields(value)]
-    if isinstance(value, tuple | list):
-        return [t for v in value for t in tensors_in(v)]
-    return []
 
 
 def _record_origins_(module: fx.GraphModule) -> None:

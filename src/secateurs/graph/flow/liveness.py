@@ -93,7 +93,7 @@ def _flow(op: Op, shared: Mapping[str, str]) -> Flow:
     node = op.node
     if node.op in ("placeholder", "get_attr") or (node.op != "output" and not op.inputs):
         return Source()
-    if node.op == "output":
+    if node.op == "output" or isinstance(node.target, type):  # a dataclass or mapping that the network returns
         return Opaque("it is the network's output")
     if op.module is not None:
         obstacle = shared.get(str(node.target)) or _obstacle(op.module)
