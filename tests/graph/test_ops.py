@@ -198,7 +198,8 @@ op(
         "n2": nn.BatchNorm2d(8),
         "b": conv(8, 4, 1),
     },
-    ("g",),  # a filter of a goes with both that read it
+    ("a", "g"),  # a filter of a goes with both that read it
+    may_empty=True,
 )
 op(
     "transposed depthwise",
@@ -389,7 +390,7 @@ between("3 - x", lambda x: 3 - F.relu(x))
 between("torch.sub(x, 1, alpha=2)", lambda x: torch.sub(F.relu(x), 1, alpha=2))
 between("torch.rsub(x, 1)", lambda x: torch.rsub(F.relu(x), 1))
 between("x + 3 before the activation", lambda x: F.relu(x + 3))
-between("hard swish by hand", lambda x: x * F.relu6(x + 3) / 6, REVIVES)
+between("hard swish by hand", lambda x: x * F.relu6(x + 3) / 6)
 between("x.add_(1)", lambda x: F.relu(x.add_(1)))
 between("x.mul_(2).relu_()", lambda x: x.mul_(2).relu_())
 between("F.relu(inplace=True)", lambda x: F.relu(x, inplace=True))
@@ -778,15 +779,13 @@ op(
     "a layer called twice",
     lambda net, x: net.b(F.relu(net.c(F.relu(net.c(F.relu(net.a(x))))))),
     lambda: {"a": conv(3, 8), "c": conv(8, 8), "b": conv(8, 4)},
-    (),
-    refused={"a": "'c' is called 2 times", "c": "is called 2 times"},
+    ("a", "c"),
 )
 op(
     "a BatchNorm called twice",
     lambda net, x: net.b(F.relu(net.n(net.c(F.relu(net.n(net.a(x))))))),
     lambda: {"a": conv(3, 8), "n": nn.BatchNorm2d(8), "c": conv(8, 8), "b": conv(8, 4)},
-    (),
-    refused={"a": "'n' is called 2 times", "c": "'n' is called 2 times"},
+    ("a", "c"),
 )
 op(
     "an activation called twice",

@@ -75,8 +75,8 @@ def test_macs_that_refused_layers_lock() -> None:
     """By hand, for one example: taps × inputs × filters × places."""
     net = Net(
         lambda net, x: net.out(net.norm(net.up(net.twice(net.twice(net.a(x)))))),
-        a=nn.Conv2d(3, 8, 3, stride=2, padding=1),
-        twice=nn.Conv2d(8, 8, 3, padding=1, groups=2),
+        a=nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8)),
+        twice=nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.GroupNorm(2, 8)),
         up=nn.ConvTranspose2d(8, 6, 2, stride=2),
         norm=nn.GroupNorm(2, 6),
         out=nn.Conv2d(6, 4, 1, bias=False),
@@ -84,8 +84,8 @@ def test_macs_that_refused_layers_lock() -> None:
     sites = find_sites(traced(net, random_tensor(3, 3, 8, 8)))
     assert not sites
     macs = {u.name: u.macs for u in sites.unprunable}
-    assert macs["a"] == 9 * 3 * 8 * 16
-    assert macs["twice"] == 2 * 9 * 4 * 8 * 16
+    assert macs["a.0"] == 9 * 3 * 8 * 16
+    assert macs["twice.0"] == 2 * 9 * 4 * 8 * 16
     assert macs["up"] == 4 * 8 * 6 * 16
     assert macs["out"] == 6 * 4 * 64
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ def rewrite_(state: Rewriting) -> None:
         if node in state.flows.of:
             _visit(state, node, state.flows.of[node])
         _fix_sizes(state, node)
+    for path, narrowed in state.narrowing.items():  # only now: a folded call of the same module reads it as it was
+        state.keep(path, narrowed())
     _erase_unused(state)
     state.module.graph.lint()
     state.module.delete_all_unused_submodules()
@@ -179,13 +181,15 @@ def _channelwise(flow: Channelwise, node: fx.Node, state: Rewriting) -> None:
     carried = state.carried(source, flow.width)
     # an op that revives zeros needs the zero channels of its input in place
     wanted = carried if flow.keeps_zero else carried | state.live_at(node)
+    shared = state.live_in_any_call(node) if flow.params else None
+    wanted = wanted if shared is None else shared[1]
     state.align(node, source, wanted, flow.in_axis)
     for other in others:
         state.redirect(node, other)
     state.settle(node, wanted)
     if node.op == "call_module" and flow.params and not bool(wanted.all()):
         target = state.module.get_submodule(str(node.target))
-        state.keep(node, narrow_channelwise_(target, flow, wanted))
+        state.narrowing[str(node.target)] = partial(narrow_channelwise_, target, flow, wanted)
     if flow.resize is not None:
         flow.resize(node, int(wanted.sum()))
 
@@ -197,17 +201,21 @@ def _layer(flow: Layer, node: fx.Node, state: Rewriting) -> None:
     carried = all_of(flow.inputs) if flow.reads_all else state.carried(source, flow.inputs)
     if flow.reads_all:
         state.align(node, source, all_of(state.flows.width(source)), state.axis_of(source))
+    shared = state.live_in_any_call(node)
+    if shared is not None:
+        read, live = shared
+        carried = all_of(flow.inputs) if read is None or flow.reads_all else read
     inputs, outputs, groups = carried, live, flow.groups
     if flow.groups > 1:
         inputs, outputs, groups = balanced(flow, carried, live)
-    if flow.groups > 1 and not flow.reads_all:
+    if (flow.groups > 1 or shared is not None) and not flow.reads_all:
         state.align(node, source, inputs, flow.in_axis)
     elif not flow.reads_all:
         state.redirect(node, source)
     state.settle(node, outputs)
     if not (bool(inputs.all()) and bool(outputs.all())):
         target = state.module.get_submodule(str(node.target))
-        state.keep(node, narrow_layer_(target, flow, inputs, outputs, groups))
+        state.narrowing[str(node.target)] = partial(narrow_layer_, target, flow, inputs, outputs, groups)
 
 
 @narrow_node.register

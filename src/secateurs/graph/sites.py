@@ -1,7 +1,9 @@
 """Step 2 of 9: find the `Site`s of a Graph in network order: places where a zeroed channel stays zero until it is read.
 
 A layer's site lies behind the activation that follows it. In a residual block the last layer's site lies before the add, or
-behind the add's activation (the two shortcut positions of the paper). A layer without a site is listed with the reason.
+behind the add's activation (the two shortcut positions of the paper). Where an op makes something else of a zero before it is
+read (BatchNorm, a depthwise filter with a bias), the mask is applied again behind that op. A layer that is called several times
+has one site over all its calls. A layer without a site is listed with the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from torch import Tensor, fx, nn
 from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
 from secateurs.graph.add_fusion import spread_sums
+from secateurs.graph.channels import all_of, ids
 from secateurs.graph.cost import count_macs
-from secateurs.graph.flow import Channelwise, Flow, Flows, Join, Layer, Opaque, analyse, find_flows, revivals
+from secateurs.graph.flow import ELSEWHERE, Channelwise, Flow, Flows, Join, Layer, Opaque, analyse, find_flows, find_revivals
+from secateurs.graph.flow.liveness import Revivals
 from secateurs.graph.layers import Align
 from secateurs.graph.node_info import called_module, dims_of, info, shape_of
 from secateurs.graph.trace import Example, Graph, trace
@@ -37,20 +41,50 @@ _KNOWN: WeakKeyDictionary[Graph, dict[Shortcut, Sites]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
+class MaskPoint:
+    """A node behind which a site's mask is applied: to some of its `width` channels, each by one of the site's, its source."""
+
+    node: str
+    axis: int
+    width: int
+    channels: tuple[int, ...]
+    sources: tuple[int, ...]
+
+    def mask(self, keep: Tensor) -> Tensor:
+        """Return the mask of the node's channels, bool (width,), for the site's mask `keep` (C,)."""
+        mask = all_of(self.width)
+        mask[list(self.channels)] = keep[list(self.sources)]
+        return mask
+
+
+@dataclass(frozen=True)
 class Site:
     """A place where a channel can be zeroed and stays zero until it is read.
 
-    The mask goes behind the graph node `node`, along `axis`. `layers` lose one filter for each removed channel. `original`
+    The mask goes behind the graph node `node`, along `axis`, the first of `points`: the others are the places behind the other
+    calls of the layer, and those where it is applied again. `layers` lose their filters with the removed channels. `original`
     holds the ids, in the uncut network, of the channels that remain.
     """
 
     name: str
     channels: int
-    node: str
-    axis: int
     layers: tuple[str, ...]
     original: tuple[int, ...]
     original_channels: int
+    points: tuple[MaskPoint, ...]
+
+    @property
+    def node(self) -> str:
+        """The first node behind which the mask goes."""
+        return self.points[0].node
+
+    @property
+    def axis(self) -> int:
+        """The channel axis of `node`."""
+        return self.points[0].axis
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
 
 @dataclass(frozen=True)
@@ -113,24 +147,47 @@ def share_sites(source: Graph, target: Graph) -> None:
     _KNOWN[target] = dict(_KNOWN.get(source, {}))
 
 
+def node_masks(cuts: Iterable[tuple[Site, Tensor]]) -> dict[str, tuple[int, Tensor]]:
+    """Return the channel axis and the mask of each node, by name, behind which the sites' masks are applied; True = kept."""
+    found: dict[str, tuple[int, Tensor]] = {}
+    for site, keep in cuts:
+        for point in site.points:
+            mask = point.mask(keep)
+            found[point.node] = (point.axis, found[point.node][1] & mask if point.node in found else mask)
+    return found
+
+
 def _all_sites(graph: Graph, shortcut: Shortcut) -> Sites:
     graph = replace(graph, module=spread_sums(graph.module))
     flows = find_flows(graph.module)
-    search = _Search(graph, flows, shortcut, analyse(flows, {}).need)
-    sites: dict[fx.Node, Site] = {}
-    refused: list[Unprunable] = []
+    search = _Search(graph, flows, shortcut, analyse(flows, {}).need, {})
+    calls: dict[str, list[fx.Node]] = {}
+    macs: Counter[str] = Counter()
     for node, flow in flows.of.items():
         if isinstance(flow, Layer):
-            place, reason = search.place(node)
-            if place is None:
-                weight = graph.module.get_submodule(str(node.target)).weight
-                assert isinstance(weight, Tensor)
-                refused.append(Unprunable(str(node.target), node.name, reason, _macs(weight.shape, node, flow.transposed)))
-            elif place not in sites:
-                sites[place] = search.site(node, place)
-    covered = {layer for site in sites.values() for layer in site.layers}
-    found = [sites[place] for place in flows.of if place in sites]
-    return Sites(found, [u for u in [*refused, *_opaque_layers(graph, flows)] if u.name not in covered])
+            calls.setdefault(str(node.target), []).append(node)
+            weight: Any = graph.module.get_submodule(str(node.target)).weight
+            macs[str(node.target)] += _macs(weight.shape, node, flow.transposed)
+    sites: list[Site] = []
+    groups, reasons = search.groups(calls)
+    for layers, places in groups:
+        found = search.site(layers[0], places)
+        if isinstance(found, Site):
+            sites.append(found)
+        else:
+            reasons |= {str(layer.target): found for layer in layers}
+    sites = [site for site in sites if not _goes_with_another(site, sites, flows)]
+    refused = [Unprunable(path, calls[path][0].name, reason, macs[path]) for path, reason in reasons.items()]
+    covered = {layer for site in sites for layer in site.layers}
+    return Sites(sites, [u for u in [*refused, *_opaque_layers(graph, flows)] if u.name not in covered])
+
+
+def _goes_with_another(site: Site, sites: Sequence[Site], flows: Flows) -> bool:
+    """Whether a depthwise layer's site only repeats another: its filters and those that feed it go there, with more of them."""
+    if len(site.points) == 1 or not any(info(n).get("filters_a_channel") for n in flows.of if str(n.target) == site.name):
+        return False
+    own = set(site.layers)
+    return any(other is not site and other.name in own and own <= set(other.layers) for other in sites)
 
 
 def remember_names_(graph: Graph, module: fx.GraphModule) -> None:
@@ -201,6 +258,35 @@ class _Search:
     flows: Flows
     shortcut: Shortcut
     unmasked: Mapping[fx.Node, Tensor]  # channels that are needed without any mask, where that is not all of them
+    known: dict[fx.Node, Revivals]  # by place, once they are found
+
+    def groups(
+        self, calls: Mapping[str, Sequence[fx.Node]]
+    ) -> tuple[list[tuple[list[fx.Node], list[fx.Node]]], dict[str, str]]:
+        """Return the layers and the places of each site in network order, and by path why other layers have none.
+
+        A layer that is called several times needs a place behind each call; layers with a place in common share a site.
+        """
+        reasons: dict[str, str] = {}
+        groups: list[tuple[list[fx.Node], list[fx.Node]]] = []
+        for path, nodes in calls.items():
+            places: list[fx.Node] = []
+            for node in nodes:
+                place, reason = self.place(node)
+                if place is None:
+                    reasons[path] = reason if len(nodes) == 1 else f"{reason} (it is called {len(nodes)} times)"
+                    break
+                places.append(place)
+            else:
+                layers = [nodes[0]]
+                for group in [g for g in groups if not set(places).isdisjoint(g[1])]:
+                    groups.remove(group)
+                    layers, places = group[0] + layers, group[1] + places
+                groups.append((layers, list(dict.fromkeys(places))))
+        order = {node: i for i, node in enumerate(self.flows.of)}
+        for _, found in groups:
+            found.sort(key=order.__getitem__)
+        return sorted(groups, key=lambda group: order[group[1][0]]), reasons
 
     def place(self, layer: fx.Node) -> tuple[fx.Node | None, str]:
         """Return the node behind which the mask of `layer` goes, or None and the reason."""
@@ -214,12 +300,21 @@ class _Search:
             return None, "it is a gate: its filters go with the channels that it multiplies"
         if info(chain[0]).get("original_channels", self.flows.width(chain[0])) < 2:
             return None, "it has one filter only"
+        best: fx.Node | None = None
         reason = ""
         for candidate in self._candidates(chain):
-            reason = next((why for _, why in revivals(self.flows, candidate)), "")
-            if not reason:
-                return self._behind_gather(candidate), ""
-        return None, reason
+            found = self._revivals(candidate)
+            reason = found.obstacle
+            if not reason and (best is None or len(found.points) < len(self._revivals(best).points)):
+                best = candidate
+            if best is not None and not self._revivals(best).points:
+                break
+        return (None, reason) if best is None else (self._behind_gather(best), "")
+
+    def _revivals(self, place: fx.Node) -> Revivals:
+        if place not in self.known:
+            self.known[place] = find_revivals(self.flows, {place: torch.arange(self.flows.width(place))})
+        return self.known[place]
 
     def _behind_gather(self, place: fx.Node) -> fx.Node:
         """Where a gather of an earlier cut is the only consumer, the site is the output of the gather."""
@@ -300,21 +395,35 @@ class _Search:
         users = self.flows.users.get(node, ())
         return (users[0], self.flows.of[users[0]]) if len(users) == 1 else (None, None)
 
-    def site(self, layer: fx.Node, place: fx.Node) -> Site:
-        """Return the site behind `place`."""
-        channels = self.flows.width(place)
-        keep = torch.ones(channels, dtype=torch.bool)
-        keep[0] = False
-        dead = analyse(self.flows, {place: keep}).need
-        unchanged = {n for n, needed in self.unmasked.items() if n in dead and torch.equal(needed, dead[n])}
-        layers = tuple(str(n.target) for n in dead if isinstance(self.flows.of[n], Layer) and n not in unchanged)
-        ids = self.graph.ids.get(place.name)
-        original = tuple(range(channels)) if ids is None else tuple(ids.tolist())
-        axis = self.flows.of[place].axis
+    def site(self, layer: fx.Node, places: Sequence[fx.Node]) -> Site | str:
+        """Return the site of `layer` behind `places`, or why there is none."""
+        own = {place: self.graph.ids.get(place.name, torch.arange(self.flows.width(place))) for place in places}
+        original = torch.tensor(
+            sorted({i for kept in own.values() for i in kept.tolist()})
+        )  # a cut elsewhere may have removed channels of some calls only
+        starts = {place: torch.searchsorted(original, kept) for place, kept in own.items()}
+        found = self._revivals(places[0]) if len(places) == 1 else find_revivals(self.flows, starts)
+        if found.obstacle:
+            return found.obstacle
+        points = {**starts, **found.points}
+        removed: set[fx.Node] = set()
+        for channel in sorted({0, *found.filtered}):
+            keep = torch.arange(len(original)) != channel
+            masks = {node: (source == ELSEWHERE) | keep[source] for node, source in points.items()}
+            dead = analyse(self.flows, masks).need
+            unchanged = {n for n, needed in self.unmasked.items() if n in dead and torch.equal(needed, dead[n])}
+            removed |= {n for n in dead if isinstance(self.flows.of[n], Layer) and n not in unchanged}
+        layers = tuple(dict.fromkeys(str(n.target) for n in self.flows.of if n in removed))
+        wide = max(info(place).get("original_channels", self.flows.width(place)) for place in places)
+        names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
+        name = next((name for name in names if name), None) or self._name(layer, layers)
+        points_of = tuple(self._point(node, source) for node, source in points.items())
+        return Site(name, len(original), layers, tuple(original.tolist()), wide, points_of)
+
+    def _point(self, node: fx.Node, source: Tensor) -> MaskPoint:
+        axis, channels = self.flows.of[node].axis, ids(source != ELSEWHERE)
         assert axis is not None
-        wide = info(place).get("original_channels", channels)
-        name = info(place).get("site_names", {}).get(self.shortcut) or self._name(layer, layers[::-1])
-        return Site(name, channels, place.name, axis, layers[::-1], original, wide)
+        return MaskPoint(node.name, axis, len(source), tuple(channels.tolist()), tuple(source[channels].tolist()))
 
     def _name(self, layer: fx.Node, layers: tuple[str, ...]) -> str:
         """Return the path of the layer that loses filters; for a site behind an add, the name of the add."""

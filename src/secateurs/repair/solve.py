@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from secateurs.graph.channels import ids
-from secateurs.graph.consumers import ELSEWHERE
+from secateurs.graph.flow import ELSEWHERE
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.flow import Flows, Layer, analyse, find_flows
 from secateurs.graph.latency import median, undisturbed
-from secateurs.graph.sites import Site
+from secateurs.graph.sites import Site, node_masks
 from secateurs.graph.trace import Graph, shape_of
 
 MARGIN = 4.0  # standard errors: of 100 simulated sites with 48 equal widths and 7 rounds, 1 to 4 then had an edge (3.0: 6 to 9)
@@ -146,13 +146,16 @@ def _candidates(channels: int, grid: int | None) -> list[int]:
 def _layers_by_width(graph: Graph, site: Site, widths: Iterable[int]) -> dict[int, list[_NarrowedLayer]]:
     """For each width, the narrowed layers whose size depends on the width, in network order."""
     flows = find_flows(spread_sums(graph.module))
-    masked = next((node for node in flows.of if node.name == site.node), None)
-    if masked is None or flows.of[masked].axis is None or flows.width(masked) != site.channels:
+    nodes = {node.name: node for node, flow in flows.of.items() if flow.axis is not None}
+    if any(p.node not in nodes or flows.width(nodes[p.node]) != p.width for p in site.points):
         raise UnknownSite(
             f"site {site.name!r} of {site.channels} channels is not in this graph. An earlier cut may have "
             f"narrowed it: look it up again with find_sites(graph)."
         )
-    layers = {width: _narrowed_layers(flows, masked, _spread(width, site.channels)) for width in widths}
+    layers = {}
+    for width in widths:
+        masks = node_masks([(site, _spread(width, site.channels))])
+        layers[width] = _narrowed_layers(flows, {nodes[name]: mask for name, (_, mask) in masks.items()})
     sizes = {node: {found[node].size for found in layers.values()} for node in layers[site.channels]}
     return {width: [found[node] for node in sizes if len(sizes[node]) > 1] for width, found in layers.items()}
 
@@ -164,9 +167,9 @@ def _spread(width: int, channels: int) -> Tensor:
     return keep
 
 
-def _narrowed_layers(flows: Flows, masked: fx.Node, keep: Tensor) -> dict[fx.Node, _NarrowedLayer]:
-    """All layers of the network as compaction leaves them when the output of `masked` is masked by `keep`."""
-    live = analyse(flows, {masked: keep}).live
+def _narrowed_layers(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> dict[fx.Node, _NarrowedLayer]:
+    """All layers of the network as compaction leaves them when the outputs of these nodes are masked."""
+    live = analyse(flows, masks).live
     found = {}
     for node, flow in flows.of.items():
         if isinstance(flow, Layer):

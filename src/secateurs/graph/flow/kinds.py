@@ -1,7 +1,8 @@
 """How channels pass through an op: the kinds of flow that rules return.
 
-A flow answers two questions about bool vectors over channels. Forward, `zeros`: which channels of the output are zero
-for every input. Backward, `needs`: which channels of each input are needed, given those needed of the output.
+A flow answers three questions about vectors over channels. Forward, `zeros`: which channels of the output are zero
+for every input. Backward, `needs`: which channels of each input are needed, given those needed of the output. Forward again,
+`sources`: the one channel of a site with which each channel becomes zero (or would, if the op kept zeros), `ELSEWHERE` if none.
 An input whose channel axis is unknown has no vector (None): all of it is present, none of it known to be zero.
 """
 
@@ -18,6 +19,12 @@ from secateurs.graph.channels import all_of, none_of
 
 Vector = Tensor | None
 ResizeArgs = Callable[[fx.Node, int], None]
+ELSEWHERE = -1
+
+
+def elsewhere(width: int) -> Tensor:
+    """Return the sources of `width` channels that come from no channel of the site."""
+    return torch.full((width,), ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,10 @@ class Source:
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Nothing is known to be zero."""
         return none_of(self.width)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """From nowhere."""
+        return elsewhere(self.width)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Reads nothing."""
@@ -63,6 +74,10 @@ class Channelwise:
             return ins[0] & ~self.revived
         return ins[0] if self.keeps_zero and ins[0] is not None else none_of(self.width)
 
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """Channel by channel."""
+        return elsewhere(self.width) if ins[0] is None else ins[0]
+
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Each needed channel needs the same channel of the input."""
         return [out]
@@ -92,6 +107,12 @@ class Layer:
         if self.bias or zero is None or self.reads_all:
             return none_of(self.filters)
         return zero.view(self.groups, -1).all(1).repeat_interleave(self.filters // self.groups)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """A filter of one channel passes it on; one of several channels mixes them."""
+        if ins[0] is None or self.reads_all or self.inputs != self.groups:
+            return elsewhere(self.filters)
+        return ins[0].repeat_interleave(self.filters // self.inputs)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """A group with a needed filter needs all its inputs."""
@@ -124,6 +145,14 @@ class Join:
         stacked = torch.stack(vectors)
         return stacked.all(0) if self.zero_if == "all" else stacked.any(0)
 
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """One factor from the site zeroes a product; a sum becomes zero with a channel that all its terms come from."""
+        stacked = torch.stack([elsewhere(self.width) if v is None else v.expand(self.width) for v in ins])
+        if self.zero_if == "first":
+            return stacked[0]
+        last = stacked.amax(0)
+        return last if self.zero_if == "any" else torch.where((stacked == last).all(0), last, ELSEWHERE)
+
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Needed of each input as of the output, without the channels that are zero in the output."""
         wanted = out & ~zero if self.zero_if == "any" else out
@@ -145,6 +174,10 @@ class Concat:
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """The inputs' zeros, in order."""
         return torch.cat([none_of(w) if v is None else v for v, w in zip(ins, self.widths, strict=True)])
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """The inputs' sources, in order."""
+        return torch.cat([elsewhere(w) if v is None else v for v, w in zip(ins, self.widths, strict=True)])
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Each input is needed where its part of the output is."""
@@ -178,6 +211,11 @@ class Moved:
         source = none_of(self.inputs) if ins[0] is None else ins[0]
         return torch.cat([source, all_of(1)])[self.index]
 
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """As the channels move."""
+        source = elsewhere(self.inputs) if ins[0] is None else ins[0]
+        return torch.cat([source, elsewhere(1)])[self.index]
+
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """An input channel is needed where any of its copies is."""
         wanted = none_of(self.inputs + 1)
@@ -199,6 +237,13 @@ class Blocks:
         """Zero where the whole block is."""
         return none_of(self.width) if ins[0] is None else ins[0].view(self.width, self.size).all(1)
 
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """A channel that a whole block comes from."""
+        if ins[0] is None:
+            return elsewhere(self.width)
+        blocks = ins[0].view(self.width, self.size)
+        return torch.where((blocks == blocks[:, :1]).all(1), blocks[:, 0], ELSEWHERE)
+
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """All features of a needed block."""
         return [out.repeat_interleave(self.size)]
@@ -214,6 +259,10 @@ class Opaque:
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Nothing is known to be zero."""
         return none_of(0)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """From nowhere."""
+        return elsewhere(0)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Everything."""

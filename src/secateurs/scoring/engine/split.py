@@ -39,6 +39,7 @@ class SplitNetwork:
     names: Mapping[str, Tensor]  # the suffix's parameters and buffers before folding, as the user's module names them
     carried_rows: tuple[bool, ...]  # which of the values that pass by the site have a row for every example
     separable: bool  # every output has a row for every example, and no other example changes it
+    several: bool  # the mask is applied in several places, by the suffix, which takes factors as its last input
 
     def laid_out(self, value: Any) -> Any:
         """Images in the layout of the network's weights; anything else unchanged."""
@@ -61,11 +62,13 @@ def prepare(split: Split, inputs: Tensor, *, channels: int, device: Device, unfo
         part.to(place)
     names = {**dict(suffix.named_parameters(remove_duplicate=False)), **dict(suffix.named_buffers(remove_duplicate=False))}
     with torch.no_grad():
-        carried_rows, separable = _probe(prefix, suffix, inputs.to(place))
+        factors = (torch.ones(1, channels, device=place, dtype=dtype),) if split.several else ()
+        carried_rows, separable = _probe(prefix, suffix, inputs.to(place), factors)
         for part in (prefix, suffix):
             fold_norms_(part, unfolded)
             part.to(memory_format=layout)  # type: ignore[call-overload]  # the stubs know only the form with a dtype
-    return SplitNetwork(prefix, suffix, split.axis, channels, place, dtype, layout, names, carried_rows, separable)
+    known = (layout, names, carried_rows, separable, split.several)
+    return SplitNetwork(prefix, suffix, split.axis, channels, place, dtype, *known)
 
 
 def shallow_clone(module: fx.GraphModule) -> fx.GraphModule:
@@ -158,12 +161,14 @@ class _ShapeRecorder(fx.Interpreter):
         return result
 
 
-def _probe(prefix: fx.GraphModule, suffix: fx.GraphModule, inputs: Tensor) -> tuple[tuple[bool, ...], bool]:
+def _probe(
+    prefix: fx.GraphModule, suffix: fx.GraphModule, inputs: Tensor, factors: tuple[Tensor, ...]
+) -> tuple[tuple[bool, ...], bool]:
     """Run two and three of `inputs` (at least one): which carried values have rows, and whether examples are separable."""
 
     def run(count: int) -> tuple[Any, list[Any], Any]:
         activations, *carried = _ShapeRecorder(prefix).run(inputs[torch.arange(count, device=inputs.device) % len(inputs)])
-        return activations, carried, _ShapeRecorder(suffix).run(activations, *carried)
+        return activations, carried, _ShapeRecorder(suffix).run(activations, *carried, *factors)
 
     try:
         (activations, carried, outputs), (_, more_carried, more_outputs) = run(2), run(3)
