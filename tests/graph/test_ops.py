@@ -373,7 +373,32 @@ between("sum over channels", lambda x: x * F.relu(x).sum(dim=1, keepdim=True), "
 between("sum of everything", lambda x: x / (1 + F.relu(x).sum()), ".")
 between("cumsum over channels", lambda x: F.relu(x).cumsum(1), "no rule for cumsum")
 between("F.instance_norm", lambda x: F.relu(F.instance_norm(x)), "no rule for instance_norm")
-between("F.glu", lambda x: F.glu(F.relu(x), 1), "no rule for glu", out=4)
+between("softmax over space", lambda x: torch.softmax(x.flatten(2), -1).view(-1, 8, 8, 8))
+
+# ---- channels that go together ------------------------------------------------------------------------------------------
+
+between("F.glu", lambda x: F.glu(F.relu(x), 1), out=4)
+between("nn.GLU", lambda net, x: net.g(x), out=4, g=lambda: nn.GLU(1))
+between("F.glu along space", lambda x: F.glu(F.relu(x), 2))
+between("PixelShuffle", lambda net, x: F.relu(net.s(x)), out=2, s=lambda: nn.PixelShuffle(2))
+between("F.pixel_shuffle", lambda x: F.pixel_shuffle(F.relu(x), 2), out=2)
+between("PixelUnshuffle", lambda net, x: net.s(F.relu(x)), out=32, s=lambda: nn.PixelUnshuffle(2))
+between("torch.pixel_unshuffle", lambda x: torch.pixel_unshuffle(F.relu(x), 4), out=128)
+between("a gate from the other half", lambda x: (lambda y: y[0] * torch.sigmoid(y[1]))(x.chunk(2, 1)), out=4)
+between("gates of both halves", lambda x: torch.tanh(x[:, :4]) * x[:, 4:].sigmoid(), out=4)
+for label, unfold in {"nn.Unfold": lambda net, x: net.u(x), "F.unfold": lambda net, x: F.unfold(x, 3)}.items():
+    op(
+        label,
+        lambda net, x, f=unfold: net.b(f(net, F.relu(net.a(x))).transpose(1, 2)),
+        lambda: {"a": conv(3, 8), "u": nn.Unfold(3), "b": nn.Linear(72, 4)},
+    )
+for label, unbind in {"unbind": lambda x: x.unbind(2), "torch.unbind": lambda x: torch.unbind(x, dim=-2)}.items():
+    op(
+        label,
+        lambda net, x, f=unbind: (lambda rows: net.b(rows[0] + rows[3]))(f(F.relu(net.a(x)))),
+        lambda: {"a": conv(3, 8), "b": nn.Conv1d(8, 4, 3)},
+    )
+between("unbind of channels", lambda x: x.unbind(1)[0].unsqueeze(1), "picks a single channel", out=1)
 
 # ---- numbers, in place ------------------------------------------------------------------------------------------------
 
@@ -480,14 +505,18 @@ for label, multiply in {
     "einsum": lambda x, y: torch.einsum("nchw,ncwk->nchk", x, y),
     "bmm": lambda x, y: torch.bmm(x.flatten(0, 1), y.flatten(0, 1)).view(-1, 8, 8, 8),
 }.items():
-    op(label, two_branches(multiply), branches(), (), refused={"a": "no rule for|mixes", "c": "no rule for|mixes"})
-op(
-    "stack",
-    two_branches(lambda x, y: torch.stack([x, y], 1).sum(1)),
-    branches(),
-    (),
-    refused={"a": "no rule for stack", "c": "no rule for stack"},
-)
+    if label == "bmm":
+        op(label, two_branches(multiply), branches(), (), refused={"a": "mixes", "c": "mixes"})
+    else:
+        op(label, two_branches(multiply), branches(), ("a", "c"), may_empty=True)
+ALONG = "multiplies along the axis of the channels|sums over the channels"
+for label, multiply in {
+    "matmul of channels": lambda x, y: (x.flatten(2) @ y.flatten(2).transpose(1, 2)).unsqueeze(1).expand(-1, 8, -1, -1),
+    "einsum over channels": lambda x, y: torch.einsum("nchw,nchk->nhwk", x, y),
+}.items():
+    op(label, two_branches(multiply), branches(), (), refused={"a": ALONG, "c": ALONG})
+op("stack", two_branches(lambda x, y: torch.stack([x, y], 1).sum(1)), branches(), ("a", "c"))
+op("stack behind", two_branches(lambda x, y: torch.stack((x, y), dim=-1).mean(-1)), branches(), ("a", "c"))
 op(
     "squeeze and excite",
     lambda net, x: (lambda y: net.b(y * torch.sigmoid(net.e(F.relu(net.r(F.adaptive_avg_pool2d(y, 1)))))))(F.relu(net.a(x))),
@@ -665,7 +694,6 @@ between("expand with all sizes", lambda x: F.relu(x).mean((2, 3), keepdim=True).
 between("repeat", lambda x: F.relu(x).repeat(1, 1, 2, 2), "no rule for repeat")
 between("shuffle by views", lambda x: F.relu(x).view(-1, 2, 4, 8, 8).transpose(1, 2).reshape(-1, 8, 8, 8))
 between("nn.ChannelShuffle", lambda net, x: net.m(F.relu(x)), m=lambda: nn.ChannelShuffle(4))
-between("PixelShuffle", lambda net, x: net.m(F.relu(x)), "PixelShuffle", out=2, m=lambda: nn.PixelShuffle(2))
 between("interpolate", lambda x: F.interpolate(F.relu(x), scale_factor=2))
 between("bilinear to a size", lambda x: F.interpolate(F.relu(x), size=(5, 6), mode="bilinear", align_corners=False))
 between("contiguous, clone, detach", lambda x: F.relu(x).contiguous().clone().detach())

@@ -296,9 +296,8 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
 @narrow_node.register
 def _blocks(flow: Blocks, node: fx.Node, state: Rewriting) -> None:
     (source,) = dict.fromkeys(state.flows.inputs[node])
-    carried = state.carried(source, flow.width * flow.size).view(flow.width, flow.size)
-    wanted = carried.any(1)
-    state.align(node, source, wanted.repeat_interleave(flow.size), flow.in_axis)
+    wanted = state.carried(source, flow.members.numel())[flow.members].any(1)
+    state.align(node, source, flow.features(wanted), flow.in_axis)
     state.settle(node, wanted)
     if flow.resize is not None:
         flow.resize(node, int(wanted.sum()))

@@ -186,7 +186,7 @@ def _passed_on(flow: Flow, ins: list[Tensor | None]) -> Tensor | None:
     if isinstance(flow, Concat):
         return torch.cat([elsewhere(w) if i is None else i for i, w in zip(ins, flow.widths, strict=True)])
     if isinstance(flow, Blocks) and first is not None:
-        blocks = first.view(flow.width, flow.size)
+        blocks = first[flow.members]
         return blocks[:, 0] if bool((blocks == blocks[:, :1]).all()) else None
     if isinstance(flow, Join) and _widths_fit(flow, ins):
         return _joined(flow, ins)
@@ -195,8 +195,8 @@ def _passed_on(flow: Flow, ins: list[Tensor | None]) -> Tensor | None:
 
 def _joined(flow: Join, ins: list[Tensor | None]) -> Tensor | None:
     """A product is zero with any factor, so one factor from the site is enough; a sum needs all terms from one channel."""
-    if flow.zero_if == "first":
-        return ins[0]
+    if flow.zero_if in ("first", "third"):
+        return ins[0] if flow.zero_if == "first" else None
     known = [elsewhere(flow.width) if i is None else i for i in ins]
     either = _of_any(ins)
     if flow.zero_if == "any":

@@ -24,7 +24,20 @@ from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, ids
 from secateurs.graph.cost import count_macs
-from secateurs.graph.flow import ELSEWHERE, Channelwise, Flow, Flows, Join, Layer, Opaque, analyse, find_flows, find_revivals
+from secateurs.graph.flow import (
+    ELSEWHERE,
+    Blocks,
+    Channelwise,
+    Flow,
+    Flows,
+    Join,
+    Layer,
+    Moved,
+    Opaque,
+    analyse,
+    find_flows,
+    find_revivals,
+)
 from secateurs.graph.flow.liveness import Revivals
 from secateurs.graph.layers import Align
 from secateurs.graph.node_info import called_module, dims_of, info, shape_of
@@ -160,7 +173,8 @@ def node_masks(cuts: Iterable[tuple[Site, Tensor]]) -> dict[str, tuple[int, Tens
 def _all_sites(graph: Graph, shortcut: Shortcut) -> Sites:
     graph = replace(graph, module=spread_sums(graph.module))
     flows = find_flows(graph.module)
-    search = _Search(graph, flows, shortcut, analyse(flows, {}).need, {})
+    order = {node: place for place, node in enumerate(flows.of)}
+    search = _Search(graph, flows, shortcut, analyse(flows, {}).need, {}, order)
     calls: dict[str, list[fx.Node]] = {}
     macs: Counter[str] = Counter()
     for node, flow in flows.of.items():
@@ -259,6 +273,7 @@ class _Search:
     shortcut: Shortcut
     unmasked: Mapping[fx.Node, Tensor]  # channels that are needed without any mask, where that is not all of them
     known: dict[fx.Node, Revivals]  # by place, once they are found
+    order: Mapping[fx.Node, int]  # of the nodes in the network
 
     def groups(
         self, calls: Mapping[str, Sequence[fx.Node]]
@@ -283,10 +298,9 @@ class _Search:
                     groups.remove(group)
                     layers, places = group[0] + layers, group[1] + places
                 groups.append((layers, list(dict.fromkeys(places))))
-        order = {node: i for i, node in enumerate(self.flows.of)}
         for _, found in groups:
-            found.sort(key=order.__getitem__)
-        return sorted(groups, key=lambda group: order[group[1][0]]), reasons
+            found.sort(key=self.order.__getitem__)
+        return sorted(groups, key=lambda group: self.order[group[1][0]]), reasons
 
     def place(self, layer: fx.Node) -> tuple[fx.Node | None, str]:
         """Return the node behind which the mask of `layer` goes, or None and the reason."""
@@ -298,18 +312,57 @@ class _Search:
             return None, "it is the shortcut, which keeps all its channels while masks go before the add"
         elif self._is_gate(chain):
             return None, "it is a gate: its filters go with the channels that it multiplies"
-        if info(chain[0]).get("original_channels", self.flows.width(chain[0])) < 2:
+        if self._original(chain[0]) < 2:
             return None, "it has one filter only"
+        joined = [i for i, node in enumerate(chain) if self._joins(node)]
+        chain = chain[joined[-1] :] if joined else chain
+        meeting, joins = self._meeting(chain[-1])
+        if meeting is not None and (joined or joins):
+            return self._best(self._candidates(self._chain(meeting)))
+        place, reason = self._best(self._candidates(chain))
+        if meeting is not None and (place is None or self._revivals(place).points):
+            other, _ = self._best(self._candidates(self._chain(meeting)))
+            place = other or place
+        return place, "" if place is not None else reason
+
+    def _joins(self, node: fx.Node) -> bool:
+        """Whether a node makes one channel of several that are removed together."""
+        flow = self.flows.of[node]
+        return isinstance(flow, Blocks) and flow.together
+
+    def _meeting(self, start: fx.Node) -> tuple[fx.Node | None, bool]:
+        """Return the product where all that is made of the channels of `start` meets: a gate, the output of attention.
+
+        The second value says whether channels are joined on the way there.
+        """
+        heads, joins = {start}, False
+        while heads:
+            node = min(heads, key=self.order.__getitem__)
+            flow = self.flows.of[node]
+            if len(heads) == 1 and node is not start and isinstance(flow, Join):
+                return (node if flow.zero_if in ("any", "third") else None), joins
+            if node is not start and not (self._joins(node) or isinstance(flow, Channelwise | Moved | Join)):
+                break
+            joins = joins or (node is not start and self._joins(node))
+            heads = heads - {node} | set(self.flows.users.get(node, ()))
+        return None, joins
+
+    def _best(self, candidates: Iterable[fx.Node]) -> tuple[fx.Node | None, str]:
+        """Return the first candidate with the fewest further mask points, or None and the reason."""
         best: fx.Node | None = None
         reason = ""
-        for candidate in self._candidates(chain):
+        for candidate in candidates:
             found = self._revivals(candidate)
-            reason = found.obstacle
+            reason = found.obstacle or ("" if self._original(candidate) > 1 else "it has one head only")
             if not reason and (best is None or len(found.points) < len(self._revivals(best).points)):
                 best = candidate
             if best is not None and not self._revivals(best).points:
                 break
         return (None, reason) if best is None else (self._behind_gather(best), "")
+
+    def _original(self, node: fx.Node) -> int:
+        """Return the number of channels of a node in the uncut network."""
+        return info(node).get("original_channels", self.flows.width(node))
 
     def _revivals(self, place: fx.Node) -> Revivals:
         if place not in self.known:
@@ -331,6 +384,7 @@ class _Search:
             user, flow = self._only_user(chain[-1])
             if user is None or not (
                 isinstance(flow, Channelwise)
+                or self._joins(user)
                 or self._is_depthwise(user)
                 or isinstance(called_module(self.graph.module, user), Align)
             ):
@@ -414,7 +468,7 @@ class _Search:
             unchanged = {n for n, needed in self.unmasked.items() if n in dead and torch.equal(needed, dead[n])}
             removed |= {n for n in dead if isinstance(self.flows.of[n], Layer) and n not in unchanged}
         layers = tuple(dict.fromkeys(str(n.target) for n in self.flows.of if n in removed))
-        wide = max(info(place).get("original_channels", self.flows.width(place)) for place in places)
+        wide = max(map(self._original, places))
         names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
         name = next((name for name in names if name), None) or self._name(layer, layers)
         points_of = tuple(self._point(node, source) for node, source in points.items())

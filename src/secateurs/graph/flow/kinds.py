@@ -126,30 +126,30 @@ class Layer:
 class Join:
     """Several inputs meet channel by channel, with broadcasting: add, multiply, concatenation along another axis.
 
-    `zero_if`: the output is zero where "all" inputs are, where "any" is, or where the "first" is.
+    `zero_if`: the output is zero where "all" inputs are, where "any" is, or where the "first" or the "third" is.
     `in_axes`: the channel axis of each input; None for an input that has no channels of its own (it is broadcast).
     """
 
     axis: int
     in_axes: tuple[int | None, ...]
     width: int
-    zero_if: Literal["all", "any", "first"]
+    zero_if: Literal["all", "any", "first", "third"]
     widths: tuple[int, ...]
     broadcasts: bool = True
 
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Combined as `zero_if` says."""
         vectors = [none_of(self.width) if v is None else v.expand(self.width) for v in ins]
-        if self.zero_if == "first":
-            return vectors[0]
+        if self.zero_if in ("first", "third"):
+            return vectors[0 if self.zero_if == "first" else 2]
         stacked = torch.stack(vectors)
         return stacked.all(0) if self.zero_if == "all" else stacked.any(0)
 
     def sources(self, ins: Sequence[Vector]) -> Tensor:
         """One factor from the site zeroes a product; a sum becomes zero with a channel that all its terms come from."""
         stacked = torch.stack([elsewhere(self.width) if v is None else v.expand(self.width) for v in ins])
-        if self.zero_if == "first":
-            return stacked[0]
+        if self.zero_if in ("first", "third"):
+            return stacked[0 if self.zero_if == "first" else 2]
         last = stacked.amax(0)
         return last if self.zero_if == "any" else torch.where((stacked == last).all(0), last, ELSEWHERE)
 
@@ -225,28 +225,43 @@ class Moved:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Output channel j is made of the block of `size` input features from j·size on: a view from features to images."""
+    """Output channel j is made of the input features `members[j]`, each feature of one channel: a view from features to images.
+
+    `together`: the features of a channel are removed together, so that sites lie behind the op: pixel shuffle, GLU, the
+    heads of attention.
+    """
 
     axis: int
     in_axis: int
-    width: int
-    size: int
+    members: Tensor  # (width, features of a channel)
     resize: ResizeArgs | None = None
+    together: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels of the result."""
+        return len(self.members)
 
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
-        """Zero where the whole block is."""
-        return none_of(self.width) if ins[0] is None else ins[0].view(self.width, self.size).all(1)
+        """Zero where all its features are."""
+        return none_of(self.width) if ins[0] is None else ins[0][self.members].all(1)
 
     def sources(self, ins: Sequence[Vector]) -> Tensor:
-        """A channel that a whole block comes from."""
+        """A channel that all the features come from."""
         if ins[0] is None:
             return elsewhere(self.width)
-        blocks = ins[0].view(self.width, self.size)
-        return torch.where((blocks == blocks[:, :1]).all(1), blocks[:, 0], ELSEWHERE)
+        found = ins[0][self.members]
+        return torch.where((found == found[:, :1]).all(1), found[:, 0], ELSEWHERE)
+
+    def features(self, channels: Tensor) -> Tensor:
+        """Return the features that make up `channels`, bool vectors both."""
+        wanted = none_of(self.members.numel())
+        wanted[self.members[channels].flatten()] = True
+        return wanted
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
-        """All features of a needed block."""
-        return [out.repeat_interleave(self.size)]
+        """All features of a needed channel."""
+        return [self.features(out)]
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,11 @@ def mixes_channels(op: Op) -> Flow:
     *(torch.softmax, torch.log_softmax, "softmax", "log_softmax"),
 )
 def normalises_channels(op: Op) -> Flow:
-    """Sums over an axis: along the channels, a zero channel counts too."""
+    """Sums over an axis: along the channels, a zero channel counts too; along another, each channel is treated alone."""
+    dim = op.module.dim if isinstance(op.module, nn.Softmax | nn.LogSoftmax | nn.Softmin) else op.argument(1, "dim")
+    known = op.node.target is not F.normalize and op.axis is not None
+    if known and isinstance(dim, int) and dim % len(op.shape) != op.axis:
+        return channelwise(op, keeps_zero=False)
     return opaque(op, "sums over an axis in which removed channels would count")
 
 
