@@ -191,8 +191,10 @@ def _is_size_query(node: fx.Node, flows: Mapping[fx.Node, Flow]) -> bool:
 
 
 def _is_read_through(node: fx.Node) -> bool:
-    """Whether a node is a split of which only single parts are used."""
-    if node.op not in ("call_function", "call_method") or node.target not in rules.SPLITS:
+    """Whether a node is a split, or a maximum along an axis, of which only single parts are used."""
+    if node.op not in ("call_function", "call_method") or node.target not in (*rules.SPLITS, *rules.EXTREMA):
+        return False
+    if shape_of(node).is_tensor:  # the larger of two tensors
         return False
     return all(user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
 

@@ -44,6 +44,14 @@ def instance_norm(op: Op) -> Flow:
     return _norm(op, keeps_zero=not norm.affine and not norm.track_running_stats, pointwise=False)
 
 
+@rule(F.instance_norm)
+def functional_instance_norm(op: Op) -> Flow:
+    """Without weights and running statistics each channel is treated alone, and a zero stays zero."""
+    if len(op.inputs) > 1 or op.axis not in (None, 1):
+        return opaque(op, "has weights or statistics among its arguments, or normalises along another axis than the channels'")
+    return Channelwise(1, 1, op.shape[1], keeps_zero=True)
+
+
 def _norm(op: Op, *, keeps_zero: bool, pointwise: bool) -> Flow:
     axis = 1 if len(op.shape) > 1 else 0
     if op.axis not in (None, axis):

@@ -170,6 +170,7 @@ def squeezing(op: Op) -> Flow:
 
 
 UNBINDS = (torch.unbind, "unbind")
+EXTREMA = (torch.max, torch.min, "max", "min")  # along an axis: the values and where they are
 SPLITS = (torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split", *UNBINDS)
 
 
@@ -235,8 +236,14 @@ def _expanded(index: Any, rank: int) -> list[Any]:
 
 
 def _part(op: Op, source: fx.Node, index: Any) -> Flow:
-    """Return part `index` of a chunk or split as a slice of the whole."""
+    """Return part `index` of a chunk or split as a slice of the whole, or the values of a maximum along an axis."""
     given = op.shape_of(source).value
+    if source.target in EXTREMA and op.axis is not None:
+        along = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
+        if index != 0 or not isinstance(along, int) or along % len(op.shapes[0]) == op.axis:
+            return opaque(op, "takes a maximum over the channels, or asks where it is")
+        removed = len(op.shape) < len(op.shapes[0]) and along % len(op.shapes[0]) < op.axis
+        return Channelwise(op.axis - removed, op.axis, op.width, keeps_zero=True)
     if source.target not in SPLITS or not isinstance(index, int) or not isinstance(given, tuple) or op.axis is None:
         return opaque(op, "takes a part of what no rule describes")
     whole = op.shapes[0]
