@@ -690,6 +690,14 @@ between("unsqueeze and squeeze", lambda x: F.relu(x).unsqueeze(-1).squeeze(-1))
 between("unsqueeze(0), squeeze(0)", lambda x: torch.squeeze(torch.unsqueeze(F.relu(x), 0), 0))
 between("view(N, C, -1) and back", lambda x: F.relu(x).view(x.size(0), x.size(1), -1).view(x.size(0), 8, 8, 8))
 between("reshape(-1, C, H, W)", lambda x: F.relu(x).flatten(1).reshape(-1, 8, 8, 8))
+for label, sizes in {"x.shape[:2]": lambda x: x.shape[:2], "x.size()[0:2]": lambda x: x.size()[0:2]}.items():
+
+    def by_sizes(net: Net, x: Tensor, sizes: Callable[[Tensor], Any] = sizes) -> Tensor:
+        y = F.relu(net.a(x))
+        batch, channels = sizes(y)
+        return net.b(y * torch.sigmoid(net.e(y.mean((2, 3)).view(batch, channels))).view(batch, channels, 1, 1))
+
+    op(f"{label} taken apart", by_sizes, lambda: {"a": conv(3, 8), "e": nn.Linear(8, 8), "b": conv(8, 4)})
 between("x.view(x.size())", lambda x: F.relu(x).view(x.size()), "no rule for size")
 between("expand of space", lambda x: F.relu(x).mean((2, 3), keepdim=True).expand(-1, -1, 8, 8))
 between("expand with all sizes", lambda x: F.relu(x).mean((2, 3), keepdim=True).expand(x.size(0), 8, 4, 4))

@@ -117,8 +117,10 @@ def _fix_sizes(state: Rewriting, node: fx.Node) -> None:
         elif not info(node).get("unused"):
             raise state.empty(source, node)
     elif node.target is operator.getitem and source in state.size_queries:
-        item, asked = node.args[1], state.size_queries[source]
-        if isinstance(item, int) and item % _rank(asked) == state.flows.of[asked].axis:
+        item, (asked, axes) = node.args[1], state.size_queries[source]
+        if isinstance(item, slice):
+            state.size_queries[node] = asked, axes[item]
+        elif isinstance(item, int) and axes[item] == state.flows.of[asked].axis:
             _substitute(node)
 
 
@@ -132,7 +134,7 @@ def _fix_call(state: Rewriting, node: fx.Node, source: fx.Node) -> None:
         return
     dim = node.args[1] if len(node.args) > 1 and node.op == "call_method" else node.kwargs.get("dim")
     if dim is None:
-        state.size_queries[node] = source
+        state.size_queries[node] = source, range(_rank(source))
     elif not isinstance(dim, int) or dim % _rank(source) == state.flows.of[source].axis:
         _substitute(node)
 

@@ -185,7 +185,9 @@ def _is_size_query(node: fx.Node, flows: Mapping[fx.Node, Flow]) -> bool:
         if user.target is not operator.getitem:
             return axis is None
         item = user.args[1]
-        return isinstance(item, int) or (isinstance(item, slice) and axis not in range(rank)[item])
+        if isinstance(item, slice) and axis in range(rank)[item]:  # sizes that are taken from it one by one
+            return all(u.target is operator.getitem and isinstance(u.args[1], int) for u in user.users)
+        return isinstance(item, int | slice)
 
     return all(map(leaves_out_channels, node.users))
 
