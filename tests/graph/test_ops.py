@@ -509,9 +509,44 @@ for label, multiply in {
         op(label, two_branches(multiply), branches(), (), refused={"a": "mixes", "c": "mixes"})
     else:
         op(label, two_branches(multiply), branches(), ("a", "c"), may_empty=True)
+between("F.normalize over space", lambda x: F.normalize(F.relu(x), dim=2))
+between(
+    "BatchNorm over flattened axes",
+    lambda net, x: (lambda y: net.n(y.flatten(0, 1)).reshape_as(y).relu().transpose(1, 2).unflatten(2, (8, 8)))(
+        x.flatten(2).transpose(1, 2)
+    ),
+    "no rule for unflatten",
+    n=lambda: nn.BatchNorm1d(8),
+)
+op(
+    "BatchNorm over flattened axes, a perceptron at every place",
+    lambda net, x: net.b((lambda y: net.n(y.flatten(0, 1)).reshape_as(y))(net.a(x.flatten(2).transpose(1, 2))).relu()),
+    lambda: {"a": nn.Linear(3, 8), "n": nn.BatchNorm1d(8), "b": nn.Linear(8, 4)},
+)
+op(
+    "context pooled by a product",
+    lambda net, x: (lambda y: net.b(y + net.e(y.flatten(2) @ net.w(y).flatten(2).softmax(-1).transpose(1, 2)).unsqueeze(-1)))(
+        F.relu(net.a(x))
+    ),
+    lambda: {"a": conv(3, 8), "w": conv(8, 1, 1), "e": nn.Conv1d(8, 8, 1), "b": conv(8, 4)},
+    ("a", "e"),
+)
+op(
+    "tokens weighted by a product",
+    lambda net, x: net.b(torch.softmax(net.w(x).flatten(2), -1) @ F.relu(net.a(x)).flatten(2).transpose(1, 2)),
+    lambda: {"a": conv(3, 8), "w": conv(3, 5, 1), "b": nn.Linear(8, 4)},
+    ("w", "a"),
+)
+op(
+    "products of channels with channels",  # the second factor's are followed; the first factor's are summed over nowhere
+    two_branches(lambda x, y: (x.flatten(2) @ y.flatten(2).transpose(1, 2)).unsqueeze(1).expand(-1, 8, -1, -1)),
+    branches(),
+    ("a",),
+    refused={"c": "reads along another axis"},
+)
 ALONG = "multiplies along the axis of the channels|sums over the channels"
 for label, multiply in {
-    "matmul of channels": lambda x, y: (x.flatten(2) @ y.flatten(2).transpose(1, 2)).unsqueeze(1).expand(-1, 8, -1, -1),
+    "matmul over channels": lambda x, y: (x.permute(0, 2, 3, 1) @ y.permute(0, 2, 1, 3)).permute(0, 3, 1, 2),
     "einsum over channels": lambda x, y: torch.einsum("nchw,nchk->nhwk", x, y),
 }.items():
     op(label, two_branches(multiply), branches(), (), refused={"a": ALONG, "c": ALONG})

@@ -240,8 +240,8 @@ def _join(flow: Join, node: fx.Node, state: Rewriting) -> None:
             insert_constant(state, node, source, wanted, flow)
         elif axis is not None and width == flow.width and flow.width > 1:
             state.align(node, source, wanted, axis)
-        elif axis is not None and state.flows.of[source].axis is not None:
-            state.align(node, source, all_of(width), axis)
+        elif (own := state.flows.of[source].axis) is not None:  # its channels are others than the output's, or a single one
+            state.align(node, source, all_of(state.flows.width(source)), own)
         else:
             state.redirect(node, source)
     state.settle(node, wanted)

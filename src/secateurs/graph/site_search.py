@@ -254,7 +254,7 @@ class _Search:
         user, flow = self._only_user(end)
         if user is not None and isinstance(flow, Join) and flow.zero_if == "first" and self.flows.inputs[user][0] is end:
             user, flow = self._only_user(user)  # spread by expand_as to the shape of what it multiplies
-        if user is None or not isinstance(flow, Join) or flow.zero_if != "any":
+        if user is None or not isinstance(flow, Join) or flow.zero_if != "any" or None in flow.in_axes:
             return False
         return shape_of(end).dims != shape_of(user).dims
 

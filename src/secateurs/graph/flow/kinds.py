@@ -137,9 +137,13 @@ class Join:
     widths: tuple[int, ...]
     broadcasts: bool = True
 
+    def _own(self, ins: Sequence[Vector]) -> list[Vector]:
+        """Return the vectors of the inputs whose channels are those of the output, None for the others."""
+        return [None if axis is None else vector for axis, vector in zip(self.in_axes, ins, strict=True)]
+
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Combined as `zero_if` says."""
-        vectors = [none_of(self.width) if v is None else v.expand(self.width) for v in ins]
+        vectors = [none_of(self.width) if v is None else v.expand(self.width) for v in self._own(ins)]
         if self.zero_if in ("first", "third"):
             return vectors[0 if self.zero_if == "first" else 2]
         stacked = torch.stack(vectors)
@@ -147,7 +151,7 @@ class Join:
 
     def sources(self, ins: Sequence[Vector]) -> Tensor:
         """One factor from the site zeroes a product; a sum becomes zero with a channel that all its terms come from."""
-        stacked = torch.stack([elsewhere(self.width) if v is None else v.expand(self.width) for v in ins])
+        stacked = torch.stack([elsewhere(self.width) if v is None else v.expand(self.width) for v in self._own(ins)])
         if self.zero_if in ("first", "third"):
             return stacked[0 if self.zero_if == "first" else 2]
         last = stacked.amax(0)

@@ -78,10 +78,11 @@ def mixes_channels(op: Op) -> Flow:
 )
 def normalises_channels(op: Op) -> Flow:
     """Sums over an axis: along the channels, a zero channel counts too; along another, each channel is treated alone."""
-    dim = op.module.dim if isinstance(op.module, nn.Softmax | nn.LogSoftmax | nn.Softmin) else op.argument(1, "dim")
-    known = op.node.target is not F.normalize and op.axis is not None
-    if known and isinstance(dim, int) and dim % len(op.shape) != op.axis:
-        return channelwise(op, keeps_zero=False)
+    divides = op.node.target is F.normalize
+    softmax = isinstance(op.module, nn.Softmax | nn.LogSoftmax | nn.Softmin)
+    dim = op.module.dim if softmax else op.argument(2, "dim", 1) if divides else op.argument(1, "dim")  # type: ignore[union-attr]
+    if op.axis is not None and isinstance(dim, int) and dim % len(op.shape) != op.axis:
+        return channelwise(op, keeps_zero=divides)
     return opaque(op, "sums over an axis in which removed channels would count")
 
 

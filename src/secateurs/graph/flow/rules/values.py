@@ -131,6 +131,17 @@ def multiplication(op: Op) -> Flow:
     return _join(op, "any")
 
 
+@rule("reshape_as", "view_as")
+def reshape_as(op: Op) -> Flow:
+    """Channels that stay whole, in a shape whose channels are the same."""
+    first, second, axis = op.shapes[0], op.shapes[1], op.axes[1]
+    if op.axis is None or axis is None or first[op.axis] != second[axis]:
+        return opaque(op, "takes its sizes from a tensor with other channels")
+    if math.prod(first[: op.axis]) != math.prod(second[:axis]):
+        return opaque(op, "mixes the channels with the axes before them")
+    return Join(axis, (op.axis, axis), second[axis], "first", (second[axis], second[axis]), broadcasts=False)
+
+
 @rule(operator.truediv, torch.div, torch.true_divide, "div")
 def division(op: Op) -> Flow:
     """By a number only: a tensor of denominators may hold zeros."""
@@ -148,9 +159,19 @@ def expand_as(op: Op) -> Flow:
 
 @rule(torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm", F.scaled_dot_product_attention)
 def matrix_product(op: Op) -> Flow:
-    """Matrices of each channel are multiplied, as in the heads of attention; along their rows or columns all are needed."""
+    """Matrices of each channel are multiplied, as in the heads of attention.
+
+    Rows of the first factor and columns of the second stay apart, too; where products are summed, all channels are needed.
+    """
     attention = op.node.target is F.scaled_dot_product_attention
-    if len(op.inputs) < 2 + attention or any(a is not None and len(s) - a < 3 for s, a in zip(op.shapes, op.axes, strict=True)):
+    from_right = [None if a is None else len(s) - a for s, a in zip(op.shapes, op.axes, strict=True)]
+    rows, columns = from_right[0] == 2, len(from_right) > 1 and from_right[1] == 1
+    if not attention and len(op.inputs) == 2 and (rows or columns) and len(set(map(len, op.shapes))) == 1:
+        columns = columns and (not rows or op.shape[-1] > 1)  # with both, the second factor's channels are followed
+        axis = len(op.shape) - (1 if columns else 2)
+        width = op.shape[axis]
+        return Join(axis, (None, axis) if columns else (axis, None), width, "any", (1, width) if columns else (width, 1), False)
+    if len(op.inputs) < 2 + attention or any(n is not None and n < 3 for n in from_right):
         return opaque(op, "multiplies along the axis of the channels")
     found = _join(op, "third" if attention else "any")
     return replace(found, broadcasts=False) if isinstance(found, Join) else found
