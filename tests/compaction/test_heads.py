@@ -52,8 +52,15 @@ def by_einsum(net: Net, x: Tensor) -> Tensor:
     return torch.einsum("b h i j, b h j d -> b i h d", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v).flatten(2)
 
 
+def of_images(net: Net, x: Tensor) -> Tensor:
+    """Channels before the places, as behind a convolution."""
+    qkv = net.qkv(x).transpose(1, 2).reshape(x.size(0), 3, 3, 4, -1).permute(1, 0, 2, 4, 3)
+    y = (qkv[0] @ qkv[1].transpose(-2, -1)).softmax(dim=-1) @ qkv[2]
+    return y.permute(0, 1, 3, 2).reshape(x.size(0), 12, -1).transpose(1, 2)
+
+
 FORMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
-    form.__name__: form for form in (as_timm, by_hand, as_transformers, in_chunks, by_einsum)
+    form.__name__: form for form in (as_timm, by_hand, as_transformers, in_chunks, by_einsum, of_images)
 }
 
 

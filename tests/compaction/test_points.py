@@ -65,6 +65,14 @@ def mixed_kernels(net: Net, x: Tensor) -> Tensor:
     return net.out(net.n1(torch.cat([net.g1(a), net.g2(b)], 1)).relu().mean((2, 3)))
 
 
+def dual_path(net: Net, x: Tensor) -> Tensor:
+    """Some channels of two layers are added, the others concatenated: a cut fills terms with zeros that are no site's."""
+    y = net.c1(x)
+    z = net.c2(F.relu(net.n1(y)))
+    joined = torch.cat([y[:, :5] + z[:, :5], torch.cat([y[:, 5:], z[:, 5:]], 1)], 1)
+    return net.out(F.relu(net.n2(joined)).mean((2, 3)))
+
+
 def head_of_two_scales(net: Net, x: Tensor) -> tuple[Tensor, Tensor]:
     fine = F.relu(net.fine(x))
     coarse = F.relu(net.coarse(F.max_pool2d(x, 2)))
@@ -128,6 +136,11 @@ NETS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, nn.Module]], di
         ),
         {"before": ["c1"], "after": ["c1"]},
     ),
+    "dual path": (
+        dual_path,
+        parts(c1=conv(3, 8), n1=nn.BatchNorm2d(8), c2=conv(8, 7), n2=nn.BatchNorm2d(10), out=nn.Linear(10, 3)),
+        {"before": ["c1", "c2"], "after": ["c1", "c2"]},
+    ),
     "a head of two scales": (
         head_of_two_scales,
         parts(fine=conv(3, 6), coarse=conv(3, 6), c1=conv(6, 5), c2=conv(5, 4, groups=1), n2=nn.BatchNorm2d(4), out=conv(4, 2)),
@@ -163,6 +176,7 @@ def test_compact_equals_masked_in_both_modes_and_in_two_steps(name: str, shortcu
         kept = smaller.kept.get(path)
         assert_same(ours, statistics[1][path] if kept is None else statistics[1][path][kept[0]])
     again = find_sites(smaller, shortcut)
+    assert [s.name for s in again] == [s.name for s in sites]
     assert all(keep[s.name][list(s.original)].all() for s in again)
     second = random_keep(again, 5, 0.3)
     twice = assert_compact_is_masked(smaller, second, (X[:3],))

@@ -309,6 +309,8 @@ def find_revivals(flows: Flows, starts: Mapping[fx.Node, Tensor]) -> Revivals:
         if flow.axis is None or (isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise)):
             continue
         found, source = flow.zeros([zero.get(i) for i in ins]), flow.sources([sources.get(i) for i in ins])
+        if isinstance(flow, Moved):
+            found = found & (flow.index >= 0)  # channels that are added as zeros are not the site's
         if isinstance(flow, Layer) and bool((source != ELSEWHERE).any()):
             filtered.add(int(source[source != ELSEWHERE][0]))
         if isinstance(flow, Channelwise | Layer):

@@ -44,21 +44,22 @@ def reshaping(op: Op) -> Flow:
 
 
 def _heads(op: Op, place: int) -> Flow | None:
-    """Return the flow of a view that divides features among the heads of attention: (…, d) to (…, h, d/h) or (…, 3, h, d/3h).
+    """Return the flow of a view that divides channels among heads of attention: (…, C, …) to (…, h, d, …) or (…, 3, h, d, …).
 
-    A head is a channel then: of the axes that the last axis is divided among, the last but one. In (…, h, 3, d/3h) it is the
-    first of three; which of them counts the heads shows where they are taken apart.
+    A head is a channel then: of the axes that the channels are divided among, the last but one. In (…, h, 3, d, …) it is the
+    first of three.
     """
-    before, after = op.shapes[0], op.shape
-    if op.axis != len(before) - 1 or len(after) - place not in (2, 3) or math.prod(after[place:]) != op.width:
+    before, after, axis = op.shapes[0], op.shape, op.axis
+    parts = next((k for k in (3, 2) if math.prod(after[place : place + k]) == op.width and len(after) >= place + k), 0)
+    divided = after[place : place + parts]
+    if not parts or axis is None or op.module is not None or before[:axis] != after[:place] or op.width in divided:
         return None
-    if before[:-1] != after[:place] or op.module is not None or not any(map(_is_attended, _followed(op.node))):
+    if not any(map(_is_attended, _followed(op.node))):
         return None
-    axis = len(after) - 2
-    if len(after) - place == 3 and after[place] != 3 and after[place + 1] == 3:
-        axis = place
-    features = torch.arange(op.width).view(after[place:]).movedim(axis - place, 0)
-    return Blocks(axis, op.axis, features.reshape(after[axis], -1), _resizer(axis), together=True)
+    first = parts == 3 and after[place] != 3 and after[place + 1] == 3
+    head = place if first else place + parts - 2
+    features = torch.arange(op.width).view(divided).movedim(head - place, 0)
+    return Blocks(head, axis, features.reshape(after[head], -1), _resizer(head), together=True)
 
 
 def _followed(node: fx.Node) -> list[fx.Node]:
