@@ -84,6 +84,12 @@ def siamese(net: Net, x: Tensor) -> Tensor:
     return net.out((a - b) ** 2)
 
 
+def one_norm(net: Net, x: Tensor) -> Tensor:
+    """Two layers before the calls of one BatchNorm, whose statistics count both."""
+    y = F.relu(net.n1(net.c1(x)))
+    return net.out(F.relu(net.n1(net.c2(y))).mean((2, 3)) + net.c3(y).mean((2, 3)))
+
+
 def recurrent(net: Net, x: Tensor) -> Tensor:
     x = F.relu(net.stem(x))
     for _ in range(3):
@@ -147,6 +153,11 @@ NETS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, nn.Module]], di
         {"before": ["fine", "coarse", "c1", "c2"], "after": ["fine", "coarse", "c1", "c2"]},
     ),
     "siamese": (siamese, parts(c1=conv(3, 6), out=nn.Linear(6, 3)), {"before": ["c1"], "after": ["c1"]}),
+    "one norm": (
+        one_norm,
+        parts(c1=conv(3, 6), n1=nn.BatchNorm2d(6), c2=conv(6, 6), c3=conv(6, 6), out=nn.Linear(6, 3)),
+        {"before": ["c1", "c3"], "after": ["c1", "add"]},
+    ),
     "recurrent": (
         recurrent,
         parts(stem=conv(3, 6), c1=conv(6, 5), n1=nn.BatchNorm2d(5), c2=conv(5, 6), out=nn.Linear(6, 3)),

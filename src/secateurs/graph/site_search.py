@@ -93,10 +93,13 @@ class _Search:
     ) -> tuple[list[tuple[list[fx.Node], list[fx.Node]]], dict[str, str]]:
         """Return the layers and the places of each site in network order, and by path why other layers have none.
 
-        A layer that is called several times needs a place behind each call; layers with a place in common share a site.
+        A layer that is called several times needs a place behind each call; layers with a place in common share a site, and so
+        do layers before the calls of one BatchNorm: its statistics are those of all of them.
         """
         reasons: dict[str, str] = {}
         groups: list[tuple[list[fx.Node], list[fx.Node]]] = []
+        norms = {call: calls[0] for calls in self.flows.counted for call in calls}
+        behind: dict[fx.Node, list[fx.Node]] = {}  # the places behind the calls of one BatchNorm
         for path, nodes in calls.items():
             places: list[fx.Node] = []
             for node in nodes:
@@ -107,6 +110,9 @@ class _Search:
                 places.append(place)
             else:
                 layers = [nodes[0]]
+                for norm in {norms[n] for node in nodes for n in self._chain(node) if n in norms}:
+                    places += behind.setdefault(norm, [])
+                    behind[norm] += places
                 for group in [g for g in groups if not set(places).isdisjoint(g[1])]:
                     groups.remove(group)
                     layers, places = group[0] + layers, group[1] + places
@@ -281,6 +287,8 @@ class _Search:
             unchanged = {n for n, needed in self.unmasked.items() if n in dead and torch.equal(needed, dead[n])}
             removed |= {n for n in dead if isinstance(self.flows.of[n], Layer) and n not in unchanged}
         layers = tuple(dict.fromkeys(str(n.target) for n in self.flows.of if n in removed))
+        if not layers and len(points) > 1:
+            return "its filters are read elsewhere, too, such as for the statistics of a BatchNorm that is called several times"
         wide = max(map(self._original, places))
         names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
         name = next((name for name in names if name), None) or self._name(layer, layers)

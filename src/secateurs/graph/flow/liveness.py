@@ -27,6 +27,7 @@ class Flows:
     of: Mapping[fx.Node, Flow]
     inputs: Mapping[fx.Node, tuple[fx.Node, ...]]
     users: Mapping[fx.Node, tuple[fx.Node, ...]]
+    counted: tuple[tuple[fx.Node, ...], ...] = ()  # the calls of each module that takes statistics of all of them together
 
     def width(self, node: fx.Node) -> int:
         """Return the number of channels of the output of `node`."""
@@ -63,7 +64,12 @@ def find_flows(module: fx.GraphModule) -> Flows:
         flows[node] = _flow_at_all_sizes(Op(node, called_module(module, node), inputs[node], axes), shared)
         for source in inputs[node]:
             users.setdefault(source, []).append(node)
-    return Flows(flows, inputs, {node: tuple(found) for node, found in users.items()})
+    calls: dict[str, list[fx.Node]] = {}
+    for node, flow in flows.items():
+        if isinstance(flow, Channelwise) and "running_mean" in flow.params:
+            calls.setdefault(str(node.target), []).append(node)
+    counted = tuple(tuple(found) for found in calls.values() if len(found) > 1)
+    return Flows(flows, inputs, {node: tuple(found) for node, found in users.items()}, counted)
 
 
 def _flow_at_all_sizes(op: Op, shared: Mapping[str, str]) -> Flow:
@@ -208,7 +214,16 @@ def analyse(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> Liveness:
     completely.
     """
     zero = _find_zeros(flows, masks)
-    return Liveness(zero, _find_needs(flows, masks, zero))
+    counted: dict[fx.Node, Tensor] = {}
+    while True:
+        need = _find_needs(flows, masks, zero, counted)
+        found: dict[fx.Node, Tensor] = {}
+        for calls in flows.counted:  # what one call needs, all calls read: the module's statistics are those of all its inputs
+            anywhere = torch.stack([need.get(call, all_of(flows.width(call))) for call in calls]).any(0)
+            found |= dict.fromkeys(calls, anywhere)
+        if all(node in counted and torch.equal(counted[node], vector) for node, vector in found.items()):
+            return Liveness(zero, need)
+        counted = found
 
 
 def _find_zeros(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
@@ -226,7 +241,10 @@ def _find_zeros(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> dict[fx.Node, 
     return zero
 
 
-def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+def _find_needs(
+    flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.Node, Tensor], counted: Mapping[fx.Node, Tensor]
+) -> dict[fx.Node, Tensor]:
+    """Find the channels that each node's users need; `counted` are those that a node reads even if its output is not needed."""
     need: dict[fx.Node, Tensor] = {}
     for node in reversed(list(flows.of)):
         flow = flows.of[node]
@@ -239,6 +257,8 @@ def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.
         wanted, read = none_of(width), none_of(width)
         for user in users:
             wanted = wanted | _wanted_by(flows, user, node, need, zero, width)
+            if user in counted:
+                wanted = wanted | counted[user]
             flow = flows.of[user]
             added = isinstance(flow, Moved) and flow.added
             read = read | (all_of(width) if added else _wanted_by(flows, user, node, {}, {}, width))
