@@ -117,6 +117,24 @@ def test_heads_are_measured_under_masks() -> None:
     assert_same(found[:, 0], torch.stack(wanted), atol=1e-11)
 
 
+def test_slopes_of_heads_in_windows() -> None:
+    """Two windows of an image each are a row of their own, as in Swin; a mask goes with its image."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        x = x.reshape(x.size(0) * 2, 3, 4)
+        q, k, v = net.qkv(x).reshape(-1, 3, 3, 3, 4).permute(2, 0, 3, 1, 4)
+        y = net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return net.out(y.reshape(-1, 6, 4).mean(1))
+
+    x = random_tensor(3, 6, 4, seed=8)
+    graph = traced(Net(body, qkv=nn.Linear(4, 36), proj=nn.Linear(12, 4), out=nn.Linear(4, 3)), x)
+    examples, masks = Examples(x, torch.tensor([0, 1, 2])), torch.stack([without(3, 0), without(3, 1), without(3, 2)])
+    (found,) = split_for(graph, find_site(graph, "qkv"), examples, batch=3).slopes([masks], cross_entropy)
+    for row, (mask, target) in enumerate(zip(masks, examples.targets, strict=True)):
+        loss = cross_entropy(run(masked(graph, {"qkv": mask}), x)[row : row + 1], target[None])
+        assert_same(found[row, :1], loss)
+
+
 def test_one_head_is_no_site() -> None:
     def body(net: Net, x: Tensor) -> Tensor:
         q, k, v = net.qkv(x).reshape(x.size(0), 5, 3, 1, 4).permute(2, 0, 3, 1, 4)

@@ -177,12 +177,18 @@ class MaskedForward:
 
     def slopes(self, batch: CachedBatch, masks: Tensor, loss_fn: Measure) -> Tensor:
         """Loss of each example under its own of `masks` (n, C), then its slope along every channel: float64 (n, 1 + C)."""
+        if not self.network.rows_each:
+            raise InvalidInput(
+                "the first axis of the site's activations does not hold the examples one after another, so each cannot have a "
+                "mask of its own. Use estimator = 'losses'."
+            )
         found = []
         for piece in self.pieces(batch):
             start = piece.start - batch.start
             factors = masks[start : start + piece.count].to(piece.activations.dtype).requires_grad_()
             with torch.enable_grad():
-                outputs = self.suffix(*self._multiplied(piece, factors))
+                each = 1 if self.network.several else self.network.rows_each
+                outputs = self.suffix(*self._multiplied(piece, factors.repeat_interleave(each, 0)))
                 losses = per_example(loss_fn(outputs, piece.targets), piece.count)
                 if not losses.requires_grad:
                     raise InvalidInput("the loss has no slope: it does not depend on the outputs in a differentiable way.")
