@@ -51,6 +51,10 @@ TIMM = {  # timm's name of a model: pixels of its square input. A new line here 
     "caformer_s18": 64,
     "hgnetv2_b0": 64,
     "swinv2_cr_tiny_224": 224,
+    "resnetv2_18": 64,
+    "ghostnet_100": 64,
+    "mixnet_s": 64,
+    "convmixer_768_32": 64,
 }
 
 

@@ -587,10 +587,13 @@ def test_sites_lists_prunable_and_unprunable_layers(capsys: pytest.CaptureFixtur
     assert printed["parameters"] == 269_722
     assert printed["sites"][0] == {"name": "conv1", "channels": 16, "layers": ["conv1"], "macs": 3 * 9 * 16 * 32 * 32}
     assert [refused["name"] for refused in printed["unprunable"]] == ["linear"]
+    assert printed["obstacles"] == []
     assert execute(["sites", "--model", "mlp", "--data", "digits"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"layers\.1 +layers\.1 +64 +4,096", said)
     assert re.search(r"output +it is the network's output +320", said)
+    assert execute(["sites", "--model", "resnet8-b", "--input-shape", "3", "16", "16"]) == 0
+    assert re.search(r"What locks the most, .*it is the shortcut.*\n?.*shortcut='after'", capsys.readouterr().out)
 
 
 def test_sites_takes_a_shape(capsys: pytest.CaptureFixture[str]) -> None:

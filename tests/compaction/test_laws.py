@@ -379,7 +379,10 @@ def test_a_network_split_at_a_site_is_the_masked_network(case: Case) -> None:
         keep = random_keep([site], case.seed)
         split = split_at(graph, site)
         activations, *carried = run(split.prefix, *OTHER)
-        got = run(split.suffix, Mask(keep[site.name], split.axis)(activations), *carried)
+        if split.several:
+            got = run(split.suffix, activations, *carried, keep[site.name][None].double())
+        else:
+            got = run(split.suffix, Mask(keep[site.name], split.axis)(activations), *carried)
         assert_same(got, run(masked(graph, keep), *OTHER))
 
 

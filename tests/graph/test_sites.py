@@ -11,6 +11,7 @@ from nets import Net, assert_compact_is_masked, random_keep, random_tensor, rand
 from secateurs import Graph, compact, find_site, find_sites, masked, trace
 from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, UnknownSite
+from secateurs.graph.obstacles import find_obstacles
 from secateurs.graph.sites import Sites
 from secateurs.models import build, example_input
 
@@ -75,8 +76,8 @@ def test_macs_that_refused_layers_lock() -> None:
     """By hand, for one example: taps × inputs × filters × places."""
     net = Net(
         lambda net, x: net.out(net.norm(net.up(net.twice(net.twice(net.a(x)))))),
-        a=nn.Conv2d(3, 8, 3, stride=2, padding=1),
-        twice=nn.Conv2d(8, 8, 3, padding=1, groups=2),
+        a=nn.Sequential(nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8)),
+        twice=nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=2), nn.GroupNorm(2, 8)),
         up=nn.ConvTranspose2d(8, 6, 2, stride=2),
         norm=nn.GroupNorm(2, 6),
         out=nn.Conv2d(6, 4, 1, bias=False),
@@ -84,10 +85,29 @@ def test_macs_that_refused_layers_lock() -> None:
     sites = find_sites(traced(net, random_tensor(3, 3, 8, 8)))
     assert not sites
     macs = {u.name: u.macs for u in sites.unprunable}
-    assert macs["a"] == 9 * 3 * 8 * 16
-    assert macs["twice"] == 2 * 9 * 4 * 8 * 16
+    assert macs["a.0"] == 9 * 3 * 8 * 16
+    assert macs["twice.0"] == 2 * 9 * 4 * 8 * 16
     assert macs["up"] == 4 * 8 * 6 * 16
     assert macs["out"] == 6 * 4 * 64
+
+
+def test_the_obstacle_that_locks_the_most_comes_first_with_a_remedy() -> None:
+    """By hand: a and c stop at one GroupNorm each, b at an op without a rule; the output layer is no obstacle."""
+    net = Net(
+        lambda net, x: net.out(net.n2(net.c(torch.cumsum(net.b(net.n1(net.a(x))), 1)))),
+        a=nn.Conv2d(3, 8, 1),
+        n1=nn.GroupNorm(2, 8),
+        b=nn.Conv2d(8, 2, 1),
+        c=nn.Conv2d(2, 8, 1),
+        n2=nn.GroupNorm(4, 8),
+        out=nn.Conv2d(8, 4, 1),
+    )
+    first, second = find_obstacles(find_sites(traced(net, random_tensor(3, 3, 8, 8))))
+    assert (first.layers, first.macs) == (("a", "c"), (3 * 8 + 2 * 8) * 64)
+    assert first.reason == "GroupNorm takes statistics over several channels, so it needs all of them"
+    assert "BatchNorm" in first.remedy
+    assert (second.layers, second.macs) == (("b",), 8 * 2 * 64)
+    assert str(second).startswith("no rule for cumsum (1 layer, 1,024 MACs). Add a rule for cumsum with @secateurs.rule")
 
 
 @pytest.mark.parametrize("shortcut", ["before", "after"])

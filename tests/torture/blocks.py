@@ -775,6 +775,53 @@ def attention(w: Writer) -> None:
         w.let(f"{t} + {y}")
 
 
+def heads(w: Writer) -> None:
+    """Attention with heads: one layer for queries, keys and values, or three; fused or by hand."""
+    v = w.image()
+    c, h, d = w.shape(v)[1], w.pick((2, 3)), w.pick((1, 2, 3))
+    n = math.prod(w.shape(v)[2:])
+    t = w.let(f"{v}.flatten(2).transpose(1, 2)")
+    b = f"{t}.size(0)"
+    if w.chance(0.5):
+        made = w.part(f"nn.Linear({c}, {3 * h * d}, bias={w.chance(0.5)})")
+        qkv = w.let(f"{made}({t}).reshape({b}, {n}, 3, {h}, {d}).permute(2, 0, 3, 1, 4)", read=False)
+        q, k, u = (w.let(f"{qkv}[{i}]", read=False) for i in range(3))
+    else:
+        q, k, u = (
+            w.let(f"{w.part(f'nn.Linear({c}, {h * d})')}({t}).view({b}, {n}, {h}, {d}).transpose(1, 2)", read=False)
+            for _ in range(3)
+        )
+    if w.chance(0.5):
+        y = w.let(f"F.scaled_dot_product_attention({q}, {k}, {u})", read=False)
+    else:
+        bias = f" + {w.parameter(h, 1, 1)}" if w.chance(0.3) else ""
+        product = w.pick((f"{q} @ {k}.transpose(-2, -1)", f"torch.einsum('bhid,bhjd->bhij', {q}, {k})"))
+        a = w.let(f"({product} * {d} ** -0.5{bias}).softmax(-1)", read=False)
+        y = w.let(f"torch.matmul({a}, {u})", read=False)
+    y = w.let(f"{y}.transpose(1, 2).reshape({b}, {n}, {h * d})")
+    if w.chance(0.7):
+        w.let(f"{w.part(f'nn.Linear({h * d}, {w.channels()})')}({y})")
+
+
+def together(w: Writer) -> None:
+    """Channels that become pixels, pixels that become channels, new axes."""
+    v = w.image()
+    shape = w.shape(v)
+    kind = w.draw.randrange(4)
+    if kind == 0 and len(shape) == 4 and shape[1] % 4 == 0:
+        w.let(w.pick((f"F.pixel_shuffle({v}, 2)", f"{w.part('nn.PixelShuffle(2)')}({v})")))
+    elif kind == 1 and len(shape) == 4 and shape[2] % 2 == shape[3] % 2 == 0:
+        w.let(w.pick((f"F.pixel_unshuffle({v}, 2)", f"{w.part('nn.PixelUnshuffle(2)')}({v})")))
+    elif kind == 2 and len(shape) == 4 and min(shape[2:]) > 1:
+        w.let(w.pick((f"F.unfold({v}, 2)", f"{w.part('nn.Unfold(2)')}({v})")))
+    elif kind == 3:
+        other = w.value(same=shape)
+        dim = w.pick((1, 2, -1))
+        w.let(f"torch.stack([{v}, {other}], {dim}).{w.pick(('mean', 'sum', 'amax'))}({dim})")
+    else:
+        raise NotFitting
+
+
 def in_place(w: Writer) -> None:
     v = w.value()
     w.do(
@@ -842,7 +889,7 @@ IMAGE_BLOCKS: list[Callable[[Writer], Any]] = [
     *[depthwise, transposed, functional_conv, linear, linear_on_channels, einsum, functional_norm, star_relu, number],
     *[narrow_with_wide, join, pool, pool, reduce_, flatten, image_from_vector, shuffle, shuffle, into_batch, permuted, squeeze],
     *[parts_of, parts_of, parts_of, concatenate, concatenate, residual, residual, residual, projection, option_a, gate, gate],
-    *[glu, shared, unread, attention, in_place, matrix_mlp],
+    *[glu, shared, unread, attention, heads, together, in_place, matrix_mlp],
 ]
 VECTOR_BLOCKS: list[Callable[[Writer], Any]] = [
     *[linear, linear, linear, linear, linear, activation, norm, broadcast_term, broadcast_term, star_relu, number, join],

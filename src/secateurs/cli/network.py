@@ -35,7 +35,8 @@ def sites(
 ) -> None:
     """List the sites of a network: where filters can be removed, from which layers, and the cost of those for one example.
 
-    Layers that cannot be pruned are listed with the reason and their MACs.
+    Layers that cannot be pruned are listed with the reason and their MACs, and the reason that locks the most with what would
+    unlock it.
 
     Examples:
 
@@ -51,18 +52,21 @@ def sites(
         Or take an example from this data set.
     """
     from secateurs.graph.cost import cost
+    from secateurs.graph.obstacles import find_obstacles
     from secateurs.graph.sites import find_sites
     from secateurs.graph.trace import trace
 
     origin = inputs.named_origin(model, data or "", model_option, data_option)
     graph = trace(inputs.fresh_model(origin), _example(origin, input_shape))
     found, costs = find_sites(graph, shortcut), cost(graph)
+    obstacles = find_obstacles(found)
     macs = {site.name: sum(layer.macs for layer in costs.layers if layer.name in site.layers) for site in found}
     if as_json:
         listed = [{"name": s.name, "channels": s.channels, "layers": list(s.layers), "macs": macs[s.name]} for s in found]
         refused = [{"name": u.name, "reason": u.reason, "macs": u.macs} for u in found.unprunable]
         totals = {"model": model, "parameters": costs.parameters, "macs": costs.macs}
-        print_json({**totals, "sites": listed, "unprunable": refused})
+        locks = [{"reason": o.reason, "layers": list(o.layers), "macs": o.macs, "remedy": o.remedy} for o in obstacles]
+        print_json({**totals, "sites": listed, "unprunable": refused, "obstacles": locks})
         return
     say(f"{model}: {costs.parameters:,} parameters, {costs.macs:,} MACs for one example, {len(found)} sites")
 
@@ -76,6 +80,8 @@ def sites(
         print_table(
             ("layer", "reason", "MACs", "of all"), [(u.name, u.reason, *share(u.macs)) for u in found.unprunable], left=(0, 1)
         )
+    if obstacles:
+        say(f"What locks the most, {share(obstacles[0].macs)[1]} of all MACs: {obstacles[0]}")
 
 
 def _example(origin: inputs.Origin, shape: tuple[int, ...] | None) -> Example:

@@ -26,7 +26,7 @@ from secateurs.graph.layers import Align, Constant
 from secateurs.graph.masking import Masks, copied, copy_module, masked
 from secateurs.graph.node_info import info
 from secateurs.graph.plan import Plan, PlannedCut
-from secateurs.graph.sites import Site, check_masks, remember_names_, resolve
+from secateurs.graph.sites import Site, check_masks, node_masks, remember_names_, resolve
 from secateurs.graph.trace import (
     Graph,
     as_example,
@@ -70,7 +70,8 @@ def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]]) -> Grap
     if not graph.plan.steps:
         remember_names_(graph, module)
     flows = find_flows(module)
-    keep = {nodes[site.node]: mask for site, mask in checked.values() if not bool(mask.all())}
+    cut = [(site, mask) for site, mask in checked.values() if not bool(mask.all())]
+    keep = {nodes[name]: mask for name, (_, mask) in node_masks(cut).items()}
     widths = {node: flows.width(node) for node in flows.of if flows.of[node].axis is not None}
     names = {nodes[site.node]: name for name, (site, _) in checked.items()}
     state = Rewriting(module, flows, analyse(flows, keep), names, keep)
@@ -90,8 +91,7 @@ def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]]) -> Grap
     there = {node.name for node in module.graph.nodes}  # a later cut may give the name of an erased node to another
     cuts = [
         PlannedCut(site.name, tuple(site.original[i] for i in ids(~mask).tolist()), site.original_channels)
-        for site, mask in checked.values()
-        if not bool(mask.all())
+        for site, mask in cut
     ]
     left = {name: found for name, found in remaining.items() if name in there}
     return Graph(module, graph.example, graph.plan.then(cuts), graph.leaves, left, state.kept)

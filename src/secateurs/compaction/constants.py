@@ -83,7 +83,7 @@ def fold_sum(state: Rewriting, node: fx.Node, flow: Join, dropped: list[fx.Node]
     """Leave out the terms of a join that became zero; True if a single term of a sum remains, which then replaces it."""
     inputs = state.flows.inputs[node]
     rest = [i for i in inputs if i not in dropped]
-    if not rest or not flow.broadcasts or flow.zero_if == "first":
+    if not rest or not flow.broadcasts or flow.zero_if in ("first", "third"):
         raise state.empty(dropped[0], node)
     if _is_plain_sum(node, dropped) and rest[0] not in state.constants and shape_of(rest[0]).dims == shape_of(node).dims:
         state.replaced_by[node] = state.present(rest[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from functools import singledispatch
+from functools import partial, singledispatch
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ def rewrite_(state: Rewriting) -> None:
         if node in state.flows.of:
             _visit(state, node, state.flows.of[node])
         _fix_sizes(state, node)
+    for path, narrowed in state.narrowing.items():  # only now: a folded call of the same module reads it as it was
+        state.keep(path, narrowed())
     _erase_unused(state)
     state.module.graph.lint()
     state.module.delete_all_unused_submodules()
@@ -115,8 +117,10 @@ def _fix_sizes(state: Rewriting, node: fx.Node) -> None:
         elif not info(node).get("unused"):
             raise state.empty(source, node)
     elif node.target is operator.getitem and source in state.size_queries:
-        item, asked = node.args[1], state.size_queries[source]
-        if isinstance(item, int) and item % _rank(asked) == state.flows.of[asked].axis:
+        item, (asked, axes) = node.args[1], state.size_queries[source]
+        if isinstance(item, slice):
+            state.size_queries[node] = asked, axes[item]
+        elif isinstance(item, int) and axes[item] == state.flows.of[asked].axis:
             _substitute(node)
 
 
@@ -130,7 +134,7 @@ def _fix_call(state: Rewriting, node: fx.Node, source: fx.Node) -> None:
         return
     dim = node.args[1] if len(node.args) > 1 and node.op == "call_method" else node.kwargs.get("dim")
     if dim is None:
-        state.size_queries[node] = source
+        state.size_queries[node] = source, range(_rank(source))
     elif not isinstance(dim, int) or dim % _rank(source) == state.flows.of[source].axis:
         _substitute(node)
 
@@ -179,13 +183,15 @@ def _channelwise(flow: Channelwise, node: fx.Node, state: Rewriting) -> None:
     carried = state.carried(source, flow.width)
     # an op that revives zeros needs the zero channels of its input in place
     wanted = carried if flow.keeps_zero else carried | state.live_at(node)
+    shared = state.live_in_any_call(node) if flow.params else None
+    wanted = wanted if shared is None else shared[1]
     state.align(node, source, wanted, flow.in_axis)
     for other in others:
         state.redirect(node, other)
     state.settle(node, wanted)
     if node.op == "call_module" and flow.params and not bool(wanted.all()):
         target = state.module.get_submodule(str(node.target))
-        state.keep(node, narrow_channelwise_(target, flow, wanted))
+        state.narrowing[str(node.target)] = partial(narrow_channelwise_, target, flow, wanted)
     if flow.resize is not None:
         flow.resize(node, int(wanted.sum()))
 
@@ -197,17 +203,21 @@ def _layer(flow: Layer, node: fx.Node, state: Rewriting) -> None:
     carried = all_of(flow.inputs) if flow.reads_all else state.carried(source, flow.inputs)
     if flow.reads_all:
         state.align(node, source, all_of(state.flows.width(source)), state.axis_of(source))
+    shared = state.live_in_any_call(node)
+    if shared is not None:
+        read, live = shared
+        carried = all_of(flow.inputs) if read is None or flow.reads_all else read
     inputs, outputs, groups = carried, live, flow.groups
     if flow.groups > 1:
         inputs, outputs, groups = balanced(flow, carried, live)
-    if flow.groups > 1 and not flow.reads_all:
+    if (flow.groups > 1 or shared is not None) and not flow.reads_all:
         state.align(node, source, inputs, flow.in_axis)
     elif not flow.reads_all:
         state.redirect(node, source)
     state.settle(node, outputs)
     if not (bool(inputs.all()) and bool(outputs.all())):
         target = state.module.get_submodule(str(node.target))
-        state.keep(node, narrow_layer_(target, flow, inputs, outputs, groups))
+        state.narrowing[str(node.target)] = partial(narrow_layer_, target, flow, inputs, outputs, groups)
 
 
 @narrow_node.register
@@ -230,8 +240,8 @@ def _join(flow: Join, node: fx.Node, state: Rewriting) -> None:
             insert_constant(state, node, source, wanted, flow)
         elif axis is not None and width == flow.width and flow.width > 1:
             state.align(node, source, wanted, axis)
-        elif axis is not None and state.flows.of[source].axis is not None:
-            state.align(node, source, all_of(width), axis)
+        elif (own := state.flows.of[source].axis) is not None:  # its channels are others than the output's, or a single one
+            state.align(node, source, all_of(state.flows.width(source)), own)
         else:
             state.redirect(node, source)
     state.settle(node, wanted)
@@ -288,9 +298,8 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
 @narrow_node.register
 def _blocks(flow: Blocks, node: fx.Node, state: Rewriting) -> None:
     (source,) = dict.fromkeys(state.flows.inputs[node])
-    carried = state.carried(source, flow.width * flow.size).view(flow.width, flow.size)
-    wanted = carried.any(1)
-    state.align(node, source, wanted.repeat_interleave(flow.size), flow.in_axis)
+    wanted = state.carried(source, flow.members.numel())[flow.members].any(1)
+    state.align(node, source, flow.features(wanted), flow.in_axis)
     state.settle(node, wanted)
     if flow.resize is not None:
         flow.resize(node, int(wanted.sum()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,11 @@ class Rewriting:
     replaced_by: dict[fx.Node, fx.Node] = field(default_factory=dict)
     constants: dict[fx.Node, Tensor] = field(default_factory=dict)  # outputs that are the same for every input
     emptied_by: dict[fx.Node, str] = field(default_factory=dict)  # the layer that left a node without channels
-    size_queries: dict[fx.Node, fx.Node] = field(default_factory=dict)  # x.shape of a narrower x
+    size_queries: dict[fx.Node, tuple[fx.Node, range]] = field(default_factory=dict)  # x.shape, x.shape[:2]: a narrower x, axes
     unused: set[fx.Node] = field(default_factory=set)  # nodes that had no users before the cut
     kept: dict[str, Kept] = field(default_factory=dict)  # by parameter: the entries that remain
+    narrowing: dict[str, Callable[[], Iterable[tuple[str, Kept]]]] = field(default_factory=dict)  # by module, done at the end
+    calls: dict[str, list[fx.Node]] = field(default_factory=dict)  # of each module, in order
 
     def carried(self, node: fx.Node, width: int) -> Tensor:
         """Return the layout of the output of `node`."""
@@ -72,10 +74,29 @@ class Rewriting:
         if not bool(layout.all()):
             self.layout[node] = layout
 
-    def keep(self, node: fx.Node, survivors: Iterable[tuple[str, Kept]]) -> None:
+    def __post_init__(self) -> None:
+        for node in self.flows.of:
+            if node.op == "call_module":
+                self.calls.setdefault(str(node.target), []).append(node)
+
+    def live_in_any_call(self, node: fx.Node) -> tuple[Tensor | None, Tensor] | None:
+        """Return the live channels of the first input and of the output of a module, in any of its calls.
+
+        All calls share the module's weights, so they get and give the same channels. None if `node` is the only call, and no
+        input channels where those of a call are unknown: it reads all of them.
+        """
+        calls = self.calls.get(str(node.target), []) if node.op == "call_module" else []
+        if len(calls) < 2:
+            return None
+        sources = [self.flows.inputs[call][0] for call in calls]
+        known = all(self.flows.of[source].axis is not None for source in sources)
+        read = torch.stack([self.live_at(source) for source in sources]).any(0) if known else None
+        return read, torch.stack([self.live_at(call) for call in calls]).any(0)
+
+    def keep(self, path: str, survivors: Iterable[tuple[str, Kept]]) -> None:
         """Record which entries of a module's tensors remain."""
         for name, kept in survivors:
-            self.kept[f"{node.target}.{name}"] = kept
+            self.kept[f"{path}.{name}"] = kept
 
     def vanish(self, node: fx.Node) -> None:
         """Record that no channel of `node` remains: none is needed, or all are zero."""
@@ -104,7 +125,7 @@ class Rewriting:
         constant = called_module(self.module, current)
         if isinstance(constant, Constant) and len(current.users) == 1 and bool((take >= 0).all()):
             # narrowed itself: two cuts leave the constant that one would have left
-            self.keep(current, [("value", (*(None,) * axis, take))])
+            self.keep(str(current.target), [("value", (*(None,) * axis, take))])
             narrower = constant.value.detach().index_select(axis, take.to(constant.value.device))
             constant.value = nn.Parameter(narrower, requires_grad=constant.value.requires_grad)
             user.replace_input_with(source, current)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from secateurs._util.modules import eval_mode, on_device
 from secateurs.criteria import CriterionContext, criterion
@@ -101,19 +101,26 @@ def taylor(context: CriterionContext) -> Tensor:
         stack.enter_context(eval_mode(parts.prefix, parts.suffix))
         for batch in examples.batches(evaluator.batch, device=place):
             activations, *carried = parts.prefix(*batch.args)
-            slopes = _slopes(parts.suffix, activations, tuple(carried), batch.targets, evaluator.measure)
-            by_channel = (activations * slopes).movedim(parts.axis, 1).reshape(batch.size, site.channels, -1).sum(2)
+            values = torch.ones(batch.size, site.channels).to(activations) if parts.several else activations
+
+            def run(varied: Tensor, activations: Tensor = activations, carried: list[Any] = carried) -> Any:
+                return parts.suffix(activations, *carried, varied) if parts.several else parts.suffix(varied, *carried)
+
+            # the slope along a channel's factor is the sum over all places where the channel is masked
+            slopes = _slopes(run, values, batch.targets, evaluator.measure)
+            axis = 1 if parts.several else parts.axis
+            by_channel = (values * slopes).movedim(axis, 1).reshape(batch.size, site.channels, -1).sum(2)
             changes += by_channel.abs().cpu().double().sum(0)
     return changes / len(examples)
 
 
-def _slopes(suffix: nn.Module, activations: Tensor, carried: tuple[Tensor, ...], targets: Any, loss_fn: Measure) -> Tensor:
-    """The slope of each example's own loss along its activations, in the activations' shape."""
+def _slopes(outputs: Callable[[Tensor], Any], values: Tensor, targets: Any, loss_fn: Measure) -> Tensor:
+    """The slope of each example's own loss along its row of `values`, in their shape."""
     with torch.enable_grad():
-        varied = activations.detach().requires_grad_()
-        losses = loss_fn(suffix(varied, *carried), targets)
-        count = len(activations)
-        # one example's loss does not depend on another's activations, so the slope of the sum is that of each
+        varied = values.detach().requires_grad_()
+        losses = loss_fn(outputs(varied), targets)
+        count = len(values)
+        # one example's loss does not depend on another's values, so the slope of the sum is that of each
         total = losses * count if losses.ndim == 0 else losses.reshape(count, -1).mean(1).sum()
         (slopes,) = torch.autograd.grad(total, varied)
     return slopes

@@ -7,6 +7,7 @@ gates), so every input channel of a consumer comes from one channel of the site,
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,14 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
-from secateurs.graph.flow import Blocks, Channelwise, Concat, Flow, Flows, Join, Layer, Moved, analyse, find_flows
+from secateurs.graph.flow import ELSEWHERE, Blocks, Channelwise, Concat, Flow, Flows, Join, Layer, Moved, analyse, find_flows
+from secateurs.graph.flow.kinds import elsewhere
 from secateurs.graph.layers import Offset
 from secateurs.graph.node_info import called_module, info, label_of
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 
 SUMS = (operator.add, torch.add, "add", operator.sub, torch.sub, torch.subtract, "sub", torch.rsub)
-ELSEWHERE = -1
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
     layers: list[LayerConsumer] = []
     sums: list[SumConsumer] = []
     others: dict[str, str] = {}
+    calls = Counter(str(node.target) for node in flows.of if node.op == "call_module")
     for node, flow in flows.of.items():
         ins = [source.get(i) for i in flows.inputs[node]]
         if node.name == site.node:
@@ -82,6 +84,9 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
             continue
         elif isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise):
             assert ins[0] is not None
+            if calls[str(node.target)] > 1:
+                others[node.name] = f"{label_of(node)} is called several times, and its weights would have to fit every call"
+                continue
             layers.append(LayerConsumer(node.name, str(node.target), ins[0], _norm_behind(module, flows, node)))
         else:
             found = _passed_on(flow, ins)
@@ -107,14 +112,18 @@ class LastTerm:
 
 
 def find_layers(graph: Graph) -> tuple[tuple[LayerConsumer, LastTerm | None], ...]:
-    """List every layer in network order, all inputs from elsewhere, with the sum that it is a term of, if there is one."""
+    """List every layer in network order, all inputs from elsewhere, with the sum that it is a term of, if there is one.
+
+    A layer that is called several times is left out.
+    """
     module = spread_sums(graph.module)
     flows = find_flows(module)
     found = []
+    calls = Counter(str(node.target) for node in flows.of if node.op == "call_module")
     for node, flow in flows.of.items():
-        if isinstance(flow, Layer):
+        if isinstance(flow, Layer) and calls[str(node.target)] == 1:
             norm = _norm_behind(module, flows, node)
-            consumer = LayerConsumer(node.name, str(node.target), _elsewhere(flow.inputs), norm)
+            consumer = LayerConsumer(node.name, str(node.target), elsewhere(flow.inputs), norm)
             found.append((consumer, _last_term(module, flows, node if norm is None else flows.users[node][0], flow.filters)))
     return tuple(found)
 
@@ -144,7 +153,7 @@ def _last_term(module: fx.GraphModule, flows: Flows, start: fx.Node, channels: i
 
 
 def _moved(source: Tensor, flow: Moved) -> Tensor:
-    return torch.cat([source, _elsewhere(1)])[flow.index]
+    return torch.cat([source, elsewhere(1)])[flow.index]
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -175,9 +184,9 @@ def _passed_on(flow: Flow, ins: list[Tensor | None]) -> Tensor | None:
     if isinstance(flow, Moved) and first is not None:
         return _moved(first, flow)
     if isinstance(flow, Concat):
-        return torch.cat([_elsewhere(w) if i is None else i for i, w in zip(ins, flow.widths, strict=True)])
+        return torch.cat([elsewhere(w) if i is None else i for i, w in zip(ins, flow.widths, strict=True)])
     if isinstance(flow, Blocks) and first is not None:
-        blocks = first.view(flow.width, flow.size)
+        blocks = first[flow.members]
         return blocks[:, 0] if bool((blocks == blocks[:, :1]).all()) else None
     if isinstance(flow, Join) and _widths_fit(flow, ins):
         return _joined(flow, ins)
@@ -186,9 +195,9 @@ def _passed_on(flow: Flow, ins: list[Tensor | None]) -> Tensor | None:
 
 def _joined(flow: Join, ins: list[Tensor | None]) -> Tensor | None:
     """A product is zero with any factor, so one factor from the site is enough; a sum needs all terms from one channel."""
-    if flow.zero_if == "first":
-        return ins[0]
-    known = [_elsewhere(flow.width) if i is None else i for i in ins]
+    if flow.zero_if in ("first", "third"):
+        return ins[0] if flow.zero_if == "first" else None
+    known = [elsewhere(flow.width) if i is None else i for i in ins]
     either = _of_any(ins)
     if flow.zero_if == "any":
         agree = all(bool(((k == either) | (k == ELSEWHERE)).all()) for k in known)
@@ -204,10 +213,6 @@ def _of_any(ins: list[Tensor | None]) -> Tensor:
 def _widths_fit(flow: Join, ins: list[Tensor | None]) -> bool:
     """Whether no input from the site is broadcast over several channels."""
     return all(i is None or w == flow.width == len(i) for i, w in zip(ins, flow.widths, strict=True))
-
-
-def _elsewhere(width: int) -> Tensor:
-    return torch.full((width,), ELSEWHERE)
 
 
 def _norm_behind(module: fx.GraphModule, flows: Flows, layer: fx.Node) -> str | None:

@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from secateurs._util.modules import device_of
@@ -13,7 +15,7 @@ from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import Mask
 from secateurs.graph.node_info import copy_info_
-from secateurs.graph.sites import Site, check_masks, share_sites
+from secateurs.graph.sites import MaskPoint, Site, check_masks, node_masks, share_sites
 from secateurs.graph.trace import Graph
 
 Masks = Mapping[str | Site, Tensor]
@@ -34,12 +36,15 @@ def copied(graph: Graph) -> Graph:
 
 
 def masked(graph: Graph, masks: Masks) -> fx.GraphModule:
-    """Return a copy of the network in which the channels that `masks` drop are set to zero at their sites; shapes stay."""
+    """Return a copy of the network in which the channels that `masks` drop are set to zero at their sites; shapes stay.
+
+    Where an op would make something else of such a zero before it is read, the channel is set to zero again behind it.
+    """
     checked = check_masks(graph, masks)
     module = copy_module(graph)
     nodes = {node.name: node for node in module.graph.nodes}
-    for site, keep in checked.values():
-        insert_behind_(module, nodes[site.node], f"mask_{site.node}", Mask(keep, site.axis).to(device_of(module)))
+    for name, (axis, mask) in node_masks(checked.values()).items():
+        insert_behind_(module, nodes[name], f"mask_{name}", Mask(mask, axis).to(device_of(module)))
     module.recompile()
     return module
 
@@ -56,30 +61,56 @@ def insert_behind_(module: fx.GraphModule, node: fx.Node, name: str, layer: nn.M
     return behind
 
 
+class Factor(nn.Module):
+    """Multiplies the channels of a mask point by factors of the site's channels, a row for all examples or one for each."""
+
+    source: Tensor
+
+    def __init__(self, point: MaskPoint) -> None:
+        super().__init__()
+        self.axis = point.axis
+        source = torch.full((point.width,), -1)  # the last of the padded factors, which is 1
+        source[list(point.channels)] = torch.tensor(point.sources)
+        self.register_buffer("source", source)
+
+    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Of the shape of `x`; `factors` is (1, C) or (n, C). A factor of 0 gives 0, even of infinite values."""
+        rows = factors.repeat_interleave(1 if len(factors) == 1 else len(x) // len(factors), 0)
+        shape = [len(rows)] + [1] * (x.dim() - 1)
+        shape[self.axis] = -1
+        each = F.pad(rows, (0, 1), value=1.0)[:, self.source].view(shape)
+        return torch.where((each == 0) & ~x.isfinite(), 0, x * each)
+
+
 @dataclass(frozen=True)
 class Split:
     """A network in two parts: `suffix(kept · prefix(x), *carried)` is the masked network.
 
-    The outputs of `prefix` are the site's activations, then the other values from before the site that `suffix` reads.
+    The outputs of `prefix` are the site's activations, then the other values from before the site that `suffix` reads. If the
+    mask is applied in several places (`several`), the suffix does it: `suffix(prefix(x), *carried, factors)`, with factors
+    (1, C) for all examples or (n, C), 0 for a dropped channel and 1 for a kept one.
     """
 
     prefix: fx.GraphModule
     suffix: fx.GraphModule
     axis: int
+    several: bool
 
 
 def split_at(graph: Graph, site: Site) -> Split:
     """Split the network behind the site, so that the prefix runs once and the suffix for every mask."""
     nodes = list(graph.module.graph.nodes)
-    place = next(node for node in nodes if node.name == site.node)
-    behind = _reachable([place], lambda node: node.users)
+    points = {node: point for node in nodes for point in site.points if point.node == node.name}
+    place = next(iter(points))
+    behind = _reachable(points, lambda node: node.users)
     if place.op == "output" or not behind:
         raise UnsupportedOp(f"site {site.name!r}: no node follows it, so there is no suffix to run.")
     read = [n for n in nodes if n not in behind and n is not place and any(u in behind for u in n.users)]
     carried = [n for n in read if n.op != "get_attr"]
     inputs = {place: "activations", **{n: f"carried_{n.name}" for n in carried}}
-    suffix = _part(graph.module, {*behind, *read} - {*carried}, "Suffix", inputs=inputs)
-    return Split(network_up_to(graph.module, [place, *carried], name="Prefix"), suffix, site.axis)
+    several = len(points) > 1
+    suffix = _part(graph.module, {*behind, *read} - {*carried}, "Suffix", inputs=inputs, points=points if several else {})
+    return Split(network_up_to(graph.module, [place, *carried], name="Prefix"), suffix, site.axis, several)
 
 
 def network_up_to(module: fx.GraphModule, ends: Sequence[fx.Node], *, name: str = "Part") -> fx.GraphModule:
@@ -108,13 +139,25 @@ def _part(
     *,
     inputs: Mapping[fx.Node, str] | None = None,
     outputs: Sequence[fx.Node] | None = None,
+    points: Mapping[fx.Node, MaskPoint] | None = None,
 ) -> fx.GraphModule:
-    """Copy `nodes` into a network of their own, with placeholders for `inputs`; without `outputs`, its output is among them."""
+    """Copy `nodes` into a network of their own, with placeholders for `inputs`; without `outputs`, its output is among them.
+
+    With `points`, the last placeholder is for factors, by which the channels behind these nodes are multiplied.
+    """
     graph = fx.Graph()
     env = {node: graph.placeholder(called) for node, called in (inputs or {}).items()}
+    factors = graph.placeholder("factors") if points else None
     for node in module.graph.nodes:
         if node in nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
     if outputs is not None:
         graph.output(tuple(env[node] for node in outputs))
-    return fx.GraphModule(module, graph, class_name=name)
+    part = fx.GraphModule(module, graph, class_name=name)
+    for node, point in (points or {}).items():
+        with_factor = insert_behind_(part, env[node], f"factor_{node.name}", Factor(point).to(device_of(module)))
+        with_factor.args = (*with_factor.args, factors)
+        if factors is not None and env[node].op == "placeholder":  # a call must follow all placeholders
+            factors.append(with_factor)
+    part.recompile()
+    return part

@@ -13,7 +13,8 @@ from secateurs._util.modules import Device, accumulation_dtype, eval_mode, on_de
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
-from secateurs.graph.consumers import ELSEWHERE, LayerConsumer, SumConsumer, find_consumers
+from secateurs.graph.consumers import LayerConsumer, SumConsumer, find_consumers
+from secateurs.graph.flow import ELSEWHERE
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.layers import mask_channels
 from secateurs.graph.masking import Masks, masked, network_up_to

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from secateurs._util.modules import accumulation_dtype
 from secateurs.graph.channels import ids
-from secateurs.graph.consumers import ELSEWHERE
+from secateurs.graph.flow import ELSEWHERE
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.flow import Flows, Layer, analyse, find_flows
 from secateurs.graph.latency import median, undisturbed
-from secateurs.graph.sites import Site
+from secateurs.graph.sites import Site, node_masks
 from secateurs.graph.trace import Graph, shape_of
 
 MARGIN = 4.0  # standard errors: of 100 simulated sites with 48 equal widths and 7 rounds, 1 to 4 then had an edge (3.0: 6 to 9)
@@ -130,13 +130,16 @@ def _narrowed_layers(graph: Graph, site: Site, widths: Iterable[int], batch: int
     Shapes are those of `batch` examples. A layer without inputs or filters is left out: compaction folds it away.
     """
     flows, factor = find_flows(spread_sums(graph.module)), batch / len(graph.example[0])
-    masked = next((node for node in flows.of if node.name == site.node), None)
-    if masked is None or flows.of[masked].axis is None or flows.width(masked) != site.channels:
+    nodes = {node.name: node for node, flow in flows.of.items() if flow.axis is not None}
+    if any(p.node not in nodes or flows.width(nodes[p.node]) != p.width for p in site.points):
         raise UnknownSite(
             f"site {site.name!r} of {site.channels} channels is not in this graph. An earlier cut may have "
             f"narrowed it: look it up again with find_sites(graph)."
         )
-    live = {width: analyse(flows, {masked: _spread(width, site.channels)}).live for width in widths}
+    live = {}
+    for width in widths:
+        masks = node_masks([(site, _spread(width, site.channels))])
+        live[width] = analyse(flows, {nodes[name]: mask for name, (_, mask) in masks.items()}).live
     parts: dict[int, list[Part]] = {width: [] for width in live}
     for node, flow in flows.of.items():
         if not isinstance(flow, Layer):

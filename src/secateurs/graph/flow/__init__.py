@@ -1,10 +1,11 @@
 """How channels flow: one rule per op (`rules`), a few kinds of flow (`kinds`), and dead channels under masks (`liveness`)."""
 
-from secateurs.graph.flow.kinds import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
-from secateurs.graph.flow.liveness import Flows, Liveness, analyse, find_flows, revivals
+from secateurs.graph.flow.kinds import ELSEWHERE, Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
+from secateurs.graph.flow.liveness import Flows, Liveness, analyse, find_flows, find_revivals
 from secateurs.graph.flow.table import Op, channelwise, opaque, rule
 
 __all__ = [
+    "ELSEWHERE",
     "Blocks",
     "Channelwise",
     "Concat",
@@ -20,7 +21,7 @@ __all__ = [
     "analyse",
     "channelwise",
     "find_flows",
+    "find_revivals",
     "opaque",
-    "revivals",
     "rule",
 ]

@@ -1,7 +1,8 @@
 """How channels pass through an op: the kinds of flow that rules return.
 
-A flow answers two questions about bool vectors over channels. Forward, `zeros`: which channels of the output are zero
-for every input. Backward, `needs`: which channels of each input are needed, given those needed of the output.
+A flow answers three questions about vectors over channels. Forward, `zeros`: which channels of the output are zero
+for every input. Backward, `needs`: which channels of each input are needed, given those needed of the output. Forward again,
+`sources`: the one channel of a site with which each channel becomes zero (or would, if the op kept zeros), `ELSEWHERE` if none.
 An input whose channel axis is unknown has no vector (None): all of it is present, none of it known to be zero.
 """
 
@@ -18,6 +19,12 @@ from secateurs.graph.channels import all_of, none_of
 
 Vector = Tensor | None
 ResizeArgs = Callable[[fx.Node, int], None]
+ELSEWHERE = -1
+
+
+def elsewhere(width: int) -> Tensor:
+    """Return the sources of `width` channels that come from no channel of the site."""
+    return torch.full((width,), ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,10 @@ class Source:
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Nothing is known to be zero."""
         return none_of(self.width)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """From nowhere."""
+        return elsewhere(self.width)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Reads nothing."""
@@ -63,6 +74,10 @@ class Channelwise:
             return ins[0] & ~self.revived
         return ins[0] if self.keeps_zero and ins[0] is not None else none_of(self.width)
 
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """Channel by channel."""
+        return elsewhere(self.width) if ins[0] is None else ins[0]
+
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Each needed channel needs the same channel of the input."""
         return [out]
@@ -93,6 +108,12 @@ class Layer:
             return none_of(self.filters)
         return zero.view(self.groups, -1).all(1).repeat_interleave(self.filters // self.groups)
 
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """A filter of one channel passes it on; one of several channels mixes them."""
+        if ins[0] is None or self.reads_all or self.inputs != self.groups:
+            return elsewhere(self.filters)
+        return ins[0].repeat_interleave(self.filters // self.inputs)
+
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """A group with a needed filter needs all its inputs."""
         if self.reads_all:
@@ -105,24 +126,36 @@ class Layer:
 class Join:
     """Several inputs meet channel by channel, with broadcasting: add, multiply, concatenation along another axis.
 
-    `zero_if`: the output is zero where "all" inputs are, where "any" is, or where the "first" is.
+    `zero_if`: the output is zero where "all" inputs are, where "any" is, or where the "first" or the "third" is.
     `in_axes`: the channel axis of each input; None for an input that has no channels of its own (it is broadcast).
     """
 
     axis: int
     in_axes: tuple[int | None, ...]
     width: int
-    zero_if: Literal["all", "any", "first"]
+    zero_if: Literal["all", "any", "first", "third"]
     widths: tuple[int, ...]
     broadcasts: bool = True
 
+    def _own(self, ins: Sequence[Vector]) -> list[Vector]:
+        """Return the vectors of the inputs whose channels are those of the output, None for the others."""
+        return [None if axis is None else vector for axis, vector in zip(self.in_axes, ins, strict=True)]
+
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Combined as `zero_if` says."""
-        vectors = [none_of(self.width) if v is None else v.expand(self.width) for v in ins]
-        if self.zero_if == "first":
-            return vectors[0]
+        vectors = [none_of(self.width) if v is None else v.expand(self.width) for v in self._own(ins)]
+        if self.zero_if in ("first", "third"):
+            return vectors[0 if self.zero_if == "first" else 2]
         stacked = torch.stack(vectors)
         return stacked.all(0) if self.zero_if == "all" else stacked.any(0)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """One factor from the site zeroes a product; a sum becomes zero with a channel that all its terms come from."""
+        stacked = torch.stack([elsewhere(self.width) if v is None else v.expand(self.width) for v in self._own(ins)])
+        if self.zero_if in ("first", "third"):
+            return stacked[0 if self.zero_if == "first" else 2]
+        last = stacked.amax(0)
+        return last if self.zero_if == "any" else torch.where((stacked == last).all(0), last, ELSEWHERE)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Needed of each input as of the output, without the channels that are zero in the output."""
@@ -145,6 +178,10 @@ class Concat:
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """The inputs' zeros, in order."""
         return torch.cat([none_of(w) if v is None else v for v, w in zip(ins, self.widths, strict=True)])
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """The inputs' sources, in order."""
+        return torch.cat([elsewhere(w) if v is None else v for v, w in zip(ins, self.widths, strict=True)])
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Each input is needed where its part of the output is."""
@@ -178,6 +215,11 @@ class Moved:
         source = none_of(self.inputs) if ins[0] is None else ins[0]
         return torch.cat([source, all_of(1)])[self.index]
 
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """As the channels move."""
+        source = elsewhere(self.inputs) if ins[0] is None else ins[0]
+        return torch.cat([source, elsewhere(1)])[self.index]
+
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """An input channel is needed where any of its copies is."""
         wanted = none_of(self.inputs + 1)
@@ -187,21 +229,43 @@ class Moved:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Output channel j is made of the block of `size` input features from j·size on: a view from features to images."""
+    """Output channel j is made of the input features `members[j]`, each feature of one channel: a view from features to images.
+
+    `together`: the features of a channel are removed together, so that sites lie behind the op: pixel shuffle, GLU, the
+    heads of attention.
+    """
 
     axis: int
     in_axis: int
-    width: int
-    size: int
+    members: Tensor  # (width, features of a channel)
     resize: ResizeArgs | None = None
+    together: bool = False
+
+    @property
+    def width(self) -> int:
+        """Channels of the result."""
+        return len(self.members)
 
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
-        """Zero where the whole block is."""
-        return none_of(self.width) if ins[0] is None else ins[0].view(self.width, self.size).all(1)
+        """Zero where all its features are."""
+        return none_of(self.width) if ins[0] is None else ins[0][self.members].all(1)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """A channel that all the features come from."""
+        if ins[0] is None:
+            return elsewhere(self.width)
+        found = ins[0][self.members]
+        return torch.where((found == found[:, :1]).all(1), found[:, 0], ELSEWHERE)
+
+    def features(self, channels: Tensor) -> Tensor:
+        """Return the features that make up `channels`, bool vectors both."""
+        wanted = none_of(self.members.numel())
+        wanted[self.members[channels].flatten()] = True
+        return wanted
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
-        """All features of a needed block."""
-        return [out.repeat_interleave(self.size)]
+        """All features of a needed channel."""
+        return [self.features(out)]
 
 
 @dataclass(frozen=True)
@@ -214,6 +278,10 @@ class Opaque:
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Nothing is known to be zero."""
         return none_of(0)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """From nowhere."""
+        return elsewhere(0)
 
     def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
         """Everything."""

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.flow import rules
-from secateurs.graph.flow.kinds import Channelwise, Flow, Layer, Moved, Opaque, Source
+from secateurs.graph.flow.kinds import ELSEWHERE, Channelwise, Flow, Layer, Moved, Opaque, Source
 from secateurs.graph.flow.table import Op, describe, rule_for
 from secateurs.graph.node_info import called_module, dims_of, info, label_of, shape_of
 
@@ -27,6 +27,7 @@ class Flows:
     of: Mapping[fx.Node, Flow]
     inputs: Mapping[fx.Node, tuple[fx.Node, ...]]
     users: Mapping[fx.Node, tuple[fx.Node, ...]]
+    counted: tuple[tuple[fx.Node, ...], ...] = ()  # the calls of each module that takes statistics of all of them together
 
     def width(self, node: fx.Node) -> int:
         """Return the number of channels of the output of `node`."""
@@ -63,7 +64,12 @@ def find_flows(module: fx.GraphModule) -> Flows:
         flows[node] = _flow_at_all_sizes(Op(node, called_module(module, node), inputs[node], axes), shared)
         for source in inputs[node]:
             users.setdefault(source, []).append(node)
-    return Flows(flows, inputs, {node: tuple(found) for node, found in users.items()})
+    calls: dict[str, list[fx.Node]] = {}
+    for node, flow in flows.items():
+        if isinstance(flow, Channelwise) and "running_mean" in flow.params:
+            calls.setdefault(str(node.target), []).append(node)
+    counted = tuple(tuple(found) for found in calls.values() if len(found) > 1)
+    return Flows(flows, inputs, {node: tuple(found) for node, found in users.items()}, counted)
 
 
 def _flow_at_all_sizes(op: Op, shared: Mapping[str, str]) -> Flow:
@@ -117,25 +123,22 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _shared_modules(module: fx.GraphModule) -> dict[str, str]:
-    """Return why modules are opaque that are called several times, or share weights with another module or call."""
-    calls: dict[str, int] = {}
+    """Return why modules are opaque that share weights with another module or call."""
+    calls: set[str] = set()
     owners: dict[int, set[str]] = {}
     for node in module.graph.nodes:
         if node.op == "call_module":
             name = str(node.target)
-            calls[name] = calls.get(name, 0) + 1
+            calls.add(name)
             for tensor in module.get_submodule(name).parameters():
                 owners.setdefault(id(tensor), set()).add(name)
         elif node.op == "get_attr":
             tensor = operator.attrgetter(str(node.target))(module)
             owners.setdefault(id(tensor), set()).add(str(node.target))
     found: dict[str, str] = {}
-    for name, count in calls.items():
-        called = module.get_submodule(name)
-        twins = {other for t in called.parameters() for other in owners[id(t)]} - {name}
-        if count > 1 and (any(True for _ in called.parameters()) or any(True for _ in called.buffers())):
-            found[name] = f"is called {count} times: its filters would have to go from all its calls at once"
-        elif twins:
+    for name in calls:
+        twins = {other for t in module.get_submodule(name).parameters() for other in owners[id(t)]} - {name}
+        if twins:
             found[name] = f"shares its weights with {', '.join(map(repr, sorted(twins)))}"
     return found
 
@@ -188,14 +191,18 @@ def _is_size_query(node: fx.Node, flows: Mapping[fx.Node, Flow]) -> bool:
         if user.target is not operator.getitem:
             return axis is None
         item = user.args[1]
-        return isinstance(item, int) or (isinstance(item, slice) and axis not in range(rank)[item])
+        if isinstance(item, slice) and axis in range(rank)[item]:  # sizes that are taken from it one by one
+            return all(u.target is operator.getitem and isinstance(u.args[1], int) for u in user.users)
+        return isinstance(item, int | slice)
 
     return all(map(leaves_out_channels, node.users))
 
 
 def _is_read_through(node: fx.Node) -> bool:
-    """Whether a node is a split of which only single parts are used."""
-    if node.op not in ("call_function", "call_method") or node.target not in rules.SPLITS:
+    """Whether a node is a split, or a maximum along an axis, of which only single parts are used."""
+    if node.op not in ("call_function", "call_method") or node.target not in (*rules.SPLITS, *rules.EXTREMA):
+        return False
+    if shape_of(node).is_tensor:  # the larger of two tensors
         return False
     return all(user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
 
@@ -207,7 +214,16 @@ def analyse(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> Liveness:
     completely.
     """
     zero = _find_zeros(flows, masks)
-    return Liveness(zero, _find_needs(flows, masks, zero))
+    counted: dict[fx.Node, Tensor] = {}
+    while True:
+        need = _find_needs(flows, masks, zero, counted)
+        found: dict[fx.Node, Tensor] = {}
+        for calls in flows.counted:  # what one call needs, all calls read: the module's statistics are those of all its inputs
+            anywhere = torch.stack([need.get(call, all_of(flows.width(call))) for call in calls]).any(0)
+            found |= dict.fromkeys(calls, anywhere)
+        if all(node in counted and torch.equal(counted[node], vector) for node, vector in found.items()):
+            return Liveness(zero, need)
+        counted = found
 
 
 def _find_zeros(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
@@ -225,7 +241,10 @@ def _find_zeros(flows: Flows, masks: Mapping[fx.Node, Tensor]) -> dict[fx.Node, 
     return zero
 
 
-def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+def _find_needs(
+    flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.Node, Tensor], counted: Mapping[fx.Node, Tensor]
+) -> dict[fx.Node, Tensor]:
+    """Find the channels that each node's users need; `counted` are those that a node reads even if its output is not needed."""
     need: dict[fx.Node, Tensor] = {}
     for node in reversed(list(flows.of)):
         flow = flows.of[node]
@@ -238,6 +257,8 @@ def _find_needs(flows: Flows, masks: Mapping[fx.Node, Tensor], zero: Mapping[fx.
         wanted, read = none_of(width), none_of(width)
         for user in users:
             wanted = wanted | _wanted_by(flows, user, node, need, zero, width)
+            if user in counted:
+                wanted = wanted | counted[user]
             flow = flows.of[user]
             added = isinstance(flow, Moved) and flow.added
             read = read | (all_of(width) if added else _wanted_by(flows, user, node, {}, {}, width))
@@ -276,30 +297,64 @@ def _wanted_by(
     return total
 
 
-def revivals(flows: Flows, start: fx.Node) -> Iterator[tuple[fx.Node, str]]:
-    """Yield the nodes, with reasons, where a channel that is zero behind `start` is revived before it is read, or is opaque.
+@dataclass(frozen=True)
+class Revivals:
+    """Where ops make something else of channels that are zero behind a site, before they are read.
+
+    `points` has for each such node the sources of its channels: the channel of the site whose mask has to be applied again, or
+    `ELSEWHERE`. `filtered` are channels of the site of which each depthwise layer on the way reads one at least. `obstacle`
+    says why the channels cannot be followed; it is empty if they can.
+    """
+
+    points: Mapping[fx.Node, Tensor]
+    obstacle: str = ""
+    filtered: frozenset[int] = frozenset()
+
+
+def find_revivals(flows: Flows, starts: Mapping[fx.Node, Tensor]) -> Revivals:
+    """Follow the channels of a site, zero behind the nodes `starts`, to what reads them; `starts` has the sources of each.
 
     Filters that mix channels read them, so the search ends there; a depthwise filter passes its channel on.
     """
-    zero = {start: all_of(flows.width(start))}
+    zero = {node: source != ELSEWHERE for node, source in starts.items()}
+    sources, points, filtered = dict(starts), dict[fx.Node, Tensor](), set[int]()
     for node, flow in flows.of.items():
         ins = flows.inputs[node]
-        if not any(i in zero for i in ins) or node in zero:
+        if node in zero or not any(i in zero for i in ins):
             continue
         if isinstance(flow, Opaque):
-            yield node, flow.reason
-        elif isinstance(flow, Layer) and flow.reads_all:
-            yield node, f"{node.target!s} reads along another axis than the channels'"
-        elif isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise):
+            return Revivals({}, flow.reason)
+        if isinstance(flow, Layer) and flow.reads_all:
+            return Revivals({}, f"{node.target!s} reads along another axis than the channels'")
+        if flow.axis is None or (isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise)):
             continue
-        elif flow.axis is not None:
-            found = flow.zeros([zero.get(i) for i in ins])
-            before = zero.get(ins[0])
-            if isinstance(flow, Layer):
-                revived = before is not None and bool(before.any()) and flow.bias
-            else:
-                revived = isinstance(flow, Channelwise) and before is not None and bool((before & ~found).any())
-            if revived:
-                yield node, f"{label_of(node)} turns zero channels into something else"
-            if bool(found.any()):
-                zero[node] = found
+        found, source = flow.zeros([zero.get(i) for i in ins]), flow.sources([sources.get(i) for i in ins])
+        if isinstance(flow, Moved):
+            found = found & (flow.index >= 0)  # channels that are added as zeros are not the site's
+        if isinstance(flow, Layer) and bool((source != ELSEWHERE).any()):
+            filtered.add(int(source[source != ELSEWHERE][0]))
+        if isinstance(flow, Channelwise | Layer):
+            before = zero.get(ins[0], none_of(flow.width if isinstance(flow, Channelwise) else flow.inputs))
+            revived = before.repeat_interleave(len(found) // len(before)) & ~found
+            if bool((revived & (source == ELSEWHERE)).any()):
+                return Revivals({}, f"{label_of(node)} turns zero channels into something else")
+            if bool(revived.any()):
+                found = (found | revived) & (source != ELSEWHERE)
+                node = _activation_behind(flows, node)
+                points[node] = torch.where(found, source, ELSEWHERE)
+        if bool(found.any()):
+            zero[node], sources[node] = found, torch.where(found, source, ELSEWHERE)
+    return Revivals(points, filtered=frozenset(filtered))
+
+
+def _activation_behind(flows: Flows, node: fx.Node) -> fx.Node:
+    """Return the activation that follows `node` with nothing but channelwise ops before it, or `node` itself.
+
+    A mask is applied behind an activation: before a ReLU, the loss would have no slope along it where it is zero.
+    """
+    last = node
+    while len(users := flows.users.get(last, ())) == 1 and isinstance(flow := flows.of[users[0]], Channelwise):
+        last = users[0]
+        if flow.activation:
+            return last
+    return node

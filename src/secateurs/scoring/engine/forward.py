@@ -143,25 +143,25 @@ class MaskedForward:
         else:
             known = self.network.names
             given = {new: t for name, t in (replaced or {}).items() for new in names_in(self.suffix, known[name])}
-            found = [
-                functional_call(self.suffix, given, (self._masked(piece, mask), *piece.carried), tie_weights=False)
-                for piece in pieces
-            ]
+            found = [functional_call(self.suffix, given, self._masked(piece, mask), tie_weights=False) for piece in pieces]
         if len(found) == 1:
             return found[0]
         return pytree.tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *found)
 
-    def _masked(self, piece: CachedBatch, mask: Tensor) -> Tensor:
-        if not piece.finite:  # zero times infinity is not zero
-            return mask_channels(piece.activations, mask, self.network.axis)
+    def _masked(self, piece: CachedBatch, mask: Tensor) -> tuple[Any, ...]:
+        """The suffix's inputs under a mask (C,)."""
+        if not piece.finite and not self.network.several:  # zero times infinity is not zero
+            return mask_channels(piece.activations, mask, self.network.axis), *piece.carried
         # multiplied, not filled: masked_fill with a broadcast mask gives images back in another layout
         return self._multiplied(piece, mask[None].to(piece.activations.dtype))
 
-    def _multiplied(self, piece: CachedBatch, factors: Tensor) -> Tensor:
-        """The activations times factors, (1, C) for all examples or (n, C) for each its own."""
+    def _multiplied(self, piece: CachedBatch, factors: Tensor) -> tuple[Any, ...]:
+        """The suffix's inputs with the site's channels times factors, (1, C) for all examples or (n, C) for each its own."""
+        if self.network.several:
+            return piece.activations, *piece.carried, factors
         shape = [len(factors)] + [1] * (piece.activations.ndim - 1)
         shape[self.network.axis] = -1
-        return piece.activations * factors.view(shape)
+        return piece.activations * factors.view(shape), *piece.carried
 
     def _subtracted(self, pieces: list[CachedBatch], mask: Tensor) -> list[Any]:
         """The known totals minus what the masked channels contribute to them."""
@@ -181,12 +181,18 @@ class MaskedForward:
 
     def slopes(self, batch: CachedBatch, masks: Tensor, loss_fn: Measure) -> Tensor:
         """Loss of each example under its own of `masks` (n, C), then its slope along every channel: float64 (n, 1 + C)."""
+        if not self.network.rows_each:
+            raise InvalidInput(
+                "the first axis of the site's activations does not hold the examples one after another, so each cannot have a "
+                "mask of its own. Use estimator = 'losses'."
+            )
         found = []
         for piece in self.pieces(batch):
             start = piece.start - batch.start
             factors = masks[start : start + piece.count].to(piece.activations.dtype).requires_grad_()
             with torch.enable_grad():
-                outputs = self.suffix(self._multiplied(piece, factors), *piece.carried)
+                each = 1 if self.network.several else self.network.rows_each
+                outputs = self.suffix(*self._multiplied(piece, factors.repeat_interleave(each, 0)))
                 losses = per_example(loss_fn(outputs, piece.targets), piece.count)
                 if not losses.requires_grad:
                     raise InvalidInput("the loss has no slope: it does not depend on the outputs in a differentiable way.")

@@ -39,6 +39,8 @@ class SplitNetwork:
     names: Mapping[str, Tensor]  # the suffix's parameters and buffers before folding, as the user's module names them
     carried_rows: tuple[bool, ...]  # which of the values that pass by the site have a row for every example
     separable: bool  # every output has a row for every example, and no other example changes it
+    rows_each: int  # rows of the activations for every example, one after another: windows, frames; 0 if they lie otherwise
+    several: bool  # the mask is applied in several places, by the suffix, which takes factors as its last input
 
     def laid_out(self, value: Any) -> Any:
         """Images in the layout of the network's weights; anything else unchanged."""
@@ -63,11 +65,13 @@ def prepare(
         part.to(place)
     names = {**dict(suffix.named_parameters(remove_duplicate=False)), **dict(suffix.named_buffers(remove_duplicate=False))}
     with torch.no_grad():
-        carried_rows, separable = _probe(prefix, suffix, tuple(part.to(place) for part in inputs))
+        factors = (torch.ones(1, channels, device=place, dtype=dtype),) if split.several else ()
+        carried_rows, separable, rows_each = _probe(prefix, suffix, tuple(part.to(place) for part in inputs), factors)
         for part in (prefix, suffix):
             fold_norms_(part, unfolded)
             part.to(memory_format=layout)  # type: ignore[call-overload]  # the stubs know only the form with a dtype
-    return SplitNetwork(prefix, suffix, split.axis, channels, place, dtype, layout, names, carried_rows, separable)
+    known = (layout, names, carried_rows, separable, rows_each, split.several)
+    return SplitNetwork(prefix, suffix, split.axis, channels, place, dtype, *known)
 
 
 def shallow_clone(module: fx.GraphModule) -> fx.GraphModule:
@@ -160,23 +164,30 @@ class _ShapeRecorder(fx.Interpreter):
         return result
 
 
-def _probe(prefix: fx.GraphModule, suffix: fx.GraphModule, inputs: tuple[Tensor, ...]) -> tuple[tuple[bool, ...], bool]:
-    """Run two and three of `inputs` (at least one): which carried values have rows, and whether examples are separable."""
+def _probe(
+    prefix: fx.GraphModule, suffix: fx.GraphModule, inputs: tuple[Tensor, ...], factors: tuple[Tensor, ...]
+) -> tuple[tuple[bool, ...], bool, int]:
+    """Run two and three of `inputs` (at least one).
+
+    Returns which carried values have rows, whether examples are separable, and how many rows of the activations each has.
+    """
 
     def run(count: int) -> tuple[Any, list[Any], Any]:
         rows = torch.arange(count, device=inputs[0].device) % len(inputs[0])
         activations, *carried = _ShapeRecorder(prefix).run(*(part[rows] for part in inputs))
-        return activations, carried, _ShapeRecorder(suffix).run(activations, *carried)
+        return activations, carried, _ShapeRecorder(suffix).run(activations, *carried, *factors)
 
     try:
-        (activations, carried, outputs), (_, more_carried, more_outputs) = run(2), run(3)
+        (activations, carried, outputs), (more, more_carried, more_outputs) = run(2), run(3)
     except Exception:  # made for batches of one size only: whatever it raised, it is run only as it is asked for
-        return (), False
+        return (), False, 1
     rows = tuple(_is_row(a, 2) and _is_row(b, 3) for a, b in zip(carried, more_carried, strict=True))
     fixed = all(isinstance(value, Tensor) for value in more_carried)  # a size that is carried is that of the whole batch
     pairs = list(zip(_leaves(outputs), _leaves(more_outputs), strict=True))
     alike = all(_is_row(a, 2) and _is_row(b, 3) and close(a, b[:2]) for a, b in pairs)
-    return rows, fixed and _is_row(activations, 2) and alike
+    each = len(activations) // 2
+    in_order = len(activations) == 2 * each and len(more) == 3 * each and close(activations, more[: 2 * each])
+    return rows, fixed and _is_row(activations, 2) and alike, each if in_order else 0
 
 
 def _is_row(value: Any, count: int) -> bool:

@@ -44,6 +44,14 @@ def instance_norm(op: Op) -> Flow:
     return _norm(op, keeps_zero=not norm.affine and not norm.track_running_stats, pointwise=False)
 
 
+@rule(F.instance_norm)
+def functional_instance_norm(op: Op) -> Flow:
+    """Without weights and running statistics each channel is treated alone, and a zero stays zero."""
+    if len(op.inputs) > 1 or op.axis not in (None, 1):
+        return opaque(op, "has weights or statistics among its arguments, or normalises along another axis than the channels'")
+    return Channelwise(1, 1, op.shape[1], keeps_zero=True)
+
+
 def _norm(op: Op, *, keeps_zero: bool, pointwise: bool) -> Flow:
     axis = 1 if len(op.shape) > 1 else 0
     if op.axis not in (None, axis):
@@ -69,7 +77,12 @@ def mixes_channels(op: Op) -> Flow:
     *(torch.softmax, torch.log_softmax, "softmax", "log_softmax"),
 )
 def normalises_channels(op: Op) -> Flow:
-    """Sums over an axis: along the channels, a zero channel counts too."""
+    """Sums over an axis: along the channels, a zero channel counts too; along another, each channel is treated alone."""
+    divides = op.node.target is F.normalize
+    softmax = isinstance(op.module, nn.Softmax | nn.LogSoftmax | nn.Softmin)
+    dim = op.module.dim if softmax else op.argument(2, "dim", 1) if divides else op.argument(1, "dim")  # type: ignore[union-attr]
+    if op.axis is not None and isinstance(dim, int) and dim % len(op.shape) != op.axis:
+        return channelwise(op, keeps_zero=divides)
     return opaque(op, "sums over an axis in which removed channels would count")
 
 

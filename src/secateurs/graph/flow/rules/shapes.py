@@ -31,13 +31,57 @@ def reshaping(op: Op) -> Flow:
         return opaque(op, "mixes the channels with the axes before them")
     resize = None if op.module is not None or op.node.target in (torch.flatten, "flatten") else _resizer(place)
     made = after[place]
+    heads = _heads(op, place)
+    if heads is not None:
+        return heads
     if made == width:
         return Channelwise(place, axis, width, keeps_zero=True, resize=resize)
     if made > width and made % width == 0 and made in accumulate(before[axis:], operator.mul):
         return Moved(place, axis, width, torch.arange(width).repeat_interleave(made // width), "same", resize)
     if made < width and width % made == 0 and width in accumulate(after[place:], operator.mul):
-        return Blocks(place, axis, made, width // made, resize)
+        return Blocks(place, axis, torch.arange(width).view(made, -1), resize)
     return opaque(op, "divides the channels among several axes")
+
+
+def _heads(op: Op, place: int) -> Flow | None:
+    """Return the flow of a view that divides channels among heads of attention: (…, C, …) to (…, h, d, …) or (…, 3, h, d, …).
+
+    A head is a channel then: of the axes that the channels are divided among, the last but one. In (…, h, 3, d, …) it is the
+    first of three.
+    """
+    before, after, axis = op.shapes[0], op.shape, op.axis
+    parts = next((k for k in (3, 2) if math.prod(after[place : place + k]) == op.width and len(after) >= place + k), 0)
+    divided = after[place : place + parts]
+    if not parts or axis is None or op.module is not None or before[:axis] != after[:place] or op.width in divided:
+        return None
+    if not any(map(_is_attended, _followed(op.node))):
+        return None
+    first = parts == 3 and after[place] != 3 and after[place + 1] == 3
+    head = place if first else place + parts - 2
+    features = torch.arange(op.width).view(divided).movedim(head - place, 0)
+    return Blocks(head, axis, features.reshape(after[head], -1), _resizer(head), together=True)
+
+
+def _followed(node: fx.Node) -> list[fx.Node]:
+    """Return the first ops behind `node` other than reorderings of axes, parts along an axis, numbers, softmax and dropout."""
+    found, open_nodes = [], list(node.users)
+    while open_nodes:
+        user = open_nodes.pop()
+        if user.target in ATTENTION_STEPS:
+            open_nodes += user.users
+        else:
+            found.append(user)
+    return found
+
+
+ATTENTION_STEPS = (
+    *("permute", torch.permute, "transpose", torch.transpose, operator.getitem, "unbind", torch.unbind, "chunk", torch.chunk),
+    *(operator.mul, torch.mul, "mul", operator.truediv, "contiguous", "squeeze", torch.squeeze, "movedim", torch.movedim),
+)
+
+
+def _is_attended(node: fx.Node) -> bool:
+    return node.target in (F.scaled_dot_product_attention, torch.matmul, operator.matmul, "matmul", "__matmul__", torch.einsum)
 
 
 def _axis_after(dims: Sequence[int], ahead: int) -> int | None:
@@ -126,7 +170,9 @@ def squeezing(op: Op) -> Flow:
     return Channelwise(op.axis - sum(d < op.axis for d in squeezed), op.axis, op.width, keeps_zero=True, resize=spell_out)
 
 
-SPLITS = (torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split")
+UNBINDS = (torch.unbind, "unbind")
+EXTREMA = (torch.max, torch.min, "max", "min")  # along an axis: the values and where they are
+SPLITS = (torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split", *UNBINDS)
 
 
 @rule(*SPLITS)
@@ -191,12 +237,23 @@ def _expanded(index: Any, rank: int) -> list[Any]:
 
 
 def _part(op: Op, source: fx.Node, index: Any) -> Flow:
-    """Return part `index` of a chunk or split as a slice of the whole."""
+    """Return part `index` of a chunk or split as a slice of the whole, or the values of a maximum along an axis."""
     given = op.shape_of(source).value
+    if source.target in EXTREMA and op.axis is not None:
+        along = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
+        if index != 0 or not isinstance(along, int) or along % len(op.shapes[0]) == op.axis:
+            return opaque(op, "takes a maximum over the channels, or asks where it is")
+        removed = len(op.shape) < len(op.shapes[0]) and along % len(op.shapes[0]) < op.axis
+        return Channelwise(op.axis - removed, op.axis, op.width, keeps_zero=True)
     if source.target not in SPLITS or not isinstance(index, int) or not isinstance(given, tuple) or op.axis is None:
         return opaque(op, "takes a part of what no rule describes")
     whole = op.shapes[0]
     parts = [part.dims for part in given if isinstance(part, Shape) and part.dims is not None]
+    if source.target in UNBINDS:
+        at = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim", 0)
+        if not isinstance(at, int) or at % len(whole) == op.axis:
+            return opaque(op, "picks a single channel")
+        return Channelwise(op.axis - (at % len(whole) < op.axis), op.axis, op.width, keeps_zero=True)
     dim = next((d for d, n in enumerate(whole) if parts and parts[0][d] != n), None)
     if dim is None or len(parts) != len(given):
         return opaque(op, "splits into a single part")
@@ -227,3 +284,32 @@ def channel_shuffle(op: Op) -> Flow:
         return opaque(op, "shuffles another axis than the channels'")
     index = torch.arange(op.shape[1]).view(groups, -1).t().flatten()
     return Moved(1, 1, op.shape[1], index, "gather")
+
+
+@rule(nn.PixelShuffle, F.pixel_shuffle, torch.pixel_shuffle)
+def pixel_shuffle(op: Op) -> Flow:
+    """Blocks of channels become pixels of one channel."""
+    axis = len(op.shape) - 3
+    if op.axis not in (None, axis):
+        return opaque(op, "works along the axis of the channels")
+    return Blocks(axis, axis, torch.arange(op.shapes[0][axis]).view(op.shape[axis], -1), together=True)
+
+
+@rule(nn.PixelUnshuffle, F.pixel_unshuffle, torch.pixel_unshuffle, nn.Unfold, F.unfold)
+def pixel_unshuffle(op: Op) -> Flow:
+    """Each channel is spread over a block of channels."""
+    axis = 1 if len(op.shape) == 3 and len(op.shapes[0]) == 4 else len(op.shape) - 3  # unfold gives (N, features, places)
+    if op.axis not in (None, axis) or op.shape[axis] % op.shapes[0][axis]:
+        return opaque(op, "works along the axis of the channels")
+    width = op.shapes[0][axis]
+    return Moved(axis, axis, width, torch.arange(width).repeat_interleave(op.shape[axis] // width), "same")
+
+
+@rule(nn.GLU, F.glu)
+def glu(op: Op) -> Flow:
+    """Channel j times the sigmoid of channel j of the second half: both halves go together."""
+    dim = op.module.dim if isinstance(op.module, nn.GLU) else op.argument(1, "dim", -1)
+    dim %= len(op.shape)
+    if op.axis not in (None, dim):
+        return channelwise(op, keeps_zero=True)
+    return Blocks(dim, dim, torch.arange(op.shapes[0][dim]).view(2, -1).t().contiguous(), together=True)

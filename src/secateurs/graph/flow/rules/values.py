@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -130,6 +131,17 @@ def multiplication(op: Op) -> Flow:
     return _join(op, "any")
 
 
+@rule("reshape_as", "view_as")
+def reshape_as(op: Op) -> Flow:
+    """Channels that stay whole, in a shape whose channels are the same."""
+    first, second, axis = op.shapes[0], op.shapes[1], op.axes[1]
+    if op.axis is None or axis is None or first[op.axis] != second[axis]:
+        return opaque(op, "takes its sizes from a tensor with other channels")
+    if math.prod(first[: op.axis]) != math.prod(second[:axis]):
+        return opaque(op, "mixes the channels with the axes before them")
+    return Join(axis, (op.axis, axis), second[axis], "first", (second[axis], second[axis]), broadcasts=False)
+
+
 @rule(operator.truediv, torch.div, torch.true_divide, "div")
 def division(op: Op) -> Flow:
     """By a number only: a tensor of denominators may hold zeros."""
@@ -145,7 +157,55 @@ def expand_as(op: Op) -> Flow:
     return _join(op, "first")
 
 
-def _join(op: Op, zero_if: Literal["all", "any", "first"]) -> Flow:
+@rule(torch.matmul, operator.matmul, "matmul", torch.bmm, "bmm", F.scaled_dot_product_attention)
+def matrix_product(op: Op) -> Flow:
+    """Matrices of each channel are multiplied, as in the heads of attention.
+
+    Rows of the first factor and columns of the second stay apart, too; where products are summed, all channels are needed.
+    """
+    attention = op.node.target is F.scaled_dot_product_attention
+    from_right = [None if a is None else len(s) - a for s, a in zip(op.shapes, op.axes, strict=True)]
+    rows, columns = from_right[0] == 2, len(from_right) > 1 and from_right[1] == 1
+    if not attention and len(op.inputs) == 2 and (rows or columns) and len(set(map(len, op.shapes))) == 1:
+        columns = columns and (not rows or op.shape[-1] > 1)  # with both, the second factor's channels are followed
+        axis = len(op.shape) - (1 if columns else 2)
+        width = op.shape[axis]
+        return Join(axis, (None, axis) if columns else (axis, None), width, "any", (1, width) if columns else (width, 1), False)
+    if len(op.inputs) < 2 + attention or any(n is not None and n < 3 for n in from_right):
+        return opaque(op, "multiplies along the axis of the channels")
+    found = _join(op, "third" if attention else "any")
+    return replace(found, broadcasts=False) if isinstance(found, Join) else found
+
+
+@rule(torch.einsum)
+def einsum(op: Op) -> Flow:
+    """Channels that every input with channels and the output call by the same letter are treated one by one."""
+    equation = op.argument(0, "equation")
+    terms, arrow, result = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+    letters = terms.split(",")
+    named = {term[a] for term, a in zip(letters, op.axes, strict=False) if a is not None and a < len(term)}
+    if not arrow or "." in equation or len(letters) != len(op.inputs) or len(named) != 1 or not named <= set(result):
+        return opaque(op, "sums over the channels, or names them by several letters")
+    (letter,) = named
+    in_axes = tuple(term.index(letter) if letter in term else None for term in letters)
+    widths = tuple(1 if a is None else s[a] for s, a in zip(op.shapes, in_axes, strict=True))
+    axis = result.index(letter)
+    return Join(axis, in_axes, op.shape[axis], "any", widths, broadcasts=False)
+
+
+@rule(torch.stack)
+def stack(op: Op) -> Flow:
+    """Along a new axis; the inputs' channels must agree."""
+    dim, known = op.argument(1, "dim", 0), {a for a in op.axes if a is not None}
+    listed = op.node.args[0] if op.node.args else op.node.kwargs["tensors"]
+    if len(known) != 1 or not isinstance(dim, int) or not isinstance(listed, list | tuple) or list(listed) != list(op.inputs):
+        return opaque(op, "joins tensors whose channels are unknown, or lie along different axes")
+    (axis,) = known
+    count, width = len(op.inputs), op.shapes[0][axis]
+    return Join(axis + (dim % len(op.shape) <= axis), (axis,) * count, width, "all", (width,) * count, broadcasts=False)
+
+
+def _join(op: Op, zero_if: Literal["all", "any", "first", "third"]) -> Flow:
     """Match the channel axes of the inputs from the right, as broadcasting does."""
     known = [len(s) - a for s, a in zip(op.shapes, op.axes, strict=True) if a is not None]
     if not known:

@@ -1,0 +1,339 @@
+"""Search of a network for its sites: from each layer to the node behind which its channels can be masked, or to the reason."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from secateurs.config import Shortcut
+from secateurs.graph.add_fusion import spread_sums
+from secateurs.graph.channels import ids
+from secateurs.graph.cost import count_macs
+from secateurs.graph.flow import (
+    ELSEWHERE,
+    Blocks,
+    Channelwise,
+    Flow,
+    Flows,
+    Join,
+    Layer,
+    Moved,
+    Opaque,
+    analyse,
+    find_flows,
+    find_revivals,
+)
+from secateurs.graph.flow.liveness import Revivals
+from secateurs.graph.layers import Align
+from secateurs.graph.node_info import called_module, dims_of, info, shape_of
+from secateurs.graph.site import MaskPoint, Site, Sites, Unprunable
+from secateurs.graph.trace import Graph
+
+FUNCTIONAL: dict[Any, bool] = {  # layers in functional form, and whether they are transposed
+    **dict.fromkeys((torch.conv1d, torch.conv2d, torch.conv3d, F.linear), False),
+    **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d), True),
+}
+
+
+def search_sites(graph: Graph, shortcut: Shortcut) -> Sites:
+    """Find all sites of a traced network at one shortcut position."""
+    graph = replace(graph, module=spread_sums(graph.module))
+    flows = find_flows(graph.module)
+    order = {node: place for place, node in enumerate(flows.of)}
+    search = _Search(graph, flows, shortcut, analyse(flows, {}).need, {}, order)
+    calls: dict[str, list[fx.Node]] = {}
+    macs: Counter[str] = Counter()
+    for node, flow in flows.of.items():
+        if isinstance(flow, Layer):
+            calls.setdefault(str(node.target), []).append(node)
+            weight: Any = graph.module.get_submodule(str(node.target)).weight
+            macs[str(node.target)] += _macs(weight.shape, node, flow.transposed)
+    sites: list[Site] = []
+    groups, reasons = search.groups(calls)
+    for layers, places in groups:
+        found = search.site(layers[0], places)
+        if isinstance(found, Site):
+            sites.append(found)
+        else:
+            reasons |= {str(layer.target): found for layer in layers}
+    sites = [site for site in sites if not _goes_with_another(site, sites, flows)]
+    refused = [Unprunable(path, calls[path][0].name, reason, macs[path]) for path, reason in reasons.items()]
+    covered = {layer for site in sites for layer in site.layers}
+    return Sites(sites, [u for u in [*refused, *_opaque_layers(graph, flows)] if u.name not in covered])
+
+
+def _goes_with_another(site: Site, sites: Sequence[Site], flows: Flows) -> bool:
+    """Whether a depthwise layer's site only repeats another: its filters and those that feed it go there, with more of them."""
+    if len(site.points) == 1 or not any(info(n).get("filters_a_channel") for n in flows.of if str(n.target) == site.name):
+        return False
+    own = set(site.layers)
+    return any(other is not site and other.name in own and own <= set(other.layers) for other in sites)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Search from a layer for the node behind which its channels can be masked."""
+
+    graph: Graph
+    flows: Flows
+    shortcut: Shortcut
+    unmasked: Mapping[fx.Node, Tensor]  # channels that are needed without any mask, where that is not all of them
+    known: dict[fx.Node, Revivals]  # by place, once they are found
+    order: Mapping[fx.Node, int]  # of the nodes in the network
+
+    def groups(
+        self, calls: Mapping[str, Sequence[fx.Node]]
+    ) -> tuple[list[tuple[list[fx.Node], list[fx.Node]]], dict[str, str]]:
+        """Return the layers and the places of each site in network order, and by path why other layers have none.
+
+        A layer that is called several times needs a place behind each call; layers with a place in common share a site, and so
+        do layers before the calls of one BatchNorm: its statistics are those of all of them.
+        """
+        reasons: dict[str, str] = {}
+        groups: list[tuple[list[fx.Node], list[fx.Node]]] = []
+        norms = {call: calls[0] for calls in self.flows.counted for call in calls}
+        behind: dict[fx.Node, list[fx.Node]] = {}  # the places behind the calls of one BatchNorm
+        for path, nodes in calls.items():
+            places: list[fx.Node] = []
+            for node in nodes:
+                place, reason = self.place(node)
+                if place is None:
+                    reasons[path] = reason if len(nodes) == 1 else f"{reason} (it is called {len(nodes)} times)"
+                    break
+                places.append(place)
+            else:
+                layers = [nodes[0]]
+                for norm in {norms[n] for node in nodes for n in self._chain(node) if n in norms}:
+                    places += behind.setdefault(norm, [])
+                    behind[norm] += places
+                for group in [g for g in groups if not set(places).isdisjoint(g[1])]:
+                    groups.remove(group)
+                    layers, places = group[0] + layers, group[1] + places
+                groups.append((layers, list(dict.fromkeys(places))))
+        for _, found in groups:
+            found.sort(key=self.order.__getitem__)
+        return sorted(groups, key=lambda group: self.order[group[1][0]]), reasons
+
+    def place(self, layer: fx.Node) -> tuple[fx.Node | None, str]:
+        """Return the node behind which the mask of `layer` goes, or None and the reason."""
+        chain = self._chain(layer)
+        add = self._sum_behind(chain)
+        if add is not None and self.shortcut == "after":
+            chain = self._chain(add)
+        elif add is not None and self._is_shortcut(chain[-1], add):
+            return None, "it is the shortcut, which keeps all its channels while masks go before the add"
+        elif self._is_gate(chain):
+            return None, "it is a gate: its filters go with the channels that it multiplies"
+        if self._original(chain[0]) < 2:
+            return None, "it has one filter only"
+        joined = [i for i, node in enumerate(chain) if self._joins(node)]
+        chain = chain[joined[-1] :] if joined else chain
+        meeting, joins = self._meeting(chain[-1])
+        if meeting is not None and (joined or joins):
+            return self._best(self._candidates(self._chain(meeting)))
+        place, reason = self._best(self._candidates(chain))
+        if meeting is not None and (place is None or self._revivals(place).points):
+            other, _ = self._best(self._candidates(self._chain(meeting)))
+            place = other or place
+        return place, "" if place is not None else reason
+
+    def _joins(self, node: fx.Node) -> bool:
+        """Whether a node makes one channel of several that are removed together."""
+        flow = self.flows.of[node]
+        return isinstance(flow, Blocks) and flow.together
+
+    def _meeting(self, start: fx.Node) -> tuple[fx.Node | None, bool]:
+        """Return the product where all that is made of the channels of `start` meets: a gate, the output of attention.
+
+        The second value says whether channels are joined on the way there.
+        """
+        heads, joins = {start}, False
+        while heads:
+            node = min(heads, key=self.order.__getitem__)
+            flow = self.flows.of[node]
+            if len(heads) == 1 and node is not start and isinstance(flow, Join):
+                return (node if flow.zero_if in ("any", "third") else None), joins
+            if node is not start and not (self._joins(node) or isinstance(flow, Channelwise | Moved | Join)):
+                break
+            joins = joins or (node is not start and self._joins(node))
+            heads = heads - {node} | set(self.flows.users.get(node, ()))
+        return None, joins
+
+    def _best(self, candidates: Iterable[fx.Node]) -> tuple[fx.Node | None, str]:
+        """Return the first candidate with the fewest further mask points, or None and the reason."""
+        best: fx.Node | None = None
+        reason = ""
+        for candidate in candidates:
+            found = self._revivals(candidate)
+            reason = found.obstacle or ("" if self._original(candidate) > 1 else "it has one head only")
+            if not reason and (best is None or len(found.points) < len(self._revivals(best).points)):
+                best = candidate
+            if best is not None and not self._revivals(best).points:
+                break
+        return (None, reason) if best is None else (self._behind_gather(best), "")
+
+    def _original(self, node: fx.Node) -> int:
+        """Return the number of channels of a node in the uncut network."""
+        return info(node).get("original_channels", self.flows.width(node))
+
+    def _revivals(self, place: fx.Node) -> Revivals:
+        if place not in self.known:
+            self.known[place] = find_revivals(self.flows, {place: torch.arange(self.flows.width(place))})
+        return self.known[place]
+
+    def _behind_gather(self, place: fx.Node) -> fx.Node:
+        """Where a gather of an earlier cut is the only consumer, the site is the output of the gather."""
+        user, _ = self._only_user(place)
+        return place if user is None or not info(user).get("ends_site") else self._behind_gather(user)
+
+    def _chain(self, start: fx.Node) -> list[fx.Node]:
+        """Return `start` and the ops behind it that treat each channel alone, up to the first value with several consumers.
+
+        Depthwise layers with one filter for each channel and alignments of earlier cuts belong to the chain.
+        """
+        chain = [start]
+        while True:
+            user, flow = self._only_user(chain[-1])
+            if user is None or not (
+                isinstance(flow, Channelwise)
+                or self._joins(user)
+                or self._is_depthwise(user)
+                or isinstance(called_module(self.graph.module, user), Align)
+            ):
+                return chain
+            chain.append(user)
+
+    def _is_depthwise(self, node: fx.Node) -> bool:
+        flow = self.flows.of[node]
+        return isinstance(flow, Layer) and info(node).get("filters_a_channel") == 1 and not flow.reads_all
+
+    def _is_activation(self, node: fx.Node) -> bool:
+        flow = self.flows.of[node]
+        return isinstance(flow, Channelwise) and flow.activation
+
+    def _candidates(self, chain: list[fx.Node]) -> list[fx.Node]:
+        """Return the nodes behind which the mask may go, best first: from a layer's activation, or from the layer without one.
+
+        A depthwise layer later in the chain loses the same filters, so the place behind its activation comes first: then every
+        filter has one site.
+        """
+        starts = [i for i, n in enumerate(chain) if i == 0 or self._is_depthwise(n)]
+        candidates: list[fx.Node] = []
+        for start, end in zip(reversed(starts), [len(chain), *reversed(starts[1:])], strict=True):
+            stretch = chain[start:end]
+            active = [i for i, n in enumerate(stretch) if self._is_activation(n)]
+            candidates += stretch[active[0] :] if active else stretch
+        return candidates
+
+    def _sum_behind(self, chain: list[fx.Node]) -> fx.Node | None:
+        """Return the add that follows a chain without activation, if there is one."""
+        if any(self._is_activation(n) for n in chain):
+            return None
+        user, flow = self._only_user(chain[-1])
+        return user if isinstance(flow, Join) and flow.zero_if == "all" and len(flow.in_axes) == 2 else None
+
+    def _is_shortcut(self, end: fx.Node, add: fx.Node) -> bool:
+        """Of the two branches into an add, the shortcut is the one with fewer layers that the other does not have."""
+        branches = [self._layers_above(i) for i in self.flows.inputs[add]]
+        mine = self.flows.inputs[add].index(end)
+        own, other = branches[mine] - branches[1 - mine], branches[1 - mine] - branches[mine]
+        return bool(branches[0] & branches[1]) and len(own) < len(other)
+
+    def _layers_above(self, node: fx.Node) -> set[fx.Node]:
+        seen, open_nodes = {node}, [node]
+        while open_nodes:
+            sources = set(self.flows.inputs[open_nodes.pop()]) - seen
+            seen |= sources
+            open_nodes += sources
+        return {n for n in seen if isinstance(self.flows.of[n], Layer)}
+
+    def _is_gate(self, chain: list[fx.Node]) -> bool:
+        """Whether the chain ends in a product with a larger image: squeeze-and-excitation."""
+        end = chain[-1]
+        user, flow = self._only_user(end)
+        if user is not None and isinstance(flow, Join) and flow.zero_if == "first" and self.flows.inputs[user][0] is end:
+            user, flow = self._only_user(user)  # spread by expand_as to the shape of what it multiplies
+        if user is None or not isinstance(flow, Join) or flow.zero_if != "any" or None in flow.in_axes:
+            return False
+        return shape_of(end).dims != shape_of(user).dims
+
+    def _only_user(self, node: fx.Node) -> tuple[fx.Node | None, Flow | None]:
+        users = self.flows.users.get(node, ())
+        return (users[0], self.flows.of[users[0]]) if len(users) == 1 else (None, None)
+
+    def site(self, layer: fx.Node, places: Sequence[fx.Node]) -> Site | str:
+        """Return the site of `layer` behind `places`, or why there is none."""
+        own = {place: self.graph.ids.get(place.name, torch.arange(self.flows.width(place))) for place in places}
+        original = torch.tensor(
+            sorted({i for kept in own.values() for i in kept.tolist()})
+        )  # a cut elsewhere may have removed channels of some calls only
+        starts = {place: torch.searchsorted(original, kept) for place, kept in own.items()}
+        found = self._revivals(places[0]) if len(places) == 1 else find_revivals(self.flows, starts)
+        if found.obstacle:
+            return found.obstacle
+        points = {**starts, **found.points}
+        removed: set[fx.Node] = set()
+        for channel in sorted({0, *found.filtered}):
+            keep = torch.arange(len(original)) != channel
+            masks = {node: (source == ELSEWHERE) | keep[source] for node, source in points.items()}
+            dead = analyse(self.flows, masks).need
+            unchanged = {n for n, needed in self.unmasked.items() if n in dead and torch.equal(needed, dead[n])}
+            removed |= {n for n in dead if isinstance(self.flows.of[n], Layer) and n not in unchanged}
+        layers = tuple(dict.fromkeys(str(n.target) for n in self.flows.of if n in removed))
+        if not layers and len(points) > 1:
+            return "its filters are read elsewhere, too, such as for the statistics of a BatchNorm that is called several times"
+        wide = max(map(self._original, places))
+        names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
+        name = next((name for name in names if name), None) or self._name(layer, layers)
+        points_of = tuple(self._point(node, source) for node, source in points.items())
+        return Site(name, len(original), layers, tuple(original.tolist()), wide, points_of)
+
+    def _point(self, node: fx.Node, source: Tensor) -> MaskPoint:
+        axis, channels = self.flows.of[node].axis, ids(source != ELSEWHERE)
+        assert axis is not None
+        return MaskPoint(node.name, axis, len(source), tuple(channels.tolist()), tuple(source[channels].tolist()))
+
+    def _name(self, layer: fx.Node, layers: tuple[str, ...]) -> str:
+        """Return the path of the layer that loses filters; for a site behind an add, the name of the add."""
+        add = self._sum_behind(self._chain(layer))
+        if add is not None and self.shortcut == "after":
+            return info(add)["name"]
+        path = str(layer.target)
+        return path if path in layers or not layers else layers[0]
+
+
+def _macs(weight: Sequence[int], node: fx.Node, transposed: bool) -> int:
+    """Count the MACs of a layer for one example from the shape of its weight.
+
+    Each weight is used once at each place of the output (of a transposed convolution: of the input): all axes but the batch and
+    the channels, which lie before the axes of the kernel.
+    """
+    dims = dims_of(node.all_input_nodes[0] if transposed else node)
+    axis = len(dims) - 1 - max(len(weight) - 2, 0)
+    return math.prod(weight) * math.prod(n for dim, n in enumerate(dims) if dim != axis and not (dim == 0 and axis > 0))
+
+
+def _opaque_layers(graph: Graph, flows: Flows) -> Iterable[Unprunable]:
+    """List layers that are opaque themselves: called several times, tied, hooked, or with computed weights; each once."""
+    counted: Counter[str] | None = None
+    seen: set[str] = set()
+    for node, flow in flows.of.items():
+        path = str(node.target)
+        if node.op == "call_function" and node.target in FUNCTIONAL and isinstance(flow, Opaque):
+            weight = node.args[1] if len(node.args) > 1 else node.kwargs["weight"]
+            assert isinstance(weight, fx.Node)
+            macs = _macs(dims_of(weight), node, FUNCTIONAL[node.target])
+            yield Unprunable(info(node)["name"], node.name, "its weights are computed while the network runs", macs)
+        elif isinstance(flow, Opaque) and node.op == "call_module" and path not in seen:
+            seen.add(path)
+            if any(True for _ in graph.module.get_submodule(path).parameters()):
+                counted = counted or count_macs(graph.module, graph.example)
+                inside = sum(n for name, n in counted.items() if name == path or name.startswith(f"{path}."))
+                yield Unprunable(path, node.name, flow.reason, inside)

@@ -1,0 +1,144 @@
+"""Heads of attention: whole heads are removed, with all their features in the layers that make them and that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nets import Net, assert_compact_is_masked, assert_same, random_tensor, run, traced, without
+from secateurs import Graph, compact, find_site, find_sites, masked
+from secateurs.data import Examples
+from secateurs.metrics import cross_entropy
+from secateurs.scoring.engine import split_for
+
+X = random_tensor(3, 5, 4, seed=2)
+
+
+def as_timm(net: Net, x: Tensor) -> Tensor:
+    b, n, c = x.shape
+    q, k, v = net.qkv(x).reshape(b, n, 3, 3, c // 3).permute(2, 0, 3, 1, 4).unbind(0)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c)
+
+
+def by_hand(net: Net, x: Tensor) -> Tensor:
+    """With a bias for each head, as in Swin."""
+    b, n, c = x.shape
+    qkv = net.qkv(x).reshape(b, n, 3, 3, c // 3).permute(2, 0, 3, 1, 4)
+    scores = (qkv[0] * 0.5) @ qkv[1].transpose(-2, -1) + net.bias
+    return (net.drop(scores.softmax(-1)) @ qkv[2]).transpose(1, 2).reshape(b, n, c)
+
+
+def as_transformers(net: Net, x: Tensor) -> Tensor:
+    """Three layers, functions instead of methods."""
+    q, k, v = (layer(x).view(x.size(0), -1, 3, 4).transpose(1, 2) for layer in (net.q, net.k, net.v))
+    weights = F.softmax(torch.matmul(q, torch.transpose(k, -1, -2)) / 2, dim=-1)
+    return torch.matmul(weights, v).permute(0, 2, 1, 3).contiguous().view(x.size(0), -1, 12)
+
+
+def in_chunks(net: Net, x: Tensor) -> Tensor:
+    b, n, c = x.shape
+    q, k, v = net.qkv(x).chunk(3, -1)
+    q, k, v = (part.view(b, n, 3, c // 3).transpose(1, 2) for part in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, scale=0.7).transpose(1, 2).flatten(2)
+
+
+def by_einsum(net: Net, x: Tensor) -> Tensor:
+    b, n, c = x.shape
+    q, k, v = net.qkv(x).reshape(b, n, 3, 3, c // 3).permute(2, 0, 3, 1, 4)
+    return torch.einsum("b h i j, b h j d -> b i h d", torch.einsum("bhid,bhjd->bhij", q, k).softmax(-1), v).flatten(2)
+
+
+def of_images(net: Net, x: Tensor) -> Tensor:
+    """Channels before the places, as behind a convolution."""
+    qkv = net.qkv(x).transpose(1, 2).reshape(x.size(0), 3, 3, 4, -1).permute(1, 0, 2, 4, 3)
+    y = (qkv[0] @ qkv[1].transpose(-2, -1)).softmax(dim=-1) @ qkv[2]
+    return y.permute(0, 1, 3, 2).reshape(x.size(0), 12, -1).transpose(1, 2)
+
+
+FORMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    form.__name__: form for form in (as_timm, by_hand, as_transformers, in_chunks, by_einsum, of_images)
+}
+
+
+def attention_net(form: str) -> Graph:
+    separate = (
+        {name: nn.Linear(12, 12) for name in ("q", "k", "v")} if form == "as_transformers" else {"qkv": nn.Linear(12, 36)}
+    )
+    return traced(
+        Net(
+            lambda net, x: net.out(net.proj(FORMS[form](net, net.stem(x))).mean(1)),
+            **{
+                "stem": nn.Linear(4, 12),
+                **separate,
+                "drop": nn.Dropout(0.1),
+                "proj": nn.Linear(12, 12),
+                "out": nn.Linear(12, 3),
+            },
+            bias=nn.Parameter(torch.zeros(3, 5, 5)),
+        ),
+        X,
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_heads_are_removed_whole(form: str) -> None:
+    graph = attention_net(form)
+    makers = ("q", "k", "v") if form == "as_transformers" else ("qkv",)
+    site = next(site for site in find_sites(graph) if site.layers == makers)
+    assert site.channels == 3
+    smaller = assert_compact_is_masked(graph, {site: without(3, 1), "stem": without(12, 0)}, (X[:2],))
+    assert {smaller.module.get_submodule(name).out_features for name in makers} == {24 // len(makers)}
+    assert smaller.module.proj.in_features == 8
+    last = find_site(smaller, site.name)
+    assert last.original == (0, 2)
+    twice = assert_compact_is_masked(smaller, {last: torch.tensor([False, True])}, (X[:2],))
+    once = compact(graph, {site: torch.tensor([False, False, True]), "stem": without(12, 0)})
+    assert_same(run(twice.module, X), run(once.module, X))
+
+
+def test_a_removed_head_is_a_zeroed_slice_of_what_the_projection_reads() -> None:
+    graph = attention_net("as_timm")
+    hooked = attention_net("as_timm").module
+    kept = without(12, 4, 5, 6, 7)
+    hooked.proj.register_forward_pre_hook(lambda module, inputs: (inputs[0] * kept,))
+    assert_same(run(compact(graph, {"qkv": without(3, 1)}).module, X), run(hooked, X))
+
+
+def test_heads_are_measured_under_masks() -> None:
+    graph = attention_net("by_hand")
+    examples = Examples(X, torch.tensor([0, 1, 2]))
+    masks = torch.stack([without(3, 0), without(3, 1, 2)])
+    wanted = [cross_entropy(run(masked(graph, {"qkv": mask}), X), examples.targets).mean() for mask in masks]
+    found = split_for(graph, find_site(graph, "qkv"), examples, batch=2).measure(masks, [cross_entropy])
+    assert_same(found[:, 0], torch.stack(wanted), atol=1e-11)
+
+
+def test_slopes_of_heads_in_windows() -> None:
+    """Two windows of an image each are a row of their own, as in Swin; a mask goes with its image."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        x = x.reshape(x.size(0) * 2, 3, 4)
+        q, k, v = net.qkv(x).reshape(-1, 3, 3, 3, 4).permute(2, 0, 3, 1, 4)
+        y = net.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return net.out(y.reshape(-1, 6, 4).mean(1))
+
+    x = random_tensor(3, 6, 4, seed=8)
+    graph = traced(Net(body, qkv=nn.Linear(4, 36), proj=nn.Linear(12, 4), out=nn.Linear(4, 3)), x)
+    examples, masks = Examples(x, torch.tensor([0, 1, 2])), torch.stack([without(3, 0), without(3, 1), without(3, 2)])
+    (found,) = split_for(graph, find_site(graph, "qkv"), examples, batch=3).slopes([masks], cross_entropy)
+    for row, (mask, target) in enumerate(zip(masks, examples.targets, strict=True)):
+        loss = cross_entropy(run(masked(graph, {"qkv": mask}), x)[row : row + 1], target[None])
+        assert_same(found[row, :1], loss)
+
+
+def test_one_head_is_no_site() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        q, k, v = net.qkv(x).reshape(x.size(0), 5, 3, 1, 4).permute(2, 0, 3, 1, 4)
+        return net.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    (refused, _) = find_sites(traced(Net(body, qkv=nn.Linear(4, 12), out=nn.Linear(4, 2)), X)).unprunable
+    assert refused.reason == "it has one head only"
