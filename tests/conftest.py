@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+
+from secateurs import config, criteria
 
 torch.set_num_threads(1)
 
@@ -15,3 +20,15 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     from secateurs.export import deliver
 
     monkeypatch.setattr(deliver, "run_fresh", run_exported)
+
+
+@pytest.fixture
+def own_criteria() -> Iterator[None]:
+    """Criteria that a test registers are gone after it."""
+    tables: list[Any] = [criteria._REGISTRY, criteria._OWN, criteria._FUNCTIONS]
+    known, names = [dict(table) for table in tables], list(config.CRITERIA)
+    yield
+    for table, before in zip(tables, known, strict=True):
+        table.clear()
+        table.update(before)
+    config.CRITERIA[:] = names

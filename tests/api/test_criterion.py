@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,21 +10,8 @@ from digit_loaders import QUICK, loaders, trained
 from torch import Tensor, nn
 
 import secateurs as sc
-from secateurs import config, criteria
 from secateurs.data import Examples
 from secateurs.errors import InvalidInput
-
-
-@pytest.fixture
-def own_criteria() -> Iterator[None]:
-    """Criteria that a test registers are gone after it."""
-    tables: list[Any] = [criteria._REGISTRY, criteria._OWN, criteria._FUNCTIONS]
-    known, names = [dict(table) for table in tables], list(config.CRITERIA)
-    yield
-    for table, before in zip(tables, known, strict=True):
-        table.clear()
-        table.update(before)
-    config.CRITERIA[:] = names
 
 
 @pytest.mark.usefixtures("own_criteria")

@@ -250,7 +250,11 @@ def test_a_stopped_run_of_python_says_what_it_needs(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("importable")
-def test_a_metric_that_is_no_share_is_shown_as_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric_that_is_no_share_is_shown_as_a_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # tables do not wrap
+
     def ten_times(outputs: Tensor, targets: Tensor) -> Tensor:
         return 10.0 * (outputs.argmax(1) == targets)
 
