@@ -17,13 +17,15 @@ from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, device_of, eval_mode
 from secateurs._util.terminal import clock
 from secateurs.compaction.serialization import save
-from secateurs.config import Recipe
+from secateurs.config import EngineName, Recipe
 from secateurs.criteria import as_criterion
 from secateurs.data.dataset import Examples, class_labels, derive
 from secateurs.data.drawn import drawn, load_drawn, save_drawn
 from secateurs.data.splits import Data, refuse_nonfinite
 from secateurs.data.stream import Forward, form_of, stream_of
 from secateurs.errors import DataError, InvalidInput, RunError
+from secateurs.export.engines import engine_for
+from secateurs.graph.engine import Engine
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
@@ -44,7 +46,7 @@ Ignore = Sequence[str | nn.Module | type[nn.Module]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Result(RunResult):
-    """The smaller network, and all that is known about it. `print(result)` says what matters in four lines."""
+    """The smaller network, and all that is known about it. `print(result)` says what matters in five lines."""
 
     max_drop: float = field(metadata={"journal": False})
     confidence: float = field(metadata={"journal": False})  # of the bound; 0: nothing is promised
@@ -103,7 +105,7 @@ class Result(RunResult):
         return plots(self.records if self.folder is None else self.folder, recipe=self.recipe)
 
     def __str__(self) -> str:
-        speed = "" if self.latency is None else f", {self.latency.summary()} here in eager mode"
+        shares = f"{100 * self.macs.removed:.1f} % of the MACs and {100 * self.parameters.removed:.1f} % of the parameters"
         kept = f" It is kept in {self.folder}." if self.folder is not None else ""
         if self.bound is not None:
             promise = f"At {100 * self.confidence:g} % confidence the drop is at most {self._amount(self.bound)}."
@@ -114,8 +116,8 @@ class Result(RunResult):
         else:
             promise = f"Nothing is promised: the drop of {self._amount(self.max_drop)} was allowed by point estimates."
         lines = [
-            f"{100 * self.macs.removed:.1f} % of the MACs and {100 * self.parameters.removed:.1f} % of the parameters "
-            f"are removed{speed}.",
+            *([] if self.latency is None else [f"{self.latency.headline()}."]),
+            f"{shares} are removed.",
             f"{self.summary().split('removed, ', 1)[1].capitalize()}.",
             promise,
             f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
@@ -141,6 +143,10 @@ class Pruner(Run):
         max_drop: float | None = None,
         macs: float | None = None,
         parameters: float | None = None,
+        target_latency: float | None = None,
+        max_ms: float | None = None,
+        engine: EngineName | None = None,
+        measure: Callable[[nn.Module], float] | None = None,
         test: Any = None,
         evaluate: Callable[[nn.Module], float] | None = None,
         finetune: Callable[..., Any] | None = None,
@@ -169,7 +175,9 @@ class Pruner(Run):
             data, streams, measured = _from_loaders(train, val, test, forward, seed=0 if recipe is None else recipe.seed)
             loss, metric = measured(loss), measured(metric)
         notes += data.notes
-        asked = _recipe(recipe, criterion, max_drop=max_drop, target_macs=macs, target_parameters=parameters)
+        targets = {"target_macs": macs, "target_parameters": parameters, "target_latency": target_latency, "max_ms": max_ms}
+        asked = _recipe(recipe, criterion, max_drop=max_drop, engine=engine, **targets)
+        timed_in = _engine(asked, measure, device)
         if evaluate is not None and test is not None:
             raise InvalidInput(
                 "evaluate measures a set of its own, and cannot measure the test set: give no test, and measure result.model "
@@ -197,7 +205,7 @@ class Pruner(Run):
                 with disk_errors(Path(folder)):
                     save_drawn(data, Path(folder))
             cache = open_cache(journal, store)
-            runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, **streams)
+            runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, engine=timed_in, **streams)
             super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback)))
             self.notes = notes
             self.save_start()
@@ -273,7 +281,9 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     `train`, `val` and `test` are loaders: any iterables of batches that can be read more than once, streamed and never copied
     whole. Batches are (inputs, targets); for others give `forward(model, batch)`, `loss(outputs, batch)` and
     `metric(outputs, batch)`, one value for each example, higher metric = better. `max_drop` is a fraction: 0.01 is one point.
-    `macs=0.5` or `parameters=0.5` stop at a share removed. `evaluate(model) -> float` replaces the metric by one of the whole
+    `macs=0.5` or `parameters=0.5` stop at a share removed, `target_latency=0.5` at a share of the time that remains and
+    `max_ms=4.0` at milliseconds, in the `engine` ("torch", "compile", "onnxruntime") or by `measure(module) -> seconds` on a
+    device of your own. `evaluate(model) -> float` replaces the metric by one of the whole
     validation set, `finetune(model)` is the user's own training after the cuts, `criterion` a name or a function
     (graph, site, data) -> scores (C,). `ignore` lists layers that keep all filters. With a `time_budget` in seconds a cheaper
     recipe is taken where the work may take longer. `recipe` has all other settings; without
@@ -300,6 +310,7 @@ def resume(
     forward: Forward | None = None,
     loss: Measure | None = None,
     metric: Measure | None = None,
+    measure: Callable[[nn.Module], float] | None = None,
     device: Device = None,
     callback: Callable[[Progress], None] | None = None,
     store: str | Path | None = None,
@@ -330,7 +341,8 @@ def resume(
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
-        runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, **streams)
+        engine = _engine(stored, measure, device)
+        runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, evaluate, finetune, engine=engine, **streams)
         return Pruner._resumed(PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback)))
     except BaseException:
         journal.close()
@@ -388,7 +400,12 @@ def _from_loaders(
     return drawn(train, val, form=form, seed=seed), streams, lambda each: None if each is None else form.measure(each)
 
 
-def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: float | None) -> Recipe:
+def _engine(recipe: Recipe, measure: Callable[[nn.Module], float] | None, device: Device) -> Engine | None:
+    """The engine that cuts are weighed in; None where only MACs and parameters count."""
+    return engine_for(recipe, measure, device) if recipe.weighs_time or measure is not None else None
+
+
+def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: float | str | None) -> Recipe:
     """The recipe with the arguments of the call; the best one known where none is given."""
     known: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     drop = known.get("max_drop")

@@ -34,11 +34,16 @@ def to_onnx(
     output; otherwise `NotEqual`, and no file is written. With `original`, the unpruned network, the sizes and speeds of both
     are compared over `repeats` interleaved runs.
     """
+    check_packages()
+    exporter = Exporter("onnx", "ONNX Runtime", _write_onnx, _onnx_outputs, _bind_onnx)
+    return deliver(exporter, graph, path, inputs=inputs, original=original, tolerance=tolerance, repeats=repeats)
+
+
+def check_packages() -> None:
+    """InvalidInput unless all that ONNX needs is installed."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise InvalidInput(f"ONNX needs {', '.join(missing)}, not installed here. Install it: pip install 'secateurs[onnx]'.")
-    exporter = Exporter("onnx", "ONNX Runtime", _write_onnx, _onnx_outputs, _bind_onnx)
-    return deliver(exporter, graph, path, inputs=inputs, original=original, tolerance=tolerance, repeats=repeats)
 
 
 def to_pt2(
@@ -68,6 +73,11 @@ def _write_pt2(network: Prepared, path: Path) -> None:
 
 
 def _write_onnx(network: Prepared, path: Path) -> None:
+    path.write_bytes(onnx_bytes(network))
+
+
+def onnx_bytes(network: Prepared) -> bytes:
+    """The program as an ONNX file, without the names of code and folders."""
     program = network.program
     logger = logging.getLogger("torch.onnx")  # the exporter logs which optional packages it does without
     level = logger.level
@@ -88,28 +98,30 @@ def _write_onnx(network: Prepared, path: Path) -> None:
         part.ClearField("metadata_props")  # they name the code and folders that the network was exported from
         part.ClearField("doc_string")
     graph.ClearField("metadata_props")
-    path.write_bytes(model.SerializeToString())
+    found: bytes = model.SerializeToString()
+    return found
 
 
 def _onnx_outputs(path: Path, batches: Sequence[Inputs]) -> list[list[Tensor]]:
-    session = _session(path)
-    return [[torch.from_numpy(array) for array in session.run(None, _feed(session, batch))] for batch in batches]
+    session = start_session(path.read_bytes())
+    return [[torch.from_numpy(array) for array in session.run(None, feed(session, batch))] for batch in batches]
 
 
 def _bind_onnx(network: Prepared, path: Path, inputs: Inputs) -> Callable[[], Any]:
-    session = _session(path)
-    return partial(session.run, None, _feed(session, inputs))
+    session = start_session(path.read_bytes())
+    return partial(session.run, None, feed(session, inputs))
 
 
-def _session(path: Path) -> Any:
+def start_session(model: bytes) -> Any:
     """Start ONNX Runtime with torch's number of threads."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # errors only
-    return onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
-def _feed(session: Any, batch: Inputs) -> dict[str, Any]:
+def feed(session: Any, batch: Inputs) -> dict[str, Any]:
+    """The inputs by the names that the session gives them."""
     return {given.name: t.contiguous().numpy() for given, t in zip(session.get_inputs(), batch, strict=True)}
