@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nets import seeded
 from secateurs import Graph, Pruner, Recipe, compact, find_sites, resume, trace
@@ -19,6 +19,7 @@ from secateurs.cli import execute
 from secateurs.errors import InvalidInput, RecipeError
 from secateurs.graph.engine import MeasureEngine, TorchEngine, in_rounds
 from secateurs.graph.latency import median
+from secateurs.graph.layers import Align, SumInto
 from secateurs.models import build, example_input
 from secateurs.pruning import latency_tables
 from secateurs.pruning.latency_tables import LatencyModel, TableFile, fast_widths, spread
@@ -42,6 +43,7 @@ class FakeEngine:
     `stops` is interrupted."""
 
     batch, threads, runs_layers = 1, None, True
+    align = 0.0  # microseconds of each alignment of channels
 
     def __init__(
         self, block: int = 8, between: float = 1.0, more: float = 0.0, noise: float = 0.0, stops: tuple[str, int] | None = None
@@ -58,7 +60,8 @@ class FakeEngine:
     def whole(self, network: Graph | nn.Module) -> float:
         module = network if isinstance(network, nn.Module) else network.module
         layers = [layer for layer in module.modules() if isinstance(layer, Weighted)]
-        return self.between * sum(map(self.true, layers)) + 1e-6 * self.more
+        aligning = sum(isinstance(layer, Align | SumInto) for layer in module.modules())
+        return self.between * sum(map(self.true, layers)) + 1e-6 * (self.more + self.align * aligning)
 
     def _timer(self, kind: str, seconds: float) -> Callable[[], float]:
         self.loaded[kind] += 1
@@ -280,6 +283,37 @@ def test_work_that_the_tables_do_not_know_is_learnt_from_measured_networks(
     assert result.latency is not None
     assert result.latency.predicted == pytest.approx(result.latency.pruned, rel=0.05)
     assert "missed" not in result.latency.times()
+
+
+class Residual(nn.Module):
+    """A block of 16 channels whose second convolution is added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.conv1, self.conv2 = (nn.Conv2d(n, 16, 3, padding=1) for n in (1, 16, 16))
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv(x))
+        x = torch.relu(x + self.conv2(torch.relu(self.conv1(x))))
+        logits: Tensor = self.out(x.mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize("price", [0.0, 40.0])
+def test_cuts_whose_alignment_costs_more_than_they_save_are_not_made(
+    with_engine: Callable[[FakeEngine], FakeEngine], price: float
+) -> None:
+    engine = with_engine(FakeEngine(4))
+    engine.align = price
+    run = Pruner(Residual().eval(), few_digits(128), recipe=recipe(target_latency=0.7))
+    result = run.finish()
+    assert engine.whole(result.graph) <= 0.7 * engine.whole(run.original)
+    assert result.latency is not None
+    assert result.latency.predicted == pytest.approx(result.latency.pruned, rel=0.05)
+    alone = Pruner(Residual().eval(), few_digits(128), recipe=recipe(target_latency=0.99, sites=("conv2",)))
+    assert (alone.finish().macs.removed == 0) == (price > 0)
 
 
 @pytest.mark.parametrize("seed", range(2))

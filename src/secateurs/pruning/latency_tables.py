@@ -31,7 +31,7 @@ from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.engine import Engine, in_rounds, machine
-from secateurs.graph.flow import Layer, analyse, find_flows
+from secateurs.graph.flow import Join, Layer, analyse, find_flows
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph, shape_of
 from secateurs.selection.widths import PROBED, candidates, edges, multiple_at, preferred
@@ -302,6 +302,18 @@ class LatencyModel:
         found = self.narrowed(masks)
         return math.fsum(self.times[key].seconds(found[node].size) for node, key in self.keys.items() if key in self.times)
 
+    def aligned(self, masks: Masks) -> float:
+        """Elements of sums, for one example, with terms that carry other channels than the sum: these have to be aligned."""
+        live, found = analyse(self.flows, {self.nodes[name]: keep for name, keep in masks.items()}).live, 0.0
+        for node, flow in self.flows.of.items():
+            dims = shape_of(node).dims
+            if isinstance(flow, Join) and flow.width > 1 and dims is not None:
+                wanted = live(node, flow.width)
+                terms = [live(i, w) for i, w in zip(self.flows.inputs[node], flow.widths, strict=True) if w == flow.width]
+                differ = sum(bool(term.any()) and not torch.equal(term, wanted) for term in terms)
+                found += differ * int(wanted.sum()) * math.prod(dims) / (dims[0] * dims[flow.axis])
+        return found
+
     def sizes(self, masks: Masks) -> dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]]:
         """The sizes of all layers under the masks that were not measured yet, with the full size first."""
         found: dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]] = {}
@@ -362,6 +374,10 @@ class NetworkModel:
             width = min(each for each in medians[name] if each >= int(keep.sum()))
             found += medians[name][width] - medians[name][max(medians[name])]
         return found
+
+    def aligned(self, masks: Masks) -> float:
+        """0: what aligning channels costs is part of what was measured."""
+        return 0.0
 
     def site_rounds(self, name: str, widths: Iterable[int]) -> dict[int, list[float]]:
         """Seconds of the network by width and round."""

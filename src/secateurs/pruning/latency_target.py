@@ -1,8 +1,9 @@
 """Cuts of all sites weighed by the time that they save: tables, a knapsack, and measured networks that correct both.
 
-The tables add up layers; what lies between them (sums, aligned channels, memory) they do not know. So the network of one
-allocation is compacted and timed in the engine, in turns with the original one, the savings are scaled to what was
-measured, and the allocations are solved for again around it, with the layers timed at the sizes they have there.
+The tables add up layers; what lies between them (sums, aligned channels, memory) they do not know. So networks are compacted
+and timed in the engine, in turns with the original one. The first, with all those cuts that make channels of sums differ, tells
+what aligning them costs. Then that of one allocation: savings are scaled to what was measured, and the allocations are
+solved for again around it, with the layers timed at the sizes they have there.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def timed_allocations(context: PruningContext, curves: Mapping[str, SiteCurve]) 
     Everything measured is journaled, so that a resumed run finds the same ones.
     """
     solver = _Solver(context, curves)
+    solver.price_alignment()
     found = solver.solve()
-    for number in range(1, CORRECTIONS + 1):
+    for number in range(2, CORRECTIONS + 2):
         chosen = found[_aimed(found, target_share(context, number - 1))]
         if not any(chosen.removed.values()):
             break
@@ -52,7 +54,7 @@ def timed_allocations(context: PruningContext, curves: Mapping[str, SiteCurve]) 
     return found
 
 
-def target_share(context: PruningContext, rounds: int = CORRECTIONS) -> float | None:
+def target_share(context: PruningContext, rounds: int = CORRECTIONS + 1) -> float | None:
     """The share of the original network's time that may remain; None without a target. The smaller of two counts.
 
     Milliseconds are compared with what the original network took in the first `rounds` rounds.
@@ -117,6 +119,7 @@ class _Solver:
         self.around: Mapping[str, int] = {}  # filters removed by the network that was timed last
         # what a second saved in the tables saves of the whole: less than its share where other work takes time too
         self.scale = 1 / max(_original(context).original, self.model.seconds({}))
+        self.price = 0.0  # share of the time that an aligned element of a sum costs
         for timed in context.journal.of(TimedAllocation):
             if timed.round and any(name not in curves for name in timed.removed):
                 raise RunError(
@@ -135,7 +138,19 @@ class _Solver:
 
     def saved(self, removed: Mapping[str, int]) -> float:
         """Predicted share of the original network's time that is saved."""
-        return self.scale * (self.model.seconds({}) - self.model.seconds(self.masks(removed)))
+        masks = self.masks(removed)
+        saved = self.scale * (self.model.seconds({}) - self.model.seconds(masks))
+        return saved - self.price * self.model.aligned(masks) if self.price else saved
+
+    def price_alignment(self) -> None:
+        """Time the network with all those sites cut whose cuts alone make channels of sums differ, as round 1; if any."""
+        most = {name: curve.curve.removed[-1] for name, curve in self.curves.items()}
+        aligning = {name: m for name, m in most.items() if m and self.model.aligned(self.masks({name: m}))}
+        if aligning:
+            timed = self.time(1, Allocation(aligning, self.saved(aligning), 0.0))
+            masks = self.masks(timed.removed)
+            excess = self.saved(timed.removed) - (1 - timed.seconds / timed.original)
+            self.price = max(excess, 0.0) / self.model.aligned(masks)
 
     def solve(self) -> tuple[Allocation, ...]:
         """The best allocations, when every other site is as in the network that was timed last."""
@@ -151,7 +166,7 @@ class _Solver:
         context = self.context
 
         def measure() -> TimedAllocation:
-            context.progress.report("times", number - 1, CORRECTIONS)
+            context.progress.report("times", number - 1, CORRECTIONS + 1)
             masks: dict[str | Site, Tensor] = dict(self.masks(chosen.removed).items())
             smaller = structure(context, masks)
             original, seconds = network_seconds(context, context.original, smaller)
@@ -166,7 +181,7 @@ class _Solver:
         if isinstance(self.model, LatencyModel):
             self.context.time_layers(self.model, self.model.sizes(masks), timed.round)
         tables = self.model.seconds({}) - self.model.seconds(masks)
-        measured = 1 - timed.seconds / timed.original
+        measured = 1 - timed.seconds / timed.original + self.price * self.model.aligned(masks)
         if tables > 0 and measured > 0:
             self.scale = measured / tables
 

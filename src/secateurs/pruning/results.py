@@ -94,7 +94,7 @@ class TimeTable:
 class TimedAllocation:
     """An allocation whose compacted network was timed in the engine, in turns with the original one, to correct the tables."""
 
-    round: Count  # 0: the original network alone
+    round: Count  # 0: the original network alone; 1: to learn what aligning channels costs; from 2 on: to correct the tables
     removed: Mapping[str, Count]
     predicted: float  # seconds
     original: float  # seconds, measured
