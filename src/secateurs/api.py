@@ -197,7 +197,7 @@ class Pruner(Run):
             asked = _within(time_budget, asked, graph, data, runtime, notes)
         journal = Journal(None, KINDS)
         if folder is not None:
-            measures = {"loss": loss_fn, "metric": evaluate or metric_fn}
+            measures = {"loss": loss_fn, "metric": evaluate or metric_fn, **({} if measure is None else {"time": measure})}
             known = provenance(graph, data, asked, measures=measures, store=store, origin=origin)
             journal = create_folder(Path(folder), asked, known)
         try:
@@ -339,6 +339,8 @@ def resume(
             loss, metric = (None if each is None else form.measure(each) for each in (loss, metric))
         loss_fn, metric_fn = loss or cross_entropy, metric or correct
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
+        if ("time" in known["measures"]) != (measure is not None):
+            raise RunError(f"{path}: was started with{'out' * (measure is not None)} measure=. Resume it the same way.")
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
         engine = _engine(stored, measure, device)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nets import seeded
 from secateurs import Graph, Pruner, Recipe, compact, find_sites, resume, trace
 from secateurs.cli import execute
-from secateurs.errors import InvalidInput, RecipeError
+from secateurs.errors import InvalidInput, RecipeError, RunError
 from secateurs.graph.engine import MeasureEngine, TorchEngine, in_rounds
 from secateurs.graph.latency import median
 from secateurs.graph.layers import Align, SumInto
@@ -348,13 +348,17 @@ def test_where_no_cut_saves_time_nothing_is_removed(with_engine: Callable[[FakeE
     assert all(widths.widths == () for widths in records(run, SiteWidths))  # which says why
 
 
-def test_a_function_of_the_users_own_is_an_engine() -> None:
+def test_a_function_of_the_users_own_is_an_engine(tmp_path: Path) -> None:
     def board(module: nn.Module) -> float:
         assert module(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
         assert not module.training
         return FakeEngine(8).whole(module)
 
-    result = Pruner(small_net((16, 24)), few_digits(128), recipe=recipe(round_to=8), measure=board).finish()
+    asked, data = recipe(round_to=8), few_digits(128)
+    result = Pruner(small_net((16, 24)), data, recipe=asked, measure=board, folder=tmp_path / "run").finish()
+    with pytest.raises(RunError, match=r"was started with measure=\. Resume it the same way"):
+        resume(tmp_path / "run", small_net((16, 24)), data)
+    assert resume(tmp_path / "run", small_net((16, 24)), data, measure=board).finish().plan == result.plan
     assert board(result.model) <= 0.5 * board(small_net((16, 24)))
     assert result.latency is not None
     assert (result.latency.engine, result.latency.predicted) == ("board", pytest.approx(result.latency.pruned, rel=0.05))

@@ -280,7 +280,7 @@ class PruningContext:
         return {site.name: site.channels for site in find_sites(self.original, self.recipe.shortcut)}
 
     def round_to(self, site: str) -> int:
-        """What the number of filters kept at a site is a multiple of."""
+        """What the number of filters kept at a site is a multiple of; 1 for one that the original has not."""
         asked = self.recipe.round_to
         if asked != "auto":
             return asked
@@ -289,7 +289,7 @@ class PruningContext:
             self.progress.report("widths", 0, 1)
             return WidthMultiple(preferred_multiple(self.engine, self.original, self.table_file), self.engine.name)
 
-        return multiple_at(self._channels[site], self.journal.once(WidthMultiple, measure).multiple)
+        return multiple_at(self._channels.get(site, 0), self.journal.once(WidthMultiple, measure).multiple)
 
     @property
     def by_time(self) -> bool:
