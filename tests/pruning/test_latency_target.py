@@ -190,7 +190,7 @@ def test_a_file_of_another_machine_is_refused(tmp_path: Path) -> None:
     graph, engine, path = trace(small_net(), torch.randn(2, 1, 8, 8)), FakeEngine(8), tmp_path / "times.json"
     model_of(graph, engine, path)
     stored = json.loads(path.read_text())
-    assert set(stored["machine"]) == {"cpu", "flags", "engine", "threads", "torch", "onnxruntime"}
+    assert set(stored["machine"]) == {"cpu", "flags", "engine", "method", "threads", "torch", "onnxruntime"}
     stored["machine"]["cpu"] = "Elbrus-8S"
     path.write_text(json.dumps(stored))
     with pytest.raises(InvalidInput, match=r"measured on another machine: cpu 'Elbrus-8S' \(here "):

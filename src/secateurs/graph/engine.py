@@ -174,11 +174,13 @@ def machine(engine: Engine) -> dict[str, str]:
         "cpu": info.get("model name") or platform.processor() or platform.machine(),
         "flags": " ".join(sorted(flag for flag in info.get("flags", "").split() if flag.startswith(_MATTER))),
         "engine": engine.name,
+        "method": _METHOD,
         "threads": str(torch.get_num_threads() if engine.threads is None else engine.threads),
         **{name: _version(name) for name in ("torch", "onnxruntime")},
     }
 
 
+_METHOD = "chains"  # how layers are timed: a file of times that were measured in another way is not used
 _MATTER = ("avx", "amx", "fma", "sse4", "asimd", "sve", "bf16", "vnni")
 
 

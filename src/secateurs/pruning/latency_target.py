@@ -182,8 +182,8 @@ class _Solver:
             self.context.time_layers(self.model, self.model.sizes(masks), timed.round)
         tables = self.model.seconds({}) - self.model.seconds(masks)
         measured = 1 - timed.seconds / timed.original + self.price * self.model.aligned(masks)
-        if tables > 0 and measured > 0:
-            self.scale = measured / tables
+        if tables > 0:
+            self.scale = max(measured, 0.0) / tables  # 0: such cuts save nothing, so none is made
 
 
 def structure(context: PruningContext, masks: Mapping[str | Site, Tensor]) -> Graph:
