@@ -140,8 +140,8 @@ def page(found: dict[str, Any]) -> str:
         if not found["by time"]
         else [
             "",
-            f"Chosen by time, `target_latency = {TARGET:g}`, widths in multiples by default. With random weights a larger cut may "
-            "have the smaller measured loss, so that more than asked can go:",
+            f"Chosen by time, `target_latency = {TARGET:g}`, widths in multiples by default. With random weights a larger "
+            "cut may have the smaller measured loss, so that more than asked can go:",
             "",
             "| network | masks | MACs left | dense | pruned | predicted | speed | sites cut |",
             "| --- | --- | ---: | ---: | ---: | ---: | --- | ---: |",
