@@ -151,6 +151,7 @@ class Subject:
             repair_examples=REPAIR_EXAMPLES,
             allocation="global",
             confidence=0,
+            round_to=1,
             shortcut="before",
             batch=BATCH,
             masks=size.masks,

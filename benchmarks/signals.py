@@ -79,6 +79,7 @@ class Setting:
             repair="least-squares" if repaired else "none",
             repair_examples=REPAIRED,
             confidence=0,
+            round_to=1,
             seed=self.seed,
         )
         return PruningContext(self.graph, self.data, recipe, Runtime(cross_entropy, correct, None, self.store, None))

@@ -37,6 +37,7 @@ ALLOCATED = Recipe(
     criterion="portfolio",
     repair="least-squares",
     repair_examples=128,
+    round_to=1,
     retrain=TrainSettings(epochs=4, batch=32, lr=0.02),
 )
 RECIPES = {"paper": RECIPE, "allocated": ALLOCATED}

@@ -34,9 +34,9 @@ ROWS: tuple[tuple[str, ...], ...] = (
 LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 PURE = (
     *("scoring/importance", "scoring/masks", "scoring/convergence", "repair/obs"),
-    *("selection/search", "selection/contract", "selection/allocation"),
+    *("selection/search", "selection/contract", "selection/allocation", "selection/knapsack", "selection/widths"),
 )
-PURE_MAY_SEE = {"errors", "config", "graph.channels", "scoring.importance"}
+PURE_MAY_SEE = {"errors", "config", "graph.channels", "scoring.importance", "selection.allocation"}
 
 
 def modules() -> list[Path]:

@@ -18,13 +18,15 @@ from secateurs._util.format import size
 from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, check_device, device_of, eval_mode, unwrapped
 from secateurs._util.terminal import clock
-from secateurs.config import Recipe, declarations
+from secateurs.config import EngineName, Recipe, declarations
 from secateurs.criteria import as_criterion, resolved
 from secateurs.data.dataset import class_labels, derive
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
 from secateurs.data.forms import PAIR, Forward
 from secateurs.data.splits import Data, refuse_nonfinite
 from secateurs.errors import InvalidInput, RunError, suggest
+from secateurs.export.engines import engine_for
+from secateurs.graph.engine import Engine
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
 from secateurs.metrics import Measure, check_targets, correct, cross_entropy, display_name, output_loss
@@ -61,6 +63,10 @@ class Pruner(Run):
         max_drop: float | None = None,
         macs: float | None = None,
         parameters: float | None = None,
+        target_latency: float | None = None,
+        max_ms: float | None = None,
+        engine: EngineName | None = None,
+        measure: Callable[[nn.Module], float] | None = None,
         test: Any = None,
         evaluate: Evaluate | None = None,
         finetune: Callable[..., Any] | None = None,
@@ -83,6 +89,7 @@ class Pruner(Run):
         clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
         check_device(device)
         functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
+        functions |= {"measure": measure}
         for name, given in functions.items():
             if given is not None and not callable(given):
                 raise InvalidInput(f"{name}: got {type(given).__name__} ({given!r:.40}), wanted a function.")
@@ -107,7 +114,9 @@ class Pruner(Run):
             )
             data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
         notes += data.notes
-        asked = _recipe(recipe, criterion, max_drop=max_drop, target_macs=macs, target_parameters=parameters)
+        targets = {"target_macs": macs, "target_parameters": parameters, "target_latency": target_latency, "max_ms": max_ms}
+        asked = _recipe(recipe, criterion, max_drop=max_drop, engine=engine, **targets)
+        timed_in = _engine(asked, measure, device)
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = _without_ignored(asked, graph, model, ignore)
         chosen_sites(asked, graph)  # an error here leaves no folder
@@ -127,7 +136,7 @@ class Pruner(Run):
             asked = within_time(time_budget, asked, graph, data, runtime, notes)
         journal = Journal(None, KINDS)
         if folder is not None:
-            measures = {"loss": loss_fn, "metric": evaluate or metric_fn}
+            measures = {"loss": loss_fn, "metric": evaluate or metric_fn, **({} if measure is None else {"time": measure})}
             again = [name for name, given in (("finetune", finetune), ("test", test)) if given is not None]
             known = provenance(graph, data, asked, measures=measures, again=again, store=store, origin=origin)
             journal = create_folder(Path(folder), asked, known)
@@ -136,7 +145,7 @@ class Pruner(Run):
                 with disk_errors(Path(folder)):
                     data = save_drawn(data, Path(folder), whole=form.whole or form.gives_loss)
             cache = open_cache(journal, store)
-            runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, **streams)
+            runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, engine=timed_in, **streams)
             super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback), clock))
             self.notes = notes
             self.save_start()
@@ -212,12 +221,14 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     `train`, `val` and `test` are loaders: any iterables of batches that can be read more than once, streamed and never copied
     whole. Batches are (inputs, targets), or dicts with the arguments of the model and labels; for others give
     `forward(model, batch)`, `loss(outputs, batch)` and `metric(outputs, batch)`, one value for each example, higher = better.
-    `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed. `evaluate(model)`
-    replaces the metric by one of the whole validation set: one number, with which point estimates decide, or a tensor (N,) with
-    a value for each example, whose mean is then certified as a metric is. `finetune(model)` is the user's own training after
-    the cuts, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that keep all filters.
-    With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all other settings;
-    without one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` continues after a crash.
+    `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed, `target_latency=0.5` at
+    a share of the time that remains and `max_ms=4.0` at milliseconds, in the `engine` ("torch", "compile", "onnxruntime") or by
+    `measure(module) -> seconds` on a device of your own. `evaluate(model)` replaces the metric by one of the whole validation
+    set: one number, with which point estimates decide, or a tensor (N,) with a value for each example, whose mean is then
+    certified as a metric is. `finetune(model)` is the user's own training after the cuts, `criterion` a name or a function
+    (graph, site, data) -> scores (C,). `ignore` lists layers that keep all filters. With a `time_budget` in seconds a cheaper
+    recipe is taken where the work may take longer. `recipe` has all other settings; without one, `Recipe.best()`. With a
+    `folder` everything is kept there, and `resume` continues after a crash.
 
     All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
     `progress=False`; `callback` gets every `Progress`.
@@ -246,6 +257,7 @@ def resume(
     forward: Forward | None = None,
     loss: Measure | None = None,
     metric: Measure | None = None,
+    measure: Callable[[nn.Module], float] | None = None,
     device: Device = None,
     callback: Callable[[Progress], None] | None = None,
     store: str | Path | None = None,
@@ -286,10 +298,12 @@ def resume(
             )
         if not isinstance(train, Data) and train is None and (stored.finetune or stored.retrain):
             raise RunError(f"{path}: its recipe trains on the train loader. Give it again: resume(folder, model, train).")
+        if ("time" in known["measures"]) != (measure is not None):
+            raise RunError(f"{path}: was started with{'out' * (measure is not None)} measure=. Resume it the same way.")
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
-        whole = None if evaluate is None else WholeMetric.of(evaluate, start)
-        runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, **streams)
+        whole, engine = None if evaluate is None else WholeMetric.of(evaluate, start), _engine(stored, measure, device)
+        runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, engine=engine, **streams)
         return Pruner._resumed(PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback)))
     except BaseException:
         journal.close()
@@ -334,7 +348,12 @@ def _given(**options: object) -> list[str]:
     return [name for name, value in options.items() if value is not None]
 
 
-def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: float | None) -> Recipe:
+def _engine(recipe: Recipe, measure: Callable[[nn.Module], float] | None, device: Device) -> Engine | None:
+    """The engine that cuts are weighed in; None where only MACs and parameters count."""
+    return engine_for(recipe, measure, device) if recipe.weighs_time or measure is not None else None
+
+
+def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: float | str | None) -> Recipe:
     """The recipe with the arguments of the call; the best one known where none is given."""
     known: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     drop = known.get("max_drop")

@@ -38,6 +38,7 @@ Pool = Literal["train", "search"]
 Signal = Literal["loss", "divergence"]
 Repair = Literal["none", "least-squares", "every-layer"]
 Allocation = Literal["sequential", "global"]
+EngineName = Literal["torch", "compile", "onnxruntime"]
 
 CRITERIA = ["ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio"]
 PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
@@ -345,9 +346,31 @@ class Recipe(EnsembleSettings):
         "pruning",
     )
     largest_share: float = setting(0.9, "Largest share of a site's filters that one cut may remove.", "pruning", low=0, high=1)
-    round_to: int = setting(1, "The number of kept filters is a multiple of this.", "pruning", low=1)
+    round_to: int | Literal["auto"] = setting(
+        "auto",
+        "The number of kept filters is a multiple of this; auto: of 8 or 16, which a short measurement of the engine decides, "
+        "of fewer at narrow sites.",
+        "pruning",
+        low=1,
+    )
     latency_aware: bool = setting(
-        False, "Keep only numbers of filters that are measurably faster on this device than any larger one.", "pruning"
+        False, "Keep only numbers of filters that are measurably faster in the engine than any larger one.", "pruning"
+    )
+    engine: EngineName | None = setting(
+        None, "What will run the network: cuts are then weighed by the time that they save in it.", "pruning"
+    )
+    target_latency: float | None = setting(
+        None, "Stop when the network takes this share of its original time in the engine.", "pruning", above=0, below=1
+    )
+    max_ms: float | None = setting(
+        None, "Stop when the network takes this number of milliseconds in the engine.", "pruning", above=0
+    )
+    latency_batch: int | None = setting(None, "Examples at once where time is measured; by default 1.", "pruning", low=1)
+    latency_threads: int | None = setting(
+        None, "Threads of the engine where time is measured; by default those of torch.", "pruning", low=1
+    )
+    latency_seconds: float | None = setting(
+        None, "Seconds that measuring the times of all layers may take; by default 300.", "pruning", above=0
     )
     finetune: TrainSettings | None = setting(None, "After every cut.")
     retrain: TrainSettings | None = setting(None, "After all cuts.")
@@ -373,7 +396,7 @@ class Recipe(EnsembleSettings):
     def paper(**changes: Any) -> Recipe:
         """Algorithm 1 as published: 10 masks a filter on all training examples, α by point estimate, nothing repaired."""
         ensemble = {name: getattr(PAPER, name) for name in declarations(EnsembleSettings)}
-        others = {"scoring_examples": PAPER.examples, "budget": "site", "confidence": 0.0, "search": "paper"}
+        others = {"scoring_examples": PAPER.examples, "budget": "site", "confidence": 0.0, "search": "paper", "round_to": 1}
         return Recipe(**{**ensemble, **others, **changes})
 
     def __post_init__(self) -> None:
@@ -407,8 +430,20 @@ class Recipe(EnsembleSettings):
             raise RecipeError(
                 "repair = 'every-layer': comes after all cuts: set allocation = 'global', or repair = 'least-squares'."
             )
+        if self.has_time_target and not everywhere:
+            raise RecipeError("target_latency and max_ms: cuts are weighed by the time they save: set allocation = 'global'.")
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
             raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")
+
+    @property
+    def has_time_target(self) -> bool:
+        """Whether the run is to stop at a time."""
+        return self.target_latency is not None or self.max_ms is not None
+
+    @property
+    def weighs_time(self) -> bool:
+        """Whether time in an engine counts, not MACs; a function of the user's own that measures it is no part of a recipe."""
+        return self.engine is not None or self.has_time_target or self.latency_aware
 
     def ensemble_settings(self) -> Scoring:
         """The part of the recipe that says how an ensemble is made."""

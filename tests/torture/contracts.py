@@ -90,6 +90,7 @@ def simulate(kind: str, world: World, confidence: float, *, certifying: float | 
         confidence=confidence,
         budget="site" if kind == "site" else "run",
         allocation="global" if kind == "global" else "sequential",
+        round_to=1,
     )
     images = Examples(torch.arange(len(world.margins)), torch.zeros(len(world.margins)))
     more = {} if certifying is None else {"certifying": certifying}
@@ -105,7 +106,7 @@ def simulate(kind: str, world: World, confidence: float, *, certifying: float | 
 def _allocated(world: World, recipe: Recipe, sets: AcceptanceSets) -> list[int]:
     """Measure curves, then search and certify along the frontier."""
     few, start = sets.search.inputs[:HELD_OUT], _start(world, [], sets)
-    counts = counts_of(CHANNELS, recipe.largest_share, recipe.round_to)
+    counts = counts_of(CHANNELS, recipe.largest_share, 1)
     curves = [
         Curve(
             str(site),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,7 +89,11 @@ def export(
         data_set = inputs.load_data(origin)
         examples = (data_set.test or data_set.search).batch(slice(0, _EXAMPLES)).inputs
     pruned, unpruned = prepared(network, examples), prepared(trace(original, network.example), examples)
-    targets = {"onnx": (to_onnx, "model.onnx"), "pt2": (to_pt2, "model.pt2"), "source": (to_source, "")}
+    targets: dict[str, tuple[Callable[..., Exported], str]] = {
+        "onnx": (to_onnx, "model.onnx"),
+        "pt2": (to_pt2, "model.pt2"),
+        "source": (to_source, ""),
+    }
     found = [
         write(pruned, (out or file.parent) / name, original=unpruned, tolerance=tolerance, repeats=repeats)
         for kind, (write, name) in targets.items()

@@ -12,13 +12,16 @@ from cyclopts import Parameter
 from secateurs._util.format import plural
 from secateurs._util.terminal import percent, print_json, print_table, say
 from secateurs.cli import inputs
+from secateurs.config import EngineName
 from secateurs.errors import InvalidInput, RunError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from secateurs.data import Data
-    from secateurs.graph.trace import Example
+    from secateurs.graph.sites import Sites
+    from secateurs.graph.trace import Example, Graph
+    from secateurs.pruning.latency_tables import NetworkTimes
 
 _SHAPE = Parameter(negative="", consume_multiple=True, show_default="that of a built-in model")
 
@@ -31,6 +34,10 @@ def sites(
     data: str | None = None,
     data_option: inputs.DataOptions = (),
     shortcut: inputs.ShortcutFlag = "before",
+    latency: Annotated[bool, Parameter(negative="", show_default=False)] = False,
+    engine: EngineName = "torch",
+    batch: int = 1,
+    threads: Annotated[int | None, Parameter(show_default="torch's")] = None,
     as_json: inputs.Json = False,
 ) -> None:
     """List the sites of a network: where filters can be removed, from which layers, and the cost of those for one example.
@@ -44,12 +51,22 @@ def sites(
 
     `secateurs sites --model mynets:build --input-shape 3 64 64`
 
+    `secateurs sites --model resnet56 --latency --engine onnxruntime --threads 1`
+
     Parameters
     ----------
     input_shape
         Shape of one example, such as 3 32 32.
     data
         Or take an example from this data set.
+    latency
+        Time the layers of every site at other widths: what a filter costs, and which widths are faster than all larger ones.
+    engine
+        With --latency: what runs the network.
+    batch
+        With --latency: examples at once.
+    threads
+        With --latency: threads of the engine.
     """
     from secateurs.graph.cost import cost
     from secateurs.graph.obstacles import find_obstacles
@@ -61,8 +78,13 @@ def sites(
     found, costs = find_sites(graph, shortcut), cost(graph)
     obstacles = find_obstacles(found)
     macs = {site.name: sum(layer.macs for layer in costs.layers if layer.name in site.layers) for site in found}
+    times = _site_times(graph, found, engine, batch, threads) if latency else None
     if as_json:
-        listed = [{"name": s.name, "channels": s.channels, "layers": list(s.layers), "macs": macs[s.name]} for s in found]
+        listed: list[dict[str, Any]] = [
+            {"name": s.name, "channels": s.channels, "layers": list(s.layers), "macs": macs[s.name]} for s in found
+        ]
+        for entry, timed in zip(listed, times.sites if times else (), strict=False):
+            entry |= {"seconds": timed.seconds, "seconds_a_filter": timed.a_filter, "widths": list(timed.widths)}
         refused = [{"name": u.name, "reason": u.reason, "macs": u.macs} for u in found.unprunable]
         totals = {"model": model, "parameters": costs.parameters, "macs": costs.macs}
         locks = [{"reason": o.reason, "layers": list(o.layers), "macs": o.macs, "remedy": o.remedy} for o in obstacles]
@@ -75,6 +97,18 @@ def sites(
 
     rows = [(s.name, ", ".join(s.layers), str(s.channels), *share(macs[s.name])) for s in found]
     print_table(("site", "layers that lose filters", "channels", "MACs", "of all"), rows, left=(0, 1))
+    if times is not None:
+        say(f"In {engine} at batch {batch} the network takes {1e3 * times.network:.3g} ms. A cut changes these layers:")
+        shown = [
+            (
+                t.site,
+                f"{1e3 * t.seconds:.3g} ms",
+                f"{1e6 * t.a_filter:.3g} µs",
+                ", ".join(map(str, t.widths)) or "none: a cut saves no time",
+            )
+            for t in times.sites
+        ]
+        print_table(("site", "time", "a filter", "widths that are faster"), shown, left=(0, 3))
     if found.unprunable:
         say("Not prunable: these layers keep all their filters (their inputs may still become fewer):")
         print_table(
@@ -82,6 +116,22 @@ def sites(
         )
     if obstacles:
         say(f"What locks the most, {share(obstacles[0].macs)[1]} of all MACs: {obstacles[0]}")
+
+
+def _site_times(graph: Graph, sites: Sites, engine: EngineName, batch: int, threads: int | None) -> NetworkTimes:
+    from secateurs.cli.progress import Status, display
+    from secateurs.config import Recipe
+    from secateurs.export.engines import engine_for
+    from secateurs.pruning.latency_tables import site_times
+
+    recipe = Recipe(engine=engine, latency_batch=batch, latency_threads=threads)
+    with display() as screen:
+        return site_times(
+            graph,
+            [site for site in sites if site.channels > 1],
+            engine_for(recipe),
+            on_layer=lambda done, of: screen.update(Status("Timing layers", "kind", done, of)),
+        )
 
 
 def _example(origin: inputs.Origin, shape: tuple[int, ...] | None) -> Example:

@@ -85,8 +85,9 @@ def print_steps(steps: Sequence[Step], metric: str = "accuracy") -> None:
 
 
 def _print_closing(folder: Path, figures: ResultFigures) -> None:
-    speed = "" if figures.latency is None else f", {figures.latency.summary()} on batches of {figures.latency.batch}"
-    say(f"{figures.summary()}{speed}.")
+    if figures.latency is not None:
+        say(f"{figures.latency.headline()}.")
+    say(f"{figures.summary()}.")
     say(f"Stopped because {figures.stopped}, after {clock(figures.seconds)}.")
     say(f"Pruned network: {folder / 'pruned.safetensors'}")
     say(f"Report: {folder / 'report.html'}")

@@ -23,10 +23,15 @@ def to_onnx(graph: Graph | Prepared, path: str | Path, **options: Unpack[ExportO
 
     The file is run in ONNX Runtime, checked and compared as the `ExportOptions` say.
     """
+    check_packages()
+    return deliver("onnx", _write_onnx, _bind_onnx, graph, path, **options)
+
+
+def check_packages() -> None:
+    """InvalidInput unless all that ONNX needs is installed."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise InvalidInput(f"ONNX needs {', '.join(missing)}, not installed here. Install it: pip install 'secateurs[onnx]'.")
-    return deliver("onnx", _write_onnx, _bind_onnx, graph, path, **options)
 
 
 def to_pt2(graph: Graph | Prepared, path: str | Path, **options: Unpack[ExportOptions]) -> Exported:
@@ -46,6 +51,11 @@ def to_pt2(graph: Graph | Prepared, path: str | Path, **options: Unpack[ExportOp
 
 
 def _write_onnx(network: Prepared, path: Path) -> None:
+    path.write_bytes(onnx_bytes(network))
+
+
+def onnx_bytes(network: Prepared) -> bytes:
+    """The program as an ONNX file, without the names of code and folders."""
     program = network.program
     logger = logging.getLogger("torch.onnx")  # the exporter logs which optional packages it does without
     level = logger.level
@@ -66,16 +76,25 @@ def _write_onnx(network: Prepared, path: Path) -> None:
         part.ClearField("metadata_props")  # they name the code and folders that the network was exported from
         part.ClearField("doc_string")
     graph.ClearField("metadata_props")
-    path.write_bytes(model.SerializeToString())
+    found: bytes = model.SerializeToString()
+    return found
 
 
 def _bind_onnx(network: Prepared, path: Path, inputs: Inputs) -> Callable[[], Any]:
-    """One run in ONNX Runtime, with torch's number of threads."""
+    session = start_session(path.read_bytes())
+    return partial(session.run, None, feed(session, inputs))
+
+
+def start_session(model: bytes) -> Any:
+    """Start ONNX Runtime with torch's number of threads."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.log_severity_level = 3  # errors only
-    session = onnxruntime.InferenceSession(path.read_bytes(), options, providers=["CPUExecutionProvider"])
-    names = [given.name for given in session.get_inputs()]
-    return partial(session.run, None, {name: t.contiguous().numpy() for name, t in zip(names, inputs, strict=True)})
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+
+def feed(session: Any, batch: Inputs) -> dict[str, Any]:
+    """The inputs by the names that the session gives them."""
+    return {given.name: t.contiguous().numpy() for given, t in zip(session.get_inputs(), batch, strict=True)}

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from secateurs._util.modules import eval_mode
 from secateurs.errors import InvalidInput
@@ -159,8 +159,8 @@ def median(seconds: Tensor) -> Tensor:
     return seconds.quantile(0.5, dim=-1)
 
 
-def caller(module: nn.Module, tensors: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Return a function that runs `module` once and waits until the device is done."""
+def caller(module: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Callable[[], None]:
+    """Return a function that calls `module` once and waits until the device is done."""
 
     def run() -> None:
         module(*tensors)

@@ -261,6 +261,7 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
         repair=repair,
         allocation="global" if repair == "every-layer" else "sequential",  # refitting comes after all cuts
         scoring_examples=_PAIRS_SEE if criterion == "pairs" else None,
+        round_to=1,  # methods are compared at equal MACs, which takes single filters
         target_macs=task.target_macs,
         shortcut=task.shortcut,
         batch=task.batch,

@@ -127,7 +127,7 @@ def sensitivity_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
     context, recipe = run.context, run.context.recipe
     prepared = context.prepare(run.task.graph, site)
     ranking, _ = ranked(run, prepared, number)
-    counts = counts_of(site.channels, recipe.largest_share, recipe.round_to)
+    counts = counts_of(site.channels, recipe.largest_share, context.round_to(site.name))
     few = subset(context.validation, min(_IMAGES, len(context.validation)), seed=derive(run.task.seed, "sensitivity"))
     accuracies = context.evaluator(prepared, run.task.metric).on(few).means(cuts_along(ranking.order, counts)).tolist()
     drops = tuple(accuracies[0] - accuracy for accuracy in accuracies)

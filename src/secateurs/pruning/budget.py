@@ -115,7 +115,7 @@ class AccuracyBudget:
                 accuracy_now=state.accuracy,
                 method=recipe.search,
                 largest_share=recipe.largest_share,
-                round_to=recipe.round_to,
+                round_to=context.round_to(site.name),
                 widths=widths,
                 answers=earlier,
                 # with one budget for all sites and no training between, ever more of the drop may be used

@@ -6,9 +6,9 @@ The context has no state of its own: the same network and site give the same ans
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,22 +24,36 @@ from secateurs.data.dataset import Examples, class_labels, derive
 from secateurs.data.splits import Data, subset
 from secateurs.data.stream import Stream
 from secateurs.graph.cost import Cost, cost
+from secateurs.graph.engine import Engine, Timer, TorchEngine
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site, find_site, find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, evaluate, loss, values, with_answers
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
-from secateurs.pruning.results import Progress
+from secateurs.pruning.latency_tables import (
+    SECONDS,
+    LatencyModel,
+    NetworkModel,
+    Rounds,
+    Size,
+    Sizes,
+    TableFile,
+    preferred_multiple,
+)
+from secateurs.pruning.results import Progress, TimeTable, WidthMultiple
 from secateurs.pruning.whole_metric import WholeMetric
 from secateurs.repair import Reconstruction, Repair, apply_, observe, prepare, refit_
 from secateurs.scoring import OnScored
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.selection.contract import Contract, Verdict
+from secateurs.selection.widths import candidates, multiple_at
 from secateurs.training import carry_momentum
 
 T = TypeVar("T")
 
+_PROBED_BATCH = 4  # examples at once where the multiple of widths is measured in eager mode
+_FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 _HELD_OUT = 1024  # examples tell orders and curves apart well enough; the search images may be many more
 
 
@@ -57,6 +71,7 @@ class Runtime:
     train: Stream | None = None  # what the recipe's own training reads; None: the training examples in memory
     test: Stream | None = None  # read at the end; None: the test examples in memory, if there are any
     limit: BatchLimit = field(default_factory=BatchLimit)  # of the recipe's batch, where memory runs out
+    engine: Engine | None = None  # that cuts are weighed and the result is timed in; None: MACs count, eager mode is timed
 
 
 @dataclass(eq=False)
@@ -292,6 +307,77 @@ class PruningContext:
             return fresh
 
         return self._batched(refit)
+
+    # ---- widths ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The engine that widths are chosen for."""
+        return self.runtime.engine or TorchEngine(_PROBED_BATCH, device=self.runtime.device)
+
+    @cached_property
+    def table_file(self) -> TableFile:
+        """The times that are known on this machine."""
+        return TableFile(self.engine)
+
+    @cached_property
+    def _channels(self) -> dict[str, int]:
+        """Filters of every site of the original network."""
+        return {site.name: site.channels for site in find_sites(self.original, self.recipe.shortcut)}
+
+    def round_to(self, site: str) -> int:
+        """What the number of filters kept at a site is a multiple of; 1 for one that the original has not."""
+        asked = self.recipe.round_to
+        if asked != "auto":
+            return asked
+
+        def measure() -> WidthMultiple:
+            self.progress.report("widths", 0, 1)
+            return WidthMultiple(preferred_multiple(self.engine, self.original, self.table_file), self.engine.name)
+
+        return multiple_at(self._channels.get(site, 0), self.journal.once(WidthMultiple, measure).multiple)
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the cuts of all sites are weighed by the time that they save."""
+        return self.runtime.engine is not None and self.recipe.allocation == "global"
+
+    @cached_property
+    def original_timer(self) -> Timer:
+        """The original network, loaded into the engine."""
+        return self.engine.network(self.original)
+
+    @cached_property
+    def latency_model(self) -> LatencyModel | NetworkModel:
+        """What the network takes at other widths, from measured tables that are journaled."""
+        sites = [site for site in find_sites(self.original, self.recipe.shortcut) if site.channels > 1]
+        widths = {site.name: candidates(site.channels, self.round_to(site.name)) for site in sites}
+        if self.engine.runs_layers:
+            model = LatencyModel(self.original, sites, self.engine.batch)
+            self.time_layers(model, model.wanted(widths), 0)
+            return model
+        whole = NetworkModel(self.original, sites)
+        share = (self.recipe.latency_seconds or SECONDS) / max(len(sites), 1)
+        for done, (name, each) in enumerate(widths.items()):
+            self.progress.report("times", done, len(sites))
+            compute = partial(whole.measure, self.engine, name, each[:: max(len(each) // _FEW_WIDTHS, 1)], share)
+            whole.keep(name, self._journaled(0, name, compute))
+        return whole
+
+    def time_layers(self, model: LatencyModel, sizes: Mapping[str, Sizes], number: int) -> None:
+        """Time layers at these sizes, once, as round `number` of the tables."""
+        model.measure(
+            self.engine,
+            sizes,
+            self.table_file,
+            seconds=self.recipe.latency_seconds or SECONDS,
+            once=partial(self._journaled, number),
+            on_layer=lambda done, of: self.progress.report("times", done, of),
+        )
+
+    def _journaled(self, number: int, of: str, compute: Callable[[], Mapping[Size, Rounds]]) -> Mapping[Size, Rounds]:
+        found = self.journal.once(TimeTable, lambda: TimeTable(of, number, tuple(compute().items())), of=of, round=number)
+        return dict(found.seconds)
 
     # ---- whole networks ----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PreparedSite, PruningContext
+from secateurs.pruning.latency_target import target_share, timed_allocations
 from secateurs.pruning.results import ChosenAllocation, SiteCurve, Trial
 from secateurs.selection.allocation import Allocation, Curve, frontier
 
@@ -42,9 +43,9 @@ def counts_of(channels: int, largest_share: float, round_to: int, widths: Sequen
 def measure_curve(
     context: PruningContext, prepared: PreparedSite, ranking: Ranking, widths: Sequence[int] | None = None
 ) -> SiteCurve:
-    """Measure the held-out loss along the ranking, and what the cuts save, which is in proportion to their filters."""
+    """Measure the held-out loss along the ranking, and what the cuts save."""
     recipe, site = context.recipe, prepared.site
-    counts = counts_of(site.channels, recipe.largest_share, recipe.round_to, widths)
+    counts = counts_of(site.channels, recipe.largest_share, context.round_to(site.name), widths)
     measured = context.evaluator(prepared, context.held_out.loss_fn).on(context.held_out.examples)
     losses = measured.means(cuts_along(ranking.order, counts)).tolist()
     if not math.isfinite(losses[0]):
@@ -52,12 +53,21 @@ def measure_curve(
             f"site {site.name!r}: the loss of the uncut network on {len(measured.examples)} validation examples is "
             f"{losses[0]}. Check its outputs and the examples for NaN."
         )
+    return SiteCurve(ranking, site.original, Curve(site.name, counts, tuple(losses), _savings(context, site, ranking, counts)))
+
+
+def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequence[int]) -> tuple[float, ...]:
+    """What the cuts of a site alone save: share of the layers' time in the tables, or of MACs or parameters."""
+    if context.by_time:
+        cuts = cuts_along(ranking.order, counts)
+        seconds = [context.latency_model.seconds({site.name: keep}) for keep in cuts]
+        return tuple((seconds[0] - each) / seconds[0] for each in seconds)
+    recipe = context.recipe
     masks: dict[str | Site, Tensor] = {site.name: cuts_along(ranking.order, counts[-1:])[0]}
     parameters, macs = context.shares_removed(compact(context.original, masks, verify=False))
     by_parameters = recipe.target_macs is None and recipe.target_parameters is not None
     most = parameters if by_parameters else macs
-    saved = [most * count / max(counts[-1], 1) for count in counts]
-    return SiteCurve(ranking, site.original, Curve(site.name, counts, tuple(losses), tuple(saved)))
+    return tuple(most * count / max(counts[-1], 1) for count in counts)
 
 
 def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str, SiteCurve]) -> ChosenAllocation:
@@ -197,13 +207,18 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
     """The frontier, up to the first allocation whose cuts, made together, reach all targets; else all of it."""
     if not curves:
         return (Allocation({}, 0.0, 0.0),)
-    allocations = frontier([curve.curve for curve in curves.values()])
-    recipe = context.recipe
-    if recipe.target_macs is None and recipe.target_parameters is None:
+    by_time, recipe = context.by_time, context.recipe
+    allocations = timed_allocations(context, curves) if by_time else frontier([curve.curve for curve in curves.values()])
+    share = target_share(context) if by_time else None
+    if recipe.target_macs is None and recipe.target_parameters is None and share is None:
         return allocations
 
     def reaches(index: int) -> bool:
-        """By structure alone: nothing is repaired or measured."""
+        """By structure and predicted time alone: nothing is repaired or measured."""
+        if share is not None and allocations[index].saved < 1 - share:
+            return False
+        if recipe.target_macs is None and recipe.target_parameters is None:
+            return True
         masks: dict[str | Site, Tensor] = {}
         for name, curve in curves.items():
             site, m = context.site(context.original, name), allocations[index].removed[name]

@@ -78,6 +78,34 @@ class SiteWidths:
 
 
 @dataclass(frozen=True)
+class WidthMultiple:
+    """What the number of kept filters is a multiple of, as measured (`round_to = "auto"`); fewer at narrow sites."""
+
+    multiple: Count
+    engine: str
+
+
+@dataclass(frozen=True)
+class TimeTable:
+    """Measured seconds of one kind of layer, or of the network with one site cut, by inputs, filters and groups."""
+
+    of: str
+    round: Count  # 0: before any choice; later ones add the sizes that were chosen
+    seconds: tuple[tuple[tuple[Count, Count, Count], tuple[float, ...]], ...]
+
+
+@dataclass(frozen=True)
+class TimedAllocation:
+    """An allocation whose compacted network was timed in the engine, in turns with the original one, to correct the tables."""
+
+    round: Count  # 0: the original network alone; 1: to learn what aligning channels costs; from 2 on: to correct the tables
+    removed: Mapping[str, Count]
+    predicted: float  # seconds
+    original: float  # seconds, measured
+    seconds: float  # measured
+
+
+@dataclass(frozen=True)
 class SiteCut:
     """The cut that was found at a site, journaled before it is made."""
 
@@ -267,10 +295,31 @@ class MeasuredSpeed:
     high: float
     batch: Count  # examples at once
     aligning: float  # share of the smaller network's time that goes into aligning channels
+    engine: str = "torch"
+    original: float | None = None  # seconds
+    pruned: float | None = None
+    predicted: float | None = None  # seconds of the smaller network; None: cuts were not weighed by time
 
     def summary(self) -> str:
         """One phrase, such as "1.93x faster (1.85 to 2.01)"."""
         return SpeedUp(self.speedup, self.low, self.high).summary()
+
+    def headline(self) -> str:
+        """The speed and the times, as the first words of a result; a network that is not measurably faster says so."""
+        if self.low > 1:
+            return f"{self.summary().capitalize()}: {self.times()}"
+        verdict = self.summary() if self.high < 1 else f"not measurably faster ({self.low:.2f} to {self.high:.2f})"
+        return f"{verdict.capitalize()} than the original network: {self.times()}"
+
+    def times(self) -> str:
+        """The times in words, such as "3.1 → 1.4 ms at batch 1 in onnxruntime"; a prediction that is over 5 % off is named."""
+        where = f"at batch {self.batch} in {'eager mode' if self.engine == 'torch' else self.engine}"
+        if self.original is None or self.pruned is None:
+            return where
+        found = f"{1e3 * self.original:.3g} → {1e3 * self.pruned:.3g} ms {where}"
+        if self.predicted is None or abs(self.predicted / self.pruned - 1) <= 0.05:
+            return found
+        return f"{found}; the prediction, {1e3 * self.predicted:.3g} ms, missed by {abs(self.predicted / self.pruned - 1):.0%}"
 
     @property
     def alignment_outweighs(self) -> bool:
@@ -345,6 +394,9 @@ KINDS = {
     "start": Start,
     "round": SiteOrder,
     "widths": SiteWidths,
+    "multiple": WidthMultiple,
+    "times": TimeTable,
+    "timed": TimedAllocation,
     "cut": SiteCut,
     "step": Step,
     "epoch": EpochRecord,

@@ -36,6 +36,8 @@ from secateurs.pruning.folder import (
     save_step,
 )
 from secateurs.pruning.global_allocation import allocate, measure_curve
+from secateurs.pruning.latency_tables import fast_widths
+from secateurs.pruning.latency_target import measured_speed, target_share
 from secateurs.pruning.results import (
     NO_TEST,
     Change,
@@ -50,10 +52,9 @@ from secateurs.pruning.results import (
     Step,
     TestChange,
 )
-from secateurs.selection.latency_widths import fast_widths
 from secateurs.selection.search import Cut
 
-_TIMED, _TIMINGS = 64, 12  # examples at once, and how often, when the speed is measured
+_TIMED, _TIMINGS = 64, 12  # examples at once, and how often, when the speed is measured in eager mode
 _MEASUREMENTS = 3  # at the end: on the test set, on the validation set, of the speed
 
 
@@ -169,7 +170,8 @@ class Run:
             self.context.progress.number, self.context.progress.sites = places[name], len(places)
             if not self._done(0, name):
                 yield from self._entered_site(name)
-        wanted = self.recipe.target_macs is not None or self.recipe.target_parameters is not None
+        recipe = self.recipe
+        wanted = recipe.target_macs is not None or recipe.target_parameters is not None or recipe.has_time_target
         if not self.steps:
             self.stopped = "no allocation is within the allowed drop"
         elif not self._reached_target():
@@ -222,7 +224,7 @@ class Run:
         number = self.context.progress.number
         prepared = self.context.prepare(self.original, site)
         ranking = self._ranked(prepared, number, f"curve-{number:04d}")
-        found = measure_curve(self.context, prepared, ranking, self._allowed_widths(self.original, site))
+        found = measure_curve(self.context, prepared, ranking, self._allowed_widths(site))
         return replace(found, seconds=self.context.clock.lap())
 
     def _done(self, number: int, name: str) -> bool:
@@ -235,6 +237,11 @@ class Run:
         for what, want, got in zip(("parameters", "MACs"), wanted, shares, strict=True):
             if want is not None and got >= want:
                 self.stopped = f"{got:.1%} of the {what} are removed, of {want:.1%} wanted"
+                return True
+        if self._allocation is not None and recipe.has_time_target:
+            share, remains = target_share(self.context), 1 - self._allocation.saved
+            if share is not None and remains <= share + 1e-9:
+                self.stopped = f"{remains:.1%} of the time remain by prediction, of {share:.1%} wanted"
                 return True
         return False
 
@@ -271,29 +278,32 @@ class Run:
         if self._allocation is not None:
             return self._curves[site.name].cut(self._allocation.removed[site.name], site, self.state.accuracy)
         visited = (progress.round * progress.sites + progress.number) / (self.recipe.rounds * progress.sites)
-        widths = self._allowed_widths(self.state.graph, site)
+        widths = self._allowed_widths(site)
         return self.budget.largest_cut(
             self.state, prepared, ranking, step=self.step_number, widths=widths, share_visited=visited
         )
 
-    def _allowed_widths(self, graph: Graph, site: Site) -> tuple[int, ...] | None:
-        """The numbers of filters that may be kept at a site of `graph`, measured once; None: all."""
-        if not self.recipe.latency_aware:
+    def _allowed_widths(self, site: Site) -> tuple[int, ...] | None:
+        """The numbers of filters that may be kept at a site, measured once; None: all."""
+        if not self.recipe.latency_aware and not self.context.by_time:
             return None
+        step = self.context.round_to(site.name)
 
         def measure() -> SiteWidths:
-            found = fast_widths(graph, site, device=self.context.runtime.device)
-            return SiteWidths(site.name, site.channels, tuple(found.widths), tuple(found.seconds.items()))
+            widths, seconds = fast_widths(self.context.latency_model, site, step)
+            allowed = tuple(width for width in widths if width < site.channels)
+            return SiteWidths(site.name, site.channels, allowed, tuple(seconds.items()))
 
         return self.journal.once(SiteWidths, measure, site=site.name, channels=site.channels).widths
 
     def remove(self, prepared: PreparedSite, cut: Cut) -> Cut:
         """Make the cut; returns it with the accuracy of the smaller network.
 
-        Where rounding takes the accuracy of the compacted network over the edge, one filter fewer is removed. After the last
+        Where rounding takes the accuracy of the compacted network over the edge, one filter fewer is removed, or one multiple
+        of filters where widths are multiples. After the last
         cut of an allocation the network is the one that was accepted as a whole.
         """
-        context = self.context
+        context, step = self.context, self.context.round_to(prepared.site.name)
         while cut.m:
             smaller = context.with_cut(self.state, prepared, cut.keep)
             if self._allocation is not None and prepared.site.name == self._last_allocated:
@@ -303,7 +313,9 @@ class Run:
             if not by_search or self.budget.allows(smaller.accuracy, baseline=cut.baseline):
                 self.state = smaller
                 return replace(cut, accuracy=smaller.accuracy, drop=round(cut.baseline - smaller.accuracy, 12))
-            cut = replace(cut, removed=cut.removed[:-1], evaluated=(*cut.evaluated, (cut.m, smaller.accuracy)))
+            cut = replace(
+                cut, removed=cut.removed[: max(cut.m - step, 0)], evaluated=(*cut.evaluated, (cut.m, smaller.accuracy))
+            )
         return cut
 
     def finetune(self, prepared: PreparedSite, cut: Cut) -> None:
@@ -399,8 +411,12 @@ class Run:
     def _measure_speed(self, examples: Examples) -> MeasuredSpeed:
         graph, device, limit = self.state.graph, self.context.runtime.device, self.context.runtime.limit
         inputs = examples.batch(slice(0, limit.within(_TIMED))).args
-        (found,) = latency(self.original, graph, example_input=inputs, repeats=_TIMINGS, device=device).speedups
-        return MeasuredSpeed(found.ratio, found.low, found.high, len(inputs[0]), aligning_share(graph, inputs))
+        if self.context.runtime.engine is not None:
+            return measured_speed(self.context, graph, inputs, None if self._allocation is None else self._allocation.saved)
+        timed = latency(self.original, graph, example_input=inputs, repeats=_TIMINGS, device=device)
+        (found,), (original, pruned) = timed.speedups, (each.median for each in timed.timings)
+        aligning = aligning_share(graph, inputs)
+        return MeasuredSpeed(found.ratio, found.low, found.high, len(inputs[0]), aligning, original=original, pruned=pruned)
 
     # ---- what a run can be asked for -------------------------------------------------------------------------------------
 

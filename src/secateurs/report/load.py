@@ -149,7 +149,10 @@ class RunReport:
     @property
     def saving(self) -> str:
         """What an allocation saves."""
-        parameters = self.recipe is not None and self.recipe.target_macs is None and self.recipe.target_parameters is not None
+        recipe, speed = self.recipe, None if self.end is None else self.end.latency
+        if (recipe is not None and recipe.weighs_time) or (speed is not None and speed.predicted is not None):
+            return "time"
+        parameters = recipe is not None and recipe.target_macs is None and recipe.target_parameters is not None
         return "parameters" if parameters else "MACs"
 
     @property

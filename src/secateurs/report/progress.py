@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _LINE_SECONDS = 30.0  # between plain lines within one step
 _SPEED_SECONDS = 3600.0  # that a speed is averaged over: a site may take minutes
 PHASES = {
+    "widths": "measuring which widths run well",
+    "times": "timing layers at other widths, kind",
     "score": "scoring masks",
     "curve": "measuring what cuts at each site cost, site",
     "search": "searching for the cut",

@@ -1,0 +1,450 @@
+"""How long a network takes at other widths: layers are timed in an engine at the sizes that cuts leave, and added up.
+
+Times are kept in a file for each machine and engine, so that a layer of a known shape is not timed again, and in the run's
+journal, so that a resumed run decides as it would have.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from statistics import median
+from time import monotonic
+from typing import TypedDict
+
+import torch
+from torch import Tensor, fx, nn
+
+from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
+from secateurs._util.download import home
+from secateurs._util.files import write_text
+from secateurs.compaction import compact
+from secateurs.compaction.nodes import balanced, narrow_layer_
+from secateurs.errors import InvalidInput
+from secateurs.graph.add_fusion import spread_sums
+from secateurs.graph.channels import all_of, none_of
+from secateurs.graph.engine import Engine, in_rounds, machine
+from secateurs.graph.flow import Join, Layer, analyse, find_flows
+from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph, shape_of
+from secateurs.selection.widths import PROBED, candidates, edges, multiple_at, preferred
+
+Size = tuple[int, int, int]
+"""Inputs, filters and groups of a layer, which determine its time."""
+Rounds = tuple[float, ...]
+"""Seconds of the same work, one for each round."""
+Masks = Mapping[str, Tensor]
+"""What is kept at sites, by their names."""
+
+SECONDS = 300.0  # that a table may take, unless the recipe says otherwise
+_REPEATED = 1e-3  # seconds: shorter layers are repeated inside the timed graph
+_MOST_REPEATS = 10
+_MOST_WEIGHTS = 1 << 27  # numbers, of all widths of a layer that are timed in turns
+
+
+# ---- the file ------------------------------------------------------------------------------------------------------------
+
+
+class Stored(TypedDict):
+    """What a file of times holds."""
+
+    machine: dict[str, str]
+    multiples: dict[str, int]
+    layers: dict[str, list[tuple[Size, list[float]]]]
+
+
+class TableFile:
+    """Times of one machine and engine, at `path` (None: `latency/` under `$SECATEURS_HOME`, named by the machine)."""
+
+    def __init__(self, engine: Engine, path: Path | None = None) -> None:
+        self.machine = machine(engine)
+        named = hashlib.sha256(json.dumps(self.machine, sort_keys=True).encode()).hexdigest()[:12]
+        self.path = home() / "latency" / f"{engine.name}-{named}.json" if path is None else path
+        self.kept = engine.runs_layers  # the times of a user's function are not ours to keep
+        self.stored = self._read() if self.kept else Stored(machine=self.machine, multiples={}, layers={})
+
+    def _read(self) -> Stored:
+        empty = Stored(machine=self.machine, multiples={}, layers={})
+        try:
+            found: Stored = decode_json(read_text_file(self.path))
+            checked(found, Stored)
+        except OSError:
+            return empty
+        except Malformed as error:
+            raise InvalidInput(f"{self.path}: damaged ({error}). Delete it: the times are measured again.") from error
+        others = [name for name in self.machine if found["machine"].get(name) != self.machine[name]]
+        if others:
+            was = ", ".join(f"{name} {found['machine'].get(name)!r} (here {self.machine[name]!r})" for name in others)
+            raise InvalidInput(f"{self.path}: measured on another machine: {was}. Delete it: the times are measured again.")
+        return found
+
+    def multiple(self, kind: str, measure: Callable[[], int]) -> int:
+        """The preferred multiple of a kind of layer, measured once."""
+        if kind not in self.stored["multiples"]:
+            self.stored["multiples"][kind] = measure()
+            self._write()
+        return self.stored["multiples"][kind]
+
+    def layer(self, key: str) -> dict[Size, Rounds]:
+        """The times of a layer, by size."""
+        return {(i, o, g): tuple(seconds) for (i, o, g), seconds in self.stored["layers"].get(key, [])}
+
+    def keep(self, key: str, times: Mapping[Size, Rounds]) -> None:
+        """Keep times of a layer."""
+        known = self.layer(key) | dict(times)
+        self.stored["layers"][key] = [(size, list(seconds)) for size, seconds in known.items()]
+        self._write()
+
+    def _write(self) -> None:
+        if self.kept:
+            with suppress(OSError):  # a cache: without it times are measured again
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                write_text(self.path, json.dumps(self.stored) + "\n")
+
+
+def preferred_multiple(engine: Engine, graph: Graph, file: TableFile | None = None) -> int:
+    """The multiple of filters that the engine runs well: 8 or 16, or 1 where that is harmless; measured once per machine.
+
+    A 3×3 convolution on 28×28 pixels is timed at seven widths, which takes seconds; a linear layer for networks without
+    convolutions. 8 where the engine only runs whole networks.
+    """
+    if not engine.runs_layers:
+        return 8
+    convolutional = any(isinstance(layer, nn.modules.conv._ConvNd) for layer in graph.module.modules())
+
+    def timer(width: int) -> Callable[[], float]:
+        with torch.random.fork_rng(devices=[]):  # fresh layers draw their weights
+            layer = nn.Conv2d(width, width, 3, padding=1) if convolutional else nn.Linear(width, width)
+        shape = (engine.batch, width, 28, 28) if convolutional else (engine.batch, width)
+        return engine.layer(layer.eval().requires_grad_(False), shape, 1 if convolutional else _MOST_REPEATS)
+
+    def measure() -> int:
+        found = in_rounds({width: timer(width) for width in PROBED}, threads=engine.threads)
+        return preferred({width: median(seconds) for width, seconds in found.items()})
+
+    kind = f"{'convolution' if convolutional else 'linear'}, batch {engine.batch}"
+    return (TableFile(engine) if file is None else file).multiple(kind, measure)
+
+
+# ---- the layers of a network ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowedLayer:
+    """A layer as cuts leave it: `inputs` and `outputs` are layouts with equal numbers of channels in each of `groups`."""
+
+    flow: Layer
+    inputs: Tensor
+    outputs: Tensor
+    groups: int
+
+    @property
+    def size(self) -> Size:
+        """What determines its time; all 0 for one that is folded away."""
+        inputs, outputs = int(self.inputs.sum()), int(self.outputs.sum())
+        return (inputs, outputs, self.groups) if inputs and outputs else (0, 0, 0)
+
+
+Sizes = Mapping[Size, tuple[fx.Node, NarrowedLayer]]
+"""The sizes of one kind of layer, each with a layer of it; the full size comes first."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTimes:
+    """Measured rounds of one layer by its size."""
+
+    full: Size
+    rounds: Mapping[Size, Rounds]
+
+    @cached_property
+    def medians(self) -> dict[Size, float]:
+        """Seconds by measured size."""
+        return {size: median(seconds) for size, seconds in self.rounds.items()}
+
+    def seconds(self, size: Size) -> float:
+        """Seconds at any size: measured, or the product of what fewer inputs and what fewer filters make of the full layer.
+
+        A width that was not measured counts as the next larger one.
+        """
+        if size in self.medians:
+            return self.medians[size]
+        if not any(size):
+            return 0.0
+        inputs, outputs, groups = self.full
+        if groups == 1:
+            fewer_in, fewer_out = self._covering((size[0], outputs)), self._covering((inputs, size[1]))
+            return fewer_in * fewer_out / self.medians[self.full]
+        return self._covering(size[:2])
+
+    def _covering(self, size: tuple[int, int]) -> float:
+        """Seconds of the smallest measured size with as many inputs and filters."""
+        found = [(s[0] * s[1], seconds) for s, seconds in self.medians.items() if s[0] >= size[0] and s[1] >= size[1]]
+        return min(found)[1]
+
+
+class LatencyModel:
+    """Predicts the time of a network's layers under any masks from the times of single layers."""
+
+    def __init__(self, graph: Graph, sites: Sequence[Site], batch: int) -> None:
+        self.graph, self.sites, self.batch = graph, {site.name: site for site in sites}, batch
+        self.flows = find_flows(spread_sums(graph.module))
+        nodes = {node.name: node for node in self.flows.of}
+        self.nodes = {name: nodes[site.node] for name, site in self.sites.items()}
+        self.layers = self.narrowed({})
+        self.keys = {node: self._key(node, layer) for node, layer in self.layers.items()}
+        self.times: dict[str, LayerTimes] = {}
+
+    def narrowed(self, masks: Masks) -> dict[fx.Node, NarrowedLayer]:
+        """All layers as compaction leaves them under the masks."""
+        live = analyse(self.flows, {self.nodes[name]: keep for name, keep in masks.items()}).live
+        found = {}
+        for node, flow in self.flows.of.items():
+            if isinstance(flow, Layer) and isinstance(self._module(node), nn.Linear | nn.modules.conv._ConvNd):
+                inputs = all_of(flow.inputs) if flow.reads_all else live(self.flows.inputs[node][0], flow.inputs)
+                outputs, groups = live(node, flow.filters), flow.groups
+                if groups > 1 and bool(outputs.any()):
+                    inputs, outputs, groups = balanced(flow, inputs, outputs)
+                found[node] = NarrowedLayer(flow, inputs, outputs, groups)
+        return found
+
+    def _module(self, node: fx.Node) -> nn.Module | None:
+        return self.graph.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def wanted(self, widths: Mapping[str, Iterable[int]]) -> dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]]:
+        """For each kind of layer the sizes to measure, when each site alone keeps each of its widths; the full one first."""
+        found: dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]] = {}
+        for masks in ({}, *({name: spread(w, self.sites[name].channels)} for name, each in widths.items() for w in each)):
+            for node, layer in self.narrowed(masks).items():
+                if any(layer.size):
+                    found.setdefault(self.keys[node], {}).setdefault(layer.size, (node, layer))
+        return {key: sizes for key, sizes in found.items() if len(sizes) > 1}
+
+    def measure(
+        self,
+        engine: Engine,
+        sizes: Mapping[str, Sizes],
+        file: TableFile,
+        *,
+        seconds: float = SECONDS,
+        once: Callable[[str, Callable[[], dict[Size, Rounds]]], Mapping[Size, Rounds]] = lambda key, compute: compute(),
+        on_layer: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:
+        """Measure every kind of layer at its sizes, in at most about `seconds`; `once` journals what was found."""
+        deadline = monotonic() + seconds
+        for done, (key, wanted) in enumerate(sizes.items()):
+            on_layer(done, len(sizes))
+            share = max(deadline - monotonic(), 0.0) / (len(sizes) - done)
+
+            found = once(key, partial(self._found, engine, key, _thinned(wanted), file, share))
+            earlier = self.times[key].rounds if key in self.times else {}
+            self.times[key] = LayerTimes(next(iter(wanted)), {**earlier, **found})
+
+    def _found(self, engine: Engine, key: str, wanted: Sizes, file: TableFile, at_most: float) -> dict[Size, Rounds]:
+        """The times of one kind of layer, from the file or measured now."""
+        known = file.layer(key)
+        if not known.keys() >= wanted.keys():
+            known = self._time(engine, wanted, at_most)
+            file.keep(key, known)
+        return {size: known[size] for size in wanted}
+
+    def _time(self, engine: Engine, wanted: Sizes, at_most: float) -> dict[Size, Rounds]:
+        """Time one kind of layer at all its sizes, in rounds."""
+        loaded = {size: self._loaded(*found) for size, found in wanted.items()}
+        first = engine.layer(*loaded[max(loaded)], 1)
+        with torch.inference_mode():
+            first()
+            times = min(_MOST_REPEATS, max(math.ceil(_REPEATED / max(first(), 1e-9)), 1))
+        timers = {size: engine.layer(*each, times) for size, each in loaded.items()}
+        found = in_rounds(timers, threads=engine.threads, at_most=at_most)
+        return {size: tuple(seconds / times for seconds in rounds) for size, rounds in found.items()}
+
+    def _loaded(self, node: fx.Node, layer: NarrowedLayer) -> tuple[nn.Module, tuple[int, ...]]:
+        """The narrowed layer with random weights, and the shape of its input."""
+        narrow = copy.deepcopy(self._module(node))
+        assert narrow is not None
+        narrow = narrow.to("meta")
+        list(narrow_layer_(narrow, layer.flow, layer.inputs, layer.outputs, layer.groups))
+        narrow = narrow.to_empty(device="cpu").eval().requires_grad_(False)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in narrow.parameters():
+            parameter.uniform_(0.0, 0.1, generator=generator)
+        return narrow, self._shape(node, layer)
+
+    def _shape(self, node: fx.Node, layer: NarrowedLayer) -> tuple[int, ...]:
+        """Shape of the layer's input for a batch of the engine."""
+        dims, axis = shape_of(node.all_input_nodes[0]).dims, layer.flow.in_axis
+        assert dims is not None
+        per_example = self.batch / len(self.graph.example[0])
+        shape = list(dims) if axis == 0 else [max(math.ceil(dims[0] * per_example), 1), *dims[1:]]
+        if not layer.flow.reads_all:
+            shape[axis] = int(layer.inputs.sum())
+        return tuple(shape)
+
+    def _key(self, node: fx.Node, layer: NarrowedLayer) -> str:
+        """All that the time of a layer depends on: its class, settings, number type and input."""
+        module = self._module(node)
+        assert module is not None
+        dtype = str(next(module.parameters()).dtype)
+        shape = "×".join(map(str, self._shape(node, layer)))
+        return f"{module} {dtype.removeprefix('torch.')} on {shape}"
+
+    # ---- predictions -----------------------------------------------------------------------------------------------------
+
+    def seconds(self, masks: Masks) -> float:
+        """Predicted seconds of all layers that any measured cut changes, under the masks."""
+        found = self.narrowed(masks)
+        return math.fsum(self.times[key].seconds(found[node].size) for node, key in self.keys.items() if key in self.times)
+
+    def aligned(self, masks: Masks) -> float:
+        """Elements of sums, for one example, with terms that carry other channels than the sum: these have to be aligned."""
+        live, found = analyse(self.flows, {self.nodes[name]: keep for name, keep in masks.items()}).live, 0.0
+        for node, flow in self.flows.of.items():
+            dims = shape_of(node).dims
+            if isinstance(flow, Join) and flow.width > 1 and dims is not None:
+                wanted = live(node, flow.width)
+                terms = [live(i, w) for i, w in zip(self.flows.inputs[node], flow.widths, strict=True) if w == flow.width]
+                differ = sum(bool(term.any()) and not torch.equal(term, wanted) for term in terms)
+                found += differ * int(wanted.sum()) * math.prod(dims) / (dims[0] * dims[flow.axis])
+        return found
+
+    def sizes(self, masks: Masks) -> dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]]:
+        """The sizes of all layers under the masks that were not measured yet, with the full size first."""
+        found: dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]] = {}
+        for node, layer in self.narrowed(masks).items():
+            key = self.keys[node]
+            if key in self.times and any(layer.size) and layer.size not in self.times[key].rounds:
+                full = self.layers[node]
+                found.setdefault(key, {full.size: (node, full)})[layer.size] = (node, layer)
+        return found
+
+    def site_rounds(self, name: str, widths: Iterable[int]) -> dict[int, list[float]]:
+        """Seconds by width and round of the layers that a cut of the site alone changes."""
+        channels = self.sites[name].channels
+        layers = {width: self.narrowed({name: spread(width, channels)}) for width in widths}
+        full = self.layers
+        changed = [n for n in full if self.keys[n] in self.times and any(f[n].size != full[n].size for f in layers.values())]
+        found: dict[int, list[float]] = {}
+        for width, each in layers.items():
+            rows = [self._rounds(node, each[node].size) for node in changed]
+            found[width] = [math.fsum(row) for row in zip(*rows, strict=False)]
+        return {width: rounds for width, rounds in found.items() if rounds}
+
+    def _rounds(self, node: fx.Node, size: Size) -> Sequence[float]:
+        times = self.times[self.keys[node]]
+        if size in times.rounds:
+            return times.rounds[size]
+        return [times.seconds(size)] * len(times.rounds[times.full])
+
+
+class NetworkModel:
+    """Predicts the time of a network under masks from that of whole networks with one site cut: all that some engines can
+    time. The savings of sites are added up."""
+
+    def __init__(self, graph: Graph, sites: Sequence[Site]) -> None:
+        self.graph, self.sites = graph, {site.name: site for site in sites}
+        self.rounds: dict[str, Mapping[int, Rounds]] = {}
+
+    def measure(self, engine: Engine, name: str, widths: Sequence[int], at_most: float) -> dict[Size, Rounds]:
+        """Measure the network with the site at each of the widths, in rounds; the full width is the first."""
+        channels = self.sites[name].channels
+        networks = {
+            width: self.graph if width == channels else compact(self.graph, {name: spread(width, channels)}, verify=False)
+            for width in widths
+        }
+        timers = {width: engine.network(network) for width, network in networks.items()}
+        found = in_rounds(timers, rounds=3, shortest=0.0, at_most=at_most)
+        return {(width, width, 1): tuple(rounds) for width, rounds in found.items()}
+
+    def keep(self, name: str, rounds: Mapping[Size, Rounds]) -> None:
+        """Take what was measured for a site."""
+        self.rounds[name] = {size[0]: seconds for size, seconds in rounds.items()}
+
+    def seconds(self, masks: Masks) -> float:
+        """Predicted seconds of the network under the masks."""
+        medians = {name: {w: median(rounds) for w, rounds in each.items()} for name, each in self.rounds.items()}
+        found = median(each[max(each)] for each in medians.values())
+        for name, keep in masks.items():
+            width = min(each for each in medians[name] if each >= int(keep.sum()))
+            found += medians[name][width] - medians[name][max(medians[name])]
+        return found
+
+    def aligned(self, masks: Masks) -> float:
+        """0: what aligning channels costs is part of what was measured."""
+        return 0.0
+
+    def site_rounds(self, name: str, widths: Iterable[int]) -> dict[int, list[float]]:
+        """Seconds of the network by width and round."""
+        return {width: list(self.rounds[name][width]) for width in widths if width in self.rounds[name]}
+
+
+def fast_widths(model: LatencyModel | NetworkModel, site: Site, multiple: int) -> tuple[tuple[int, ...], dict[int, float]]:
+    """The widths of a site at the edges of its steps, and the seconds that they follow from, by width, descending."""
+    rounds = model.site_rounds(site.name, candidates(model.sites[site.name].channels, multiple))
+    medians = {width: median(seconds) for width, seconds in rounds.items()}
+    return (edges(rounds) if len(rounds) > 1 else ()), dict(sorted(medians.items(), reverse=True))
+
+
+@dataclass(frozen=True)
+class SiteTimes:
+    """What a site costs in time: of the layers that a cut of it changes."""
+
+    site: str
+    seconds: float  # with all filters
+    a_filter: float  # seconds saved for each filter removed, on the way to the fastest width
+    widths: tuple[int, ...]  # that are faster than all larger ones
+
+
+@dataclass(frozen=True)
+class NetworkTimes:
+    """What a network and its sites cost in time."""
+
+    network: float  # seconds
+    sites: tuple[SiteTimes, ...]
+
+
+def site_times(
+    graph: Graph,
+    sites: Sequence[Site],
+    engine: Engine,
+    *,
+    seconds: float = SECONDS,
+    on_layer: Callable[[int, int], None] = lambda done, of: None,
+) -> NetworkTimes:
+    """Time a network and the layers of its sites in an engine, before anything is pruned."""
+    file = TableFile(engine)
+    multiple = preferred_multiple(engine, graph, file)
+    steps = {site.name: multiple_at(site.channels, multiple) for site in sites}
+    model = LatencyModel(graph, sites, engine.batch)
+    sizes = model.wanted({site.name: candidates(site.channels, steps[site.name]) for site in sites})
+    model.measure(engine, sizes, file, seconds=seconds, on_layer=on_layer)
+    found = []
+    for site in sites:
+        widths, times = fast_widths(model, site, steps[site.name])
+        fastest = widths[-1] if widths else site.channels
+        saved = times.get(site.channels, 0.0) - times.get(fastest, 0.0)
+        found.append(SiteTimes(site.name, times.get(site.channels, 0.0), saved / max(site.channels - fastest, 1), widths))
+    whole = in_rounds({0: engine.network(graph)}, threads=engine.threads)[0]
+    return NetworkTimes(median(whole), tuple(found))
+
+
+def spread(width: int, channels: int) -> Tensor:
+    """A mask (C,) that keeps `width` evenly spread channels, so that grouped layers keep as many per group as possible."""
+    keep = none_of(channels)
+    keep[torch.arange(width) * channels // width] = True
+    return keep
+
+
+def _thinned(wanted: Sizes) -> Sizes:
+    """The sizes, or every other one, or fewer, where their weights together take too much memory; the first stays."""
+    sizes, step = list(wanted), 1
+    while len(sizes) > 2 and sum(i * o // g for i, o, g in sizes) > _MOST_WEIGHTS:
+        step *= 2
+        sizes = list(wanted)[::step]
+    return {size: wanted[size] for size in sizes}

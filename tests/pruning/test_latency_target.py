@@ -1,0 +1,424 @@
+"""Targets in time, against an engine whose times are known: steps of layers, work between them, noise, and interruptions."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nets import seeded
+from secateurs import Graph, Pruner, Recipe, compact, find_sites, resume, trace
+from secateurs.cli import execute
+from secateurs.errors import InvalidInput, RecipeError, RunError
+from secateurs.graph.engine import MeasureEngine, TorchEngine, in_rounds
+from secateurs.graph.latency import median
+from secateurs.graph.layers import Align, SumInto
+from secateurs.models import build, example_input
+from secateurs.pruning import latency_tables
+from secateurs.pruning.latency_tables import LatencyModel, TableFile, fast_widths, spread
+from secateurs.pruning.results import ChosenAllocation, SiteCurve, SiteWidths, TimeTable
+from torture.runs import few_digits
+
+NAMES = count()
+Weighted = nn.Linear | nn.modules.conv._ConvNd
+
+
+def size(layer: nn.Module) -> tuple[int, int, int]:
+    if isinstance(layer, nn.Linear):
+        return layer.in_features, layer.out_features, 1
+    assert isinstance(layer, nn.modules.conv._ConvNd)
+    return layer.in_channels, layer.out_channels, layer.groups
+
+
+class FakeEngine:
+    """A layer takes a microsecond for each pair of begun blocks of inputs and of filters; a network what its layers take,
+    times `between`, and `more` microseconds. `noise` is relative; the run of the layer or network that was loaded as number
+    `stops` is interrupted."""
+
+    batch, threads, runs_layers = 1, None, True
+    align = 0.0  # microseconds of each alignment of channels
+
+    def __init__(
+        self, block: int = 8, between: float = 1.0, more: float = 0.0, noise: float = 0.0, stops: tuple[str, int] | None = None
+    ) -> None:
+        self.block, self.between, self.more, self.noise, self.stops = block, between, more, noise, stops
+        self.name = f"fake {next(NAMES)}"
+        self.loaded: Counter[str] = Counter()
+        self.generator = seeded(0)
+
+    def true(self, layer: nn.Module) -> float:
+        inputs, filters, groups = size(layer)
+        return 1e-6 * (-(-inputs // self.block)) * (-(-filters // self.block)) / groups
+
+    def whole(self, network: Graph | nn.Module) -> float:
+        module = network if isinstance(network, nn.Module) else network.module
+        layers = [layer for layer in module.modules() if isinstance(layer, Weighted)]
+        aligning = sum(isinstance(layer, Align | SumInto) for layer in module.modules())
+        return self.between * sum(map(self.true, layers)) + 1e-6 * (self.more + self.align * aligning)
+
+    def _timer(self, kind: str, seconds: float) -> Callable[[], float]:
+        self.loaded[kind] += 1
+        stops = self.stops == (kind, self.loaded[kind])
+
+        def run() -> float:
+            if stops:
+                raise KeyboardInterrupt
+            return seconds * (1 + self.noise * float(torch.randn(1, generator=self.generator)))
+
+        return run
+
+    def layer(self, layer: nn.Module, shape: Sequence[int], times: int) -> Callable[[], float]:
+        return self._timer("layer", times * self.true(layer))
+
+    def network(self, graph: Graph) -> Callable[[], float]:
+        return self._timer("network", self.whole(graph))
+
+
+def small_net(widths: tuple[int, ...] = (24, 32, 16)) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for before, after in zip((1, *widths), widths, strict=False):
+        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10)).eval()
+
+
+def recipe(**changes: Any) -> Recipe:
+    fixed = {"max_drop": 1.0, "confidence": 0.0, "criterion": "l1", "allocation": "global", "target_latency": 0.5}
+    return Recipe(**{**fixed, "round_to": 1, **changes})
+
+
+@pytest.fixture
+def with_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeEngine], FakeEngine]:
+    """Gives runs an engine in place of the one that their recipe names."""
+
+    def give(engine: FakeEngine) -> FakeEngine:
+        monkeypatch.setattr("secateurs.api.engine_for", lambda *given: engine)
+        return engine
+
+    return give
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------------
+
+
+def model_of(graph: Graph, engine: FakeEngine, path: Path, multiple: int = 1) -> LatencyModel:
+    model = LatencyModel(graph, find_sites(graph), engine.batch)
+    widths = {s.name: latency_tables.candidates(s.channels, multiple) for s in find_sites(graph)}
+    model.measure(engine, model.wanted(widths), TableFile(engine, path))
+    return model
+
+
+@pytest.mark.parametrize("block", [4, 8, 12])
+def test_the_widths_found_are_the_edges_of_the_engines_steps(tmp_path: Path, block: int) -> None:
+    graph = trace(small_net(), torch.randn(2, 1, 8, 8))
+    model = model_of(graph, FakeEngine(block), tmp_path / "times.json")
+    for site in find_sites(graph):
+        widths, seconds = fast_widths(model, site, 1)
+        assert widths == tuple(w for w in range(site.channels - 1, 0, -1) if w % block == 0)
+        assert list(seconds) == list(range(site.channels, 0, -1))
+
+
+def test_an_engine_without_steps_leaves_all_widths_and_a_flat_one_none(tmp_path: Path) -> None:
+    graph = trace(small_net((12,)), torch.randn(2, 1, 8, 8))
+    (site,) = find_sites(graph)
+    assert fast_widths(model_of(graph, FakeEngine(1), tmp_path / "a"), site, 1)[0] == tuple(range(11, 0, -1))
+    assert fast_widths(model_of(graph, FakeEngine(64), tmp_path / "b"), site, 1)[0] == ()
+
+
+@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("name", ["mlp", "resnet8", "resnet8-b", "unet-small", "mobilenet-small", "resnext-small"])
+def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: Any) -> None:
+    graph = trace(build(name), example_input(name))
+    sites = find_sites(graph, shortcut)
+    model = LatencyModel(graph, sites, 1)
+    generator = seeded(3)
+    masks = {s.name: torch.rand(s.channels, generator=generator) < 0.6 for s in sites}
+    masks = {name: mask | (torch.arange(len(mask)) == 0) for name, mask in masks.items()}
+    smaller = dict(compact(graph, {**masks}).module.named_modules())
+    for node, layer in model.narrowed(masks).items():
+        left = smaller.get(str(node.target))
+        assert layer.size == ((0, 0, 0) if left is None else size(left))
+
+
+def test_inputs_have_the_shapes_of_the_network_for_the_engines_batch(tmp_path: Path) -> None:
+    shapes = []
+
+    class Noting(FakeEngine):
+        batch = 10
+
+        def layer(self, layer: nn.Module, shape: Sequence[int], times: int) -> Callable[[], float]:
+            shapes.append((type(layer).__name__, tuple(shape)))
+            assert layer(torch.zeros(*shape)).shape[0] == 10
+            return super().layer(layer, shape, times)
+
+    net = nn.Sequential(nn.Conv2d(2, 3, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(27, 4))
+    graph = trace(net, torch.randn(5, 2, 7, 7))
+    state = torch.get_rng_state()
+    model_of(graph, Noting(1), tmp_path / "times.json")
+    assert torch.equal(state, torch.get_rng_state())
+    assert set(shapes) == {("Conv2d", (10, 2, 7, 7)), *(("Linear", (10, width)) for width in (27, 18, 9))}
+
+
+def test_coupled_widths_are_predicted_as_products_until_they_are_measured(tmp_path: Path) -> None:
+    graph, engine = trace(small_net(), torch.randn(2, 1, 8, 8)), FakeEngine(8)
+    model = model_of(graph, engine, tmp_path / "times.json")
+    masks = {name: spread(width, site.channels) for (name, site), width in zip(model.sites.items(), (16, 8, 8), strict=True)}
+    true = engine.whole(compact(graph, {**masks}))
+    assert model.seconds(masks) == pytest.approx(true)  # of these steps the product is exact
+    model.measure(engine, model.sizes(masks), TableFile(engine, tmp_path / "times.json"))
+    assert model.sizes(masks) == {}
+    assert model.seconds(masks) == pytest.approx(true)
+
+
+def test_a_layer_of_a_known_shape_is_not_timed_again(tmp_path: Path) -> None:
+    graph, engine = trace(small_net(), torch.randn(2, 1, 8, 8)), FakeEngine(8)
+    first = model_of(graph, engine, tmp_path / "times.json")
+    engine.loaded.clear()
+    again = model_of(graph, engine, tmp_path / "times.json")
+    assert not engine.loaded
+    assert again.seconds({}) == first.seconds({})
+
+
+def test_a_file_of_another_machine_is_refused(tmp_path: Path) -> None:
+    graph, engine, path = trace(small_net(), torch.randn(2, 1, 8, 8)), FakeEngine(8), tmp_path / "times.json"
+    model_of(graph, engine, path)
+    stored = json.loads(path.read_text())
+    assert set(stored["machine"]) == {"cpu", "flags", "engine", "method", "threads", "torch", "onnxruntime"}
+    stored["machine"]["cpu"] = "Elbrus-8S"
+    path.write_text(json.dumps(stored))
+    with pytest.raises(InvalidInput, match=r"measured on another machine: cpu 'Elbrus-8S' \(here "):
+        TableFile(engine, path)
+    path.write_text("{}")
+    with pytest.raises(InvalidInput, match=r"times.json: damaged .* Delete it"):
+        TableFile(engine, path)
+
+
+@pytest.mark.parametrize(("block", "wanted"), [(1, 1), (8, 8), (16, 16)])
+def test_the_preferred_multiple_is_measured_once(tmp_path: Path, block: int, wanted: int) -> None:
+    graph, engine = trace(small_net(), torch.randn(2, 1, 8, 8)), FakeEngine(block)
+    state = torch.get_rng_state()
+    for _ in range(2):
+        assert latency_tables.preferred_multiple(engine, graph, TableFile(engine, tmp_path / "times.json")) == wanted
+    assert sum(engine.loaded.values()) == 7
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_rounds_become_fewer_where_time_is_short() -> None:
+    timers = {width: lambda: 0.01 for width in range(10)}
+    assert {len(seconds) for seconds in in_rounds(timers).values()} == {7}
+    assert {len(seconds) for seconds in in_rounds(timers, at_most=0.55).values()} == {5}
+    assert {len(seconds) for seconds in in_rounds(timers, at_most=0.0).values()} == {3}
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------------
+
+
+def records(run: Pruner, kind: Any) -> list[Any]:
+    return run.journal.of(kind)
+
+
+def test_a_run_reaches_its_share_of_the_time(with_engine: Callable[[FakeEngine], FakeEngine]) -> None:
+    engine = with_engine(FakeEngine(8))
+    run = Pruner(small_net(), few_digits(128), recipe=recipe())
+    result = run.finish()
+    before, after = engine.whole(run.original), engine.whole(result.graph)
+    assert after <= 0.5 * before
+    assert all(step.kept % 8 == 0 for step in result.steps)
+    assert result.latency is not None
+    assert result.latency.speedup == pytest.approx(before / after)
+    assert result.latency.predicted == pytest.approx(after, rel=0.05)
+    assert "of the time remain by prediction, of 50.0% wanted" in result.stopped
+    assert str(result).startswith(f"{before / after:.2f}x faster")
+    assert {widths.site for widths in records(run, SiteWidths)} == {site.name for site in find_sites(run.original)}
+
+
+def test_the_choice_is_the_best_of_all(with_engine: Callable[[FakeEngine], FakeEngine]) -> None:
+    """Of all combinations of widths that are as fast, none has a smaller sum of measured losses."""
+    engine = with_engine(FakeEngine(8))
+    run = Pruner(small_net((16, 24)), few_digits(128), recipe=recipe(target_latency=0.6))
+    run.finish()
+    curves = [found.curve for found in records(run, SiteCurve)]
+    (chosen,) = records(run, ChosenAllocation)
+    whole, best = engine.whole(run.original), float("inf")
+    for picks in product(*(range(len(curve.removed)) for curve in curves)):
+        masks: dict[Any, Any] = {}
+        for curve, pick in zip(curves, picks, strict=True):
+            channels = run.context.latency_model.sites[curve.site].channels
+            masks[curve.site] = spread(channels - curve.removed[pick], channels)
+        if engine.whole(compact(run.original, masks, verify=False)) <= 0.6 * whole:
+            best = min(best, sum(c.loss[p] - c.loss[0] for c, p in zip(curves, picks, strict=True)))
+    assert chosen.loss == pytest.approx(best)
+
+
+def test_milliseconds_are_a_target_too(with_engine: Callable[[FakeEngine], FakeEngine]) -> None:
+    engine = with_engine(FakeEngine(8))
+    whole = engine.whole(trace(small_net(), torch.randn(2, 1, 8, 8)))
+    result = Pruner(small_net(), few_digits(128), recipe=recipe(target_latency=None, max_ms=700 * whole)).finish()
+    assert engine.whole(result.graph) <= 0.7 * whole
+    assert "of 70.0% wanted" in result.stopped
+
+
+def test_the_allowed_drop_may_bind_first(with_engine: Callable[[FakeEngine], FakeEngine]) -> None:
+    with_engine(FakeEngine(8))
+    result = Pruner(small_net(), few_digits(128), recipe=recipe(max_drop=0.0, target_latency=0.05)).finish()
+    assert "within the allowed drop" in result.stopped
+
+
+@pytest.mark.parametrize(("between", "more"), [(1.4, 0.0), (1.0, 20.0), (0.8, 6.0)])
+def test_work_that_the_tables_do_not_know_is_learnt_from_measured_networks(
+    with_engine: Callable[[FakeEngine], FakeEngine], between: float, more: float
+) -> None:
+    engine = with_engine(FakeEngine(8, between, more))
+    share = 0.75 if more == 20.0 else 0.5
+    run = Pruner(small_net(), few_digits(128), recipe=recipe(target_latency=share))
+    result = run.finish()
+    assert engine.whole(result.graph) <= share * engine.whole(run.original) * 1.02
+    assert result.latency is not None
+    assert result.latency.predicted == pytest.approx(result.latency.pruned, rel=0.05)
+    assert "missed" not in result.latency.times()
+
+
+class Residual(nn.Module):
+    """A block of 16 channels whose second convolution is added to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.conv1, self.conv2 = (nn.Conv2d(n, 16, 3, padding=1) for n in (1, 16, 16))
+        self.out = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv(x))
+        x = torch.relu(x + self.conv2(torch.relu(self.conv1(x))))
+        logits: Tensor = self.out(x.mean((2, 3)))
+        return logits
+
+
+@pytest.mark.parametrize("price", [0.0, 40.0])
+def test_cuts_whose_alignment_costs_more_than_they_save_are_not_made(
+    with_engine: Callable[[FakeEngine], FakeEngine], price: float
+) -> None:
+    engine = with_engine(FakeEngine(4))
+    engine.align = price
+    run = Pruner(Residual().eval(), few_digits(128), recipe=recipe(target_latency=0.7))
+    result = run.finish()
+    assert engine.whole(result.graph) <= 0.7 * engine.whole(run.original)
+    assert result.latency is not None
+    assert result.latency.predicted == pytest.approx(result.latency.pruned, rel=0.05)
+    alone = Pruner(Residual().eval(), few_digits(128), recipe=recipe(target_latency=0.99, sites=("conv2",)))
+    assert (alone.finish().macs.removed == 0) == (price > 0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_noise_does_not_flip_a_choice_beyond_its_interval(with_engine: Callable[[FakeEngine], FakeEngine], seed: int) -> None:
+    engine = with_engine(FakeEngine(8, noise=0.02))
+    engine.generator = seeded(seed)
+    run = Pruner(small_net(), few_digits(128), recipe=recipe(round_to=8, target_latency=0.6))
+    result = run.finish()
+    assert engine.whole(result.graph) <= 0.6 * engine.whole(run.original) * 1.05
+    assert all(step.kept % 8 == 0 or step.kept == step.channels for step in result.steps)
+    with_engine(FakeEngine(8))
+    quiet = Pruner(small_net(), few_digits(128), recipe=recipe(round_to=8, target_latency=0.57))
+    quiet.finish()
+    (noisy,), (stricter,) = records(run, ChosenAllocation), records(quiet, ChosenAllocation)
+    assert noisy.loss <= stricter.loss + 1e-9
+
+
+def test_a_network_that_is_not_faster_says_so_first(with_engine: Callable[[FakeEngine], FakeEngine]) -> None:
+    with_engine(FakeEngine(64))  # no cut saves time, so only MACs may count
+    result = Pruner(
+        small_net(), few_digits(128), recipe=recipe(target_latency=None, allocation="sequential", engine="torch")
+    ).finish()
+    assert result.macs.removed > 0.2
+    assert str(result).splitlines()[0].startswith("Not measurably faster (1.00 to 1.00) than the original network: ")
+
+
+def test_where_no_cut_saves_time_nothing_is_removed(with_engine: Callable[[FakeEngine], FakeEngine]) -> None:
+    with_engine(FakeEngine(64))
+    run = Pruner(small_net(), few_digits(128), recipe=recipe())
+    result = run.finish()
+    assert result.macs.removed == 0
+    assert all(widths.widths == () for widths in records(run, SiteWidths))  # which says why
+
+
+def test_a_function_of_the_users_own_is_an_engine(tmp_path: Path) -> None:
+    def board(module: nn.Module) -> float:
+        assert module(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+        assert not module.training
+        return FakeEngine(8).whole(module)
+
+    asked, data = recipe(round_to=8), few_digits(128)
+    result = Pruner(small_net((16, 24)), data, recipe=asked, measure=board, folder=tmp_path / "run").finish()
+    with pytest.raises(RunError, match=r"was started with measure=\. Resume it the same way"):
+        resume(tmp_path / "run", small_net((16, 24)), data)
+    assert resume(tmp_path / "run", small_net((16, 24)), data, measure=board).finish().plan == result.plan
+    assert board(result.model) <= 0.5 * board(small_net((16, 24)))
+    assert result.latency is not None
+    assert (result.latency.engine, result.latency.predicted) == ("board", pytest.approx(result.latency.pruned, rel=0.05))
+    graph = trace(small_net(), torch.zeros(2, 1, 8, 8))
+    for wrong, message in ((lambda module: "fast", "returned a str"), (lambda module: -1.0, r"returned -1\.0")):
+        with pytest.raises(InvalidInput, match=message):
+            MeasureEngine(wrong).network(graph)()
+    with pytest.raises(InvalidInput, match="give one of them"):
+        Pruner(small_net(), few_digits(128), recipe=recipe(engine="torch"), measure=board)
+
+
+def test_a_target_in_time_needs_all_sites_weighed_together() -> None:
+    with pytest.raises(RecipeError, match="set allocation = 'global'"):
+        Recipe(target_latency=0.5)
+    with pytest.raises(RecipeError, match="target_latency"):
+        recipe(target_latency=1.5)
+
+
+# ---- interrupted runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stops", [("layer", 2), ("layer", 30), ("network", 1), ("network", 2), ("network", 3)])
+def test_a_run_that_is_interrupted_while_it_measures_ends_with_the_same_plan(
+    with_engine: Callable[[FakeEngine], FakeEngine], tmp_path: Path, stops: tuple[str, int]
+) -> None:
+    asked, data = recipe(round_to="auto", target_latency=0.55), few_digits(128)
+    whole = with_engine(FakeEngine(8, between=1.3))
+    Pruner(small_net(), data, recipe=asked, folder=tmp_path / "whole").finish()
+    first = with_engine(FakeEngine(8, between=1.3, stops=stops))
+    run = Pruner(small_net(), data, recipe=asked, folder=tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run.finish()
+    tables = run.journal.of(TimeTable)
+    again = with_engine(FakeEngine(8, between=1.3))  # another name: the file of this machine knows nothing of it
+    resume(tmp_path / "run", small_net(), data).finish()
+    for name in ("plan.json", "pruned.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    if stops[0] == "network":  # no layer that is journaled was timed again
+        assert tables
+        assert first.loaded["layer"] + again.loaded["layer"] == whole.loaded["layer"]
+    else:
+        assert again.loaded["layer"] <= whole.loaded["layer"] - sum(len(table.seconds) for table in tables)
+
+
+def test_eager_mode_times_layers_and_networks() -> None:
+    graph, engine = trace(small_net((64,)), torch.randn(2, 1, 8, 8)), TorchEngine(batch=4, threads=1)
+    narrow = compact(graph, {find_sites(graph)[0]: torch.arange(64) < 4})
+    found = in_rounds({"wide": engine.network(graph), "narrow": engine.network(narrow)}, rounds=5)
+    wide, thin = (float(median(torch.tensor(found[name]))) for name in ("wide", "narrow"))
+    assert 0 < thin < wide
+    assert engine.layer(nn.Conv2d(3, 4, 3), (4, 3, 8, 8), 2)() > 0
+
+
+def test_sites_show_what_a_filter_costs_in_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("secateurs.export.engines.engine_for", lambda recipe: FakeEngine(8))
+    assert execute(["sites", "--model", "resnet8", "--latency", "--json"]) == 0
+    found = {site["name"]: site for site in json.loads(capsys.readouterr().out)["sites"]}
+    assert found["conv1"]["widths"] == [8]  # of 16: 12 takes as long, and 4 as long as 8
+    # 1 × 2 and 2 × 2 blocks become 1 × 1 and 1 × 2 when 8 filters go
+    assert found["conv1"]["seconds"] == pytest.approx(6e-6)
+    assert found["conv1"]["seconds_a_filter"] == pytest.approx(3e-6 / 8)
+    assert execute(["sites", "--model", "resnet8", "--latency"]) == 0
+    assert "0.375 µs" in capsys.readouterr().out
