@@ -306,11 +306,11 @@ def val_with(change: Any) -> Any:
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "float labels": (lambda x, y: (x, y.float()), r"search set: its targets are torch.float32 .* wants class numbers.*loss=…"),
-    "one-hot": (lambda x, y: (x, torch.eye(3)[y]), r"search set: .* accuracy wants .* look one-hot: give targets.argmax\(1\)"),
+    "float labels": (lambda x, y: (x, y.float()), r"validation set: its targets are torch.float32 .* wants class numbers.*loss=…"),
+    "one-hot": (lambda x, y: (x, torch.eye(3)[y]), r"validation set: .* accuracy wants .* look one-hot: give targets.argmax\(1\)"),
     "whole one-hot": (lambda x, y: (x, torch.eye(3)[y].long()), r"shape \(60, 3\) for outputs of shape .* look one-hot"),
     "labels from 1": (lambda x, y: (x, y + 1), r"has the label 3, .* wanted labels from 0 to 2.*the first class is 0"),
-    "NaN inputs": (lambda x, y: (x.where(y[:, None] > 0, torch.nan), y), r"the search set .* holds NaN or infinite values"),
+    "NaN inputs": (lambda x, y: (x.where(y[:, None] > 0, torch.nan), y), r"the validation set .* holds NaN or infinite values"),
     "strings": (lambda x, y: (x, ["cat"] * 60), r"targets of the validation loader are a list of 60 \(str"),
     "fewer labels": (lambda x, y: (x, y[:5]), r"targets of shape \(5,\) for 60 inputs"),
 }
