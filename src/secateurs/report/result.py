@@ -83,7 +83,6 @@ class Result(RunResult):
         return plots(self.records if self.folder is None else self.folder, recipe=self.recipe)
 
     def __str__(self) -> str:
-        speed = "" if self.latency is None else f"{self.latency.headline()}. "
         kept = f" It is kept in {self.folder}." if self.folder is not None else ""
         if self.bound is not None:
             promise = f"At {100 * self.confidence:g} % confidence the drop is at most {self._amount(self.bound)}."
@@ -94,9 +93,8 @@ class Result(RunResult):
         else:
             promise = f"Nothing is promised: the drop of {self._amount(self.max_drop)} was allowed by point estimates."
         lines = [
-            f"{speed}{100 * self.macs.removed:.1f} % of the MACs and {100 * self.parameters.removed:.1f} % of the parameters "
-            f"are removed.",
-            f"{self.summary().split('removed, ', 1)[1].capitalize()}.",
+            *([] if self.latency is None else [f"{self.latency.headline()}."]),
+            f"{self.summary()}.",
             promise,
             f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
         ]
