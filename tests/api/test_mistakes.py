@@ -65,9 +65,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "weights for a network": (
         lambda path: sc.prune(weights_only(), *loaders()),
-        r"model: got OrderedDict, wanted an nn\.Module",
+        r"model: got OrderedDict, wanted a torch\.nn\.Module",
     ),
-    "a class for a network": (lambda path: sc.prune(nn.Sequential, *loaders()), r"model: got type, wanted an nn\.Module"),  # type: ignore[arg-type]
+    "a class for a network": (lambda path: sc.prune(nn.Sequential, *loaders()), r"model: got type, wanted a torch\.nn\.Module"),  # type: ignore[arg-type]
     "a network for other inputs": (lambda path: prune(model=three_channels()), r"\(2, 1, 8, 8\)"),
     "a network with NaN": (lambda path: prune(model=broken_weights()), "(?i)nan"),
     "a number for a function": (lambda path: prune(finetune=10), r"finetune: got int \(10\), wanted a function"),
