@@ -73,7 +73,7 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
     state = _train(context, budget, state, settings, "retrain", step)
     journal.save_tensors(RETRAINED, state.graph.module.state_dict(), listed=True)
     files = journal.file_digests(f"{RETRAINED}.safetensors")
-    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap()))
+    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap(), budget.bound))
     journal.delete(CHECKPOINT)
     return state
 

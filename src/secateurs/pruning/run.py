@@ -346,6 +346,7 @@ class Run:
             examples=ranking.examples,
             compared=ranking.compared,
             bound=cut.bound,
+            bound_trained=self.budget.bound,
             images=0 if cut.bound is None else self.context.acceptance_sets.certifying,
             by_estimate=cut.by_estimate,
             refused=cut.refused,
@@ -357,7 +358,7 @@ class Run:
             importance=ranking.importance,
         )
         self.steps.append(save_step(self.journal, self.state, step, self.context.clock))
-        self.budget.answers = []
+        self.budget.answers, self.budget.bound = [], None
         return self.steps[-1]
 
     # ---- the end ---------------------------------------------------------------------------------------------------------

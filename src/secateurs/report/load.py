@@ -27,6 +27,7 @@ from secateurs.pruning.results import (
     ChosenAllocation,
     ResultFigures,
     Retrained,
+    promised_bound,
     SiteCurve,
     SiteCut,
     SiteOrder,
@@ -111,6 +112,7 @@ class RunReport:
     steps: tuple[Step, ...]
     allocation: ChosenAllocation | None  # None: sites were cut one after the other
     end: ResultFigures | None
+    promised: float | None  # bound on the drop of the network as it is now from the original one
     curves: Mapping[str, Curve]  # by site, where cuts were allocated
     events: tuple[Measured, ...]  # every measurement, in order
     networks: tuple[Measured, ...]  # the start, after every step that cut something (of an allocation the last), the final one
@@ -258,6 +260,7 @@ def _report(
         start=start,
         steps=steps,
         allocation=chosen,
+        promised=None if recipe is None else promised_bound(recipe.budget, records),
         end=end,
         curves={found.site: found.curve for found in records_of(records, SiteCurve)},
         events=_events(records),

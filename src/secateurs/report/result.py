@@ -12,7 +12,7 @@ from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput
 from secateurs.graph.plan import Plan
-from secateurs.pruning.results import Change, RunResult
+from secateurs.pruning.results import Change, RunResult, promised_bound
 from secateurs.report.charts import Plots, plots
 from secateurs.report.page import write_report
 
@@ -56,7 +56,7 @@ class Result(RunResult):
     @property
     def bound(self) -> float | None:
         """Upper bound on the drop, at `confidence`; None: nothing is promised."""
-        return next((step.bound for step in reversed(self.steps) if step.bound is not None), None)
+        return promised_bound(self.recipe.budget, self.records)
 
     def save(self, path: str | Path) -> Path:
         """Save the network as safetensors, to be loaded by `secateurs.load`."""
@@ -82,21 +82,32 @@ class Result(RunResult):
         """The figures of the run, for notebooks."""
         return plots(self.records if self.folder is None else self.folder, recipe=self.recipe)
 
+    def __repr__(self) -> str:
+        return str(self)  # notebooks show it; the fields hold thousands of numbers
+
     def __str__(self) -> str:
+        outcome = self.summary().split("removed, ", 1)[1]
         speed = "" if self.latency is None else f", {self.latency.summary()} here in eager mode"
         kept = f" It is kept in {self.folder}." if self.folder is not None else ""
         if self.bound is not None:
             promise = f"At {100 * self.confidence:g} % confidence the drop is at most {self._amount(self.bound)}."
-        elif self.macs.removed == 0 and self.parameters.removed == 0:
+        elif not any(step.removed for step in self.steps):
+            sure = f" that can be promised at {100 * self.confidence:g} % confidence" if self.confidence else ""
             promise = (
-                f"No filter can be removed within a drop of {self._amount(self.max_drop)}: allow more, or give more examples."
+                f"No filter can be removed within a drop of {self._amount(self.max_drop)}{sure}: allow more, or give more "
+                f"validation examples."
+            )
+        elif self.confidence:
+            promise = (
+                f"At {100 * self.confidence:g} % confidence no site costs more than {self._amount(self.max_drop)}; nothing is "
+                f"promised about all of them together."
             )
         else:
             promise = f"Nothing is promised: the drop of {self._amount(self.max_drop)} was allowed by point estimates."
         lines = [
             f"{100 * self.macs.removed:.1f} % of the MACs and {100 * self.parameters.removed:.1f} % of the parameters "
             f"are removed{speed}.",
-            f"{self.summary().split('removed, ', 1)[1].capitalize()}.",
+            f"{outcome[:1].upper()}{outcome[1:]}.",
             promise,
             f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
         ]
