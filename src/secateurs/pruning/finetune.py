@@ -156,7 +156,7 @@ def _train(
         history = train_resumably_(
             context.journal,
             state.graph.module,
-            context.data.train if runtime.train is None else runtime.train,
+            context.data.train if runtime.train is None else runtime.train.ready(context.dtype),
             settings,
             phase=phase,
             step=step,

@@ -371,7 +371,8 @@ class Run:
 
     def _measure_result(self) -> RunResult:
         context, graph, original = self.context, self.state.graph, self.original
-        test = context.runtime.test if self.data.test is None else self.data.test.ready(context.dtype)
+        given = context.runtime.test if self.data.test is None else self.data.test
+        test = None if given is None else given.ready(context.dtype)
         context.progress.report("measure", 0, _MEASUREMENTS)
         before, after = (None if test is None else context.evaluate(network, test) for network in (original, graph))
         context.progress.report("measure", 1, _MEASUREMENTS)
