@@ -40,8 +40,9 @@ from secateurs.report.progress import RunWatcher, display
 from secateurs.report.result import Result
 from secateurs.scoring.cache import MeasurementCache
 
-Ignore = Sequence[str | nn.Module | type[nn.Module]]
-"""Layers that keep all their filters: by pattern of names, by module, or by type."""
+Ignored = str | nn.Module | type[nn.Module]
+Ignore = Ignored | Sequence[Ignored]
+"""Layers that keep all their filters, with all layers in them: by pattern of names, by module, or by type."""
 
 
 class Pruner(Run):
@@ -363,18 +364,27 @@ def _without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ign
     """The recipe restricted to sites none of whose layers is ignored."""
     if not ignore:
         return recipe
-    names = {id(module): name for name, module in model.named_modules()}
     ignored: set[str] = set()
-    for one in ignore:
-        if isinstance(one, str):
-            found = [name for name in names.values() if fnmatch(name, one)]
-        elif isinstance(one, nn.Module):
-            found = [name for name, module in model.named_modules() if any(module is part for part in one.modules())]
-        else:
-            found = [name for name, module in model.named_modules() if isinstance(module, one)]
+    for one in [ignore] if isinstance(ignore, str | nn.Module | type) else ignore:
+        if not isinstance(one, str | nn.Module | type):
+            raise InvalidInput(f"ignore: got {one!r:.60}, wanted patterns of layers' names, modules, or types of modules.")
+        found = [
+            (name, module)
+            for name, module in model.named_modules()
+            if (
+                fnmatch(name, one)
+                if isinstance(one, str)
+                else isinstance(module, one)
+                if isinstance(one, type)
+                else module is one
+            )
+        ]
         if not found:
-            raise InvalidInput(f"ignore: no layer of the network is {one!r}.")
-        ignored |= set(found)
+            what = (
+                repr(one) if isinstance(one, str) else one.__name__ if isinstance(one, type) else f"this {type(one).__name__}"
+            )
+            raise InvalidInput(f"ignore: no layer of the network is {what}.")
+        ignored |= {f"{name}.{inner}".strip(".") for name, module in found for inner, _ in module.named_modules()}
     sites = [site for site in find_sites(graph, recipe.shortcut) if not ignored.intersection(site.layers)]
     if not sites:
         raise InvalidInput("ignore: no site is left to prune.")
