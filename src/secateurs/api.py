@@ -32,7 +32,7 @@ from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.estimate import Estimate, estimate, within_time
 from secateurs.pruning.folder import check_origin, create_folder, example_for, load_start, open_cache, open_folder, provenance
-from secateurs.pruning.results import KINDS, Progress, ResultFigures
+from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start
 from secateurs.pruning.run import Run, chosen_sites
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 from secateurs.report import Plots, plots, write_report
@@ -121,6 +121,8 @@ class Pruner(Run):
         if whole is not None and whole.count is None and asked.confidence:
             asked = replace(asked, confidence=0.0)
             notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
+        if asked.max_drop >= 1:
+            notes.append(f"max_drop={asked.max_drop:g} allows all accuracy to be lost: 0.01 is one point")
         uncertified = recipe is None if uncertified is None else uncertified
         asked = _feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
@@ -130,7 +132,7 @@ class Pruner(Run):
         if folder is not None:
             measures = {"loss": loss_fn, "metric": evaluate or metric_fn}
             again = [name for name, given in (("finetune", finetune), ("test", test)) if given is not None]
-            known = provenance(graph, data, asked, measures=measures, again=again, store=store, origin=origin)
+            known = provenance(graph, data, asked, measures=measures, again=again, notes=notes, store=store, origin=origin)
             journal = create_folder(Path(folder), asked, known)
         try:
             if owned and folder is not None:
@@ -146,10 +148,10 @@ class Pruner(Run):
             raise
 
     @classmethod
-    def _resumed(cls, context: PruningContext) -> Pruner:
+    def _resumed(cls, context: PruningContext, notes: Sequence[str]) -> Pruner:
         found = cls.__new__(cls)
         Run.__init__(found, context)
-        found.notes = list(context.data.notes)
+        found.notes = list(notes)
         found.restore()
         return found
 
@@ -160,18 +162,28 @@ class Pruner(Run):
     def measure_original(self) -> None:
         """Measure the original network, and note if it is no better than guessing."""
         super().measure_original()
-        labels = class_labels(self.data.search.targets)
-        if self.steps or labels is None or self.context.runtime.metric is not correct or self.context.runtime.evaluate:
+        labels, (start,) = class_labels(self.data.search.targets), self.journal.of(Start)
+        if labels is None or self.context.runtime.metric is not correct or self.context.runtime.evaluate:
             return
         guessing = float(labels.bincount().max()) / len(labels)
-        if self.state.accuracy <= guessing + 0.01:
-            self.notes.append(
-                f"the network is right on {100 * self.state.accuracy:.1f} % of the validation examples, and always naming the "
+        if start.accuracy <= guessing + 0.01 and guessing < 1:  # of one class alone nothing can be told
+            note = (
+                f"the network is right on {100 * start.accuracy:.1f} % of the validation examples, and always naming the "
                 f"most frequent class is right on {100 * guessing:.1f} %: it seems untrained"
             )
+            self.notes += [note] if note not in self.notes else []  # a loop that was left measures again
 
     def _finish(self) -> None:
         super()._finish()
+        assert self.result is not None
+        for what, want, found in (
+            ("MACs", self.recipe.target_macs, self.result.macs),
+            ("parameters", self.recipe.target_parameters, self.result.parameters),
+        ):
+            if want is not None and found.removed < want:
+                self.notes.append(
+                    f"only {found.removed:.1%} of the {what} are removed, of {want:.1%} wanted: {self.result.stopped}"
+                )
         self.report()
         self.close()
 
@@ -291,7 +303,8 @@ def resume(
         cache = open_cache(journal, store or known.get("store"))
         whole = None if evaluate is None else WholeMetric.of(evaluate, start)
         runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, **streams)
-        return Pruner._resumed(PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback)))
+        context = PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback))
+        return Pruner._resumed(context, known.get("notes", data.notes))
     except BaseException:
         journal.close()
         raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from secateurs.pruning.results import (
     ChosenAllocation,
     ClassAccuracies,
     MeasuredSpeed,
+    ResultFigures,
     RunResult,
     SiteCurve,
     SiteOrder,
@@ -229,14 +230,14 @@ class Run:
         return any(step.round == number and step.site == name for step in self.steps)
 
     def _reached_target(self) -> bool:
-        """Whether a target is reached; says which in `stopped`."""
+        """Whether all targets are reached; says so in `stopped`."""
         shares, recipe = self.context.shares_removed(self.state.graph), self.recipe
-        wanted = (recipe.target_parameters, recipe.target_macs)
-        for what, want, got in zip(("parameters", "MACs"), wanted, shares, strict=True):
-            if want is not None and got >= want:
-                self.stopped = f"{got:.1%} of the {what} are removed, of {want:.1%} wanted"
-                return True
-        return False
+        wanted = zip(("parameters", "MACs"), (recipe.target_parameters, recipe.target_macs), shares, strict=True)
+        known = [(what, want, got) for what, want, got in wanted if want is not None]
+        if not known or any(got < want for _, want, got in known):
+            return False
+        self.stopped = " and ".join(f"{got:.1%} of the {what} are removed, of {want:.1%} wanted" for what, want, got in known)
+        return True
 
     def _spent(self) -> bool:
         if self.budget.spent:
@@ -367,9 +368,17 @@ class Run:
         """Retrain, then read the test set: once, for the original network and for the smaller one."""
         if any(step.removed for step in self.steps):
             self.state = retrain(self.context, self.budget, self.state, self.step_number)
-        self.result = save_result(self.journal, self._measure_result(), self.context.clock)
+        known = self.journal.of(ResultFigures)  # a finished run is not measured again: its test set need not be given
+        figures = save_result(self.journal, self.state.graph, known[0] if known else self._measure_result(), self.context.clock)
+        self.result = RunResult(
+            **{each.name: getattr(figures, each.name) for each in fields(figures)},
+            graph=self.state.graph,
+            steps=tuple(self.steps),
+            cost_before=self.context.cost_before,
+            cost_after=cost(self.state.graph),
+        )
 
-    def _measure_result(self) -> RunResult:
+    def _measure_result(self) -> ResultFigures:
         context, graph, original = self.context, self.state.graph, self.original
         given = context.runtime.test if self.data.test is None else self.data.test
         test = None if given is None else given.ready(context.dtype)
@@ -381,7 +390,7 @@ class Run:
         classes = [context.by_class(found, test) for found in (before, after) if isinstance(test, Examples) and found]
         cost_before, cost_after = context.cost_before, cost(graph)
         timed = test if isinstance(test, Examples) else context.validation
-        return RunResult(
+        return ResultFigures(
             stopped=self.stopped,
             metric=display_name(context.runtime.metric) if context.runtime.evaluate is None else context.runtime.evaluate.name,
             search=Change(first, last),
@@ -392,10 +401,6 @@ class Run:
             classes=ClassAccuracies(tuple(self.data.classes), *classes) if classes and all(classes) else ClassAccuracies(),
             latency=self._measure_speed(timed) if any(step.removed for step in self.steps) else None,
             seconds=0.0,  # known when all is saved
-            graph=graph,
-            steps=tuple(self.steps),
-            cost_before=cost_before,
-            cost_after=cost_after,
         )
 
     def _measure_speed(self, examples: Examples) -> MeasuredSpeed:

@@ -27,7 +27,6 @@ from secateurs.pruning.results import (
     ChosenAllocation,
     ResultFigures,
     Retrained,
-    promised_bound,
     SiteCurve,
     SiteCut,
     SiteOrder,
@@ -36,6 +35,7 @@ from secateurs.pruning.results import (
     Step,
     Structure,
     Trial,
+    promised_bound,
 )
 from secateurs.report.exports import read_exports
 from secateurs.scoring.importance import Importance, PairImportance, scores
