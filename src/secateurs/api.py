@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from fnmatch import fnmatch
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from secateurs.data.dataset import class_labels, derive
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
 from secateurs.data.forms import PAIR, Forward
 from secateurs.data.splits import Data, refuse_nonfinite
-from secateurs.errors import InvalidInput, RunError, suggest
+from secateurs.errors import DataError, InvalidInput, RunError, suggest
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
 from secateurs.metrics import Measure, check_targets, correct, cross_entropy, display_name, output_loss
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.estimate import Estimate, estimate, within_time
+from secateurs.pruning.finetune import with_step
 from secateurs.pruning.folder import check_origin, create_folder, example_for, load_start, open_cache, open_folder, provenance
 from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start
 from secateurs.pruning.run import Run, chosen_sites
@@ -84,9 +86,12 @@ class Pruner(Run):
         clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
         check_device(device)
         functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
-        for name, given in functions.items():
-            if given is not None and not callable(given):
-                raise InvalidInput(f"{name}: got {type(given).__name__} ({given!r:.40}), wanted a function.")
+        _check_functions(**functions, callback=callback)
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise InvalidInput(f"recipe: got {recipe!r:.40}, wanted a Recipe: Recipe.best(…), Recipe.paper(), or Recipe(…).")
+        if time_budget is not None and not (isinstance(time_budget, Real) and time_budget > 0):
+            raise InvalidInput(f"time_budget: got {time_budget!r:.40}, wanted a number of seconds above 0.")
+        finetune = with_step(finetune)
         if evaluate is not None and test is not None:
             raise InvalidInput(
                 "evaluate measures a set of its own, and cannot measure the test set: give no test, and measure result.model "
@@ -94,7 +99,7 @@ class Pruner(Run):
             )
         owned, streams, form = not isinstance(train, Data), dict[str, Any](), PAIR
         if isinstance(train, Data):
-            data = train
+            data = seen = train
             if val is not None or test is not None or forward is not None:
                 raise InvalidInput("train is a Data, which has its validation and test sets: give no val, test or forward.")
         else:
@@ -107,6 +112,7 @@ class Pruner(Run):
                 folder=None if folder is None else Path(folder),
             )
             data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
+            seen = replace(data, test=opened.first_test)
         notes += data.notes
         asked = _recipe(recipe, criterion, max_drop=max_drop, target_macs=macs, target_parameters=parameters)
         graph = trace(model, example_for(model, data), leaves=leaves)
@@ -116,7 +122,7 @@ class Pruner(Run):
             form.measure(loss, output_loss if form.gives_loss else cross_entropy),
             form.measure(metric, correct),
         )
-        _check_data(graph, data, loss_fn, metric_fn, evaluate)
+        _check_data(graph, seen, loss_fn, metric_fn, evaluate)
         whole = None if evaluate is None else WholeMetric.of(evaluate, graph)
         if whole is not None and whole.count is None and asked.confidence:
             asked = replace(asked, confidence=0.0)
@@ -241,6 +247,7 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
             raise InvalidInput(f"prune: {name} is a field of the recipe. Give recipe=Recipe.best({name}=…).")
         if name not in known:
             raise InvalidInput(f"prune: unknown option {name!r}.{suggest(name, known)}")
+    _check_functions(callback=options.get("callback"))
     with _shown(progress, options.pop("callback", None)) as (callback, follow):
         return follow(Pruner(model, train, val, callback=callback, **options))
 
@@ -270,7 +277,7 @@ def resume(
     again only where the recipe trains or own measures take whole batches, `test` where a test set was given. Own callables are
     given again.
     """
-    path, model = Path(folder), unwrapped(model)
+    path, model, finetune = Path(folder), unwrapped(model), with_step(finetune)
     check_device(device)
     journal, stored, known = open_folder(path)
     try:
@@ -344,6 +351,12 @@ def _shown(
         yield event, follow
 
 
+def _check_functions(**given: object) -> None:
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise InvalidInput(f"{name}: got {type(function).__name__} ({function!r:.40}), wanted a function.")
+
+
 def _given(**options: object) -> list[str]:
     return [name for name, value in options.items() if value is not None]
 
@@ -352,7 +365,7 @@ def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, *
     """The recipe with the arguments of the call; the best one known where none is given."""
     known: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     drop = known.get("max_drop")
-    if drop is not None and drop >= 1:
+    if isinstance(drop, int | float) and drop >= 1:
         raise InvalidInput(f"max_drop={drop:g}: wanted a fraction below 1: 0.01 is one point of accuracy.")
     if criterion is not None:
         known["criterion"] = criterion if isinstance(criterion, str) else as_criterion(criterion)
@@ -408,5 +421,16 @@ def _check_data(graph: Graph, data: Data, loss_fn: Measure, metric: Measure, eva
     """Refuse data that the network or our own loss and metric cannot take, before anything is written."""
     refuse_nonfinite(data)
     with eval_mode(graph.module):
+        for name, examples in data.named_sets().items():
+            few = examples.batch(slice(0, 2)).args
+            few = tuple(part.to(like) for part, like in zip(few, graph.example, strict=True))
+            try:
+                graph.module(*few)
+            except (RuntimeError, ValueError, IndexError) as error:
+                shapes = ", ".join(str(tuple(part.shape)) for part in few)
+                raise DataError(
+                    f"the {name} set: the network does not run on its inputs of shape {shapes} ({error}). Wanted inputs as in "
+                    f"the training set: {', '.join(str(tuple(part.shape)) for part in graph.example)}."
+                ) from error
         measures = {"loss": loss_fn} if evaluate is not None else {"loss": loss_fn, "metric": metric}
         check_targets(data, graph.module(*graph.example), measures)

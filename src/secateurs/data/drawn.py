@@ -39,6 +39,7 @@ class Loaders:
     train: Stream
     test: Stream | None
     form: BatchForm
+    first_test: Examples | None  # a few of its examples, to be checked before the work begins
 
 
 def open_loaders(
@@ -80,7 +81,7 @@ def open_loaders(
             notes.append(f"the {len(examples):,} {name} examples that are used take {size / 2**30:.1f} GiB and lie on disk")
             sets[name] = replace(examples, storage=replace(examples.storage, memory=examples.storage.memory // _COPIED))
     data = Data("loaders", sets["train"], sets["validation"], None, notes=tuple(notes), origin={"seed": seed})
-    return Loaders(data, streams["train"], streams.get("test"), form)
+    return Loaders(data, streams["train"], streams.get("test"), form, compared.get("test"))
 
 
 def first_batch(source: Any, name: str, seed: int) -> Any:
