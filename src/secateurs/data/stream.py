@@ -129,13 +129,7 @@ def sample(
     like: Batch | None = None
     with seeded_everywhere(seed, "sample", name):
         if chosen is not None and isinstance(loader, DataLoader):
-            part = DataLoader(
-                Subset(loader.dataset, chosen.tolist()),
-                batch_size=loader.batch_size,
-                collate_fn=loader.collate_fn,
-                num_workers=loader.num_workers,
-            )
-            for like in Stream(part, name, stream.form).batches():
+            for like in Stream(restricted(loader, chosen.tolist()), name, stream.form).batches():
                 collected.write(like.columns())
         else:
             seen = 0
@@ -158,6 +152,19 @@ def sample(
 
 def _chosen(total: int, count: int | None, generator: torch.Generator) -> Tensor:
     return torch.randperm(total, generator=generator)[:count].sort().values
+
+
+def restricted(loader: DataLoader[Any], rows: list[int]) -> DataLoader[Any]:
+    """The same loader, of the given rows of its dataset in their order; its workers begin as the user has them begin."""
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=rows,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
 
 
 def sampled_rows(loader: Any) -> list[int] | None:
