@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 from fnmatch import fnmatch
 from functools import cached_property
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from secateurs.data.dataset import class_labels, derive
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
 from secateurs.data.forms import PAIR, Forward
 from secateurs.data.splits import Data, refuse_nonfinite
-from secateurs.errors import InvalidInput, RunError, suggest
+from secateurs.errors import DataError, InvalidInput, RunError, suggest
 from secateurs.export.engines import engine_for
 from secateurs.graph.engine import Engine
 from secateurs.graph.sites import find_sites
@@ -33,8 +34,9 @@ from secateurs.metrics import Measure, check_targets, correct, cross_entropy, di
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.estimate import Estimate, estimate, within_time
+from secateurs.pruning.finetune import with_step
 from secateurs.pruning.folder import check_origin, create_folder, example_for, load_start, open_cache, open_folder, provenance
-from secateurs.pruning.results import KINDS, Progress, ResultFigures
+from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start
 from secateurs.pruning.run import Run, chosen_sites
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 from secateurs.report import Plots, plots, write_report
@@ -42,8 +44,9 @@ from secateurs.report.progress import RunWatcher, display
 from secateurs.report.result import Result
 from secateurs.scoring.cache import MeasurementCache
 
-Ignore = Sequence[str | nn.Module | type[nn.Module]]
-"""Layers that keep all their filters: by pattern of names, by module, or by type."""
+Ignored = str | nn.Module | type[nn.Module]
+Ignore = Ignored | Sequence[Ignored]
+"""Layers that keep all their filters, with all layers in them: by pattern of names, by module, or by type."""
 
 
 class Pruner(Run):
@@ -89,10 +92,12 @@ class Pruner(Run):
         clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
         check_device(device)
         functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
-        functions |= {"measure": measure}
-        for name, given in functions.items():
-            if given is not None and not callable(given):
-                raise InvalidInput(f"{name}: got {type(given).__name__} ({given!r:.40}), wanted a function.")
+        _check_functions(**functions, measure=measure, callback=callback)
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise InvalidInput(f"recipe: got {recipe!r:.40}, wanted a Recipe: Recipe.best(…), Recipe.paper(), or Recipe(…).")
+        if time_budget is not None and not (isinstance(time_budget, Real) and time_budget > 0):
+            raise InvalidInput(f"time_budget: got {time_budget!r:.40}, wanted a number of seconds above 0.")
+        finetune = with_step(finetune)
         if evaluate is not None and test is not None:
             raise InvalidInput(
                 "evaluate measures a set of its own, and cannot measure the test set: give no test, and measure result.model "
@@ -100,7 +105,7 @@ class Pruner(Run):
             )
         owned, streams, form = not isinstance(train, Data), dict[str, Any](), PAIR
         if isinstance(train, Data):
-            data = train
+            data = seen = train
             if val is not None or test is not None or forward is not None:
                 raise InvalidInput("train is a Data, which has its validation and test sets: give no val, test or forward.")
         else:
@@ -113,6 +118,7 @@ class Pruner(Run):
                 folder=None if folder is None else Path(folder),
             )
             data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
+            seen = replace(data, test=opened.first_test)
         notes += data.notes
         targets = {"target_macs": macs, "target_parameters": parameters, "target_latency": target_latency, "max_ms": max_ms}
         asked = _recipe(recipe, criterion, max_drop=max_drop, engine=engine, **targets)
@@ -124,11 +130,13 @@ class Pruner(Run):
             form.measure(loss, output_loss if form.gives_loss else cross_entropy),
             form.measure(metric, correct),
         )
-        _check_data(graph, data, loss_fn, metric_fn, evaluate)
+        _check_data(graph, seen, loss_fn, metric_fn, evaluate)
         whole = None if evaluate is None else WholeMetric.of(evaluate, graph)
         if whole is not None and whole.count is None and asked.confidence:
             asked = replace(asked, confidence=0.0)
             notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
+        if asked.max_drop >= 1:
+            notes.append(f"max_drop={asked.max_drop:g} allows all accuracy to be lost: 0.01 is one point")
         uncertified = recipe is None if uncertified is None else uncertified
         asked = _feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
@@ -138,7 +146,7 @@ class Pruner(Run):
         if folder is not None:
             measures = {"loss": loss_fn, "metric": evaluate or metric_fn, **({} if measure is None else {"time": measure})}
             again = [name for name, given in (("finetune", finetune), ("test", test)) if given is not None]
-            known = provenance(graph, data, asked, measures=measures, again=again, store=store, origin=origin)
+            known = provenance(graph, data, asked, measures=measures, again=again, notes=notes, store=store, origin=origin)
             journal = create_folder(Path(folder), asked, known)
         try:
             if owned and folder is not None:
@@ -154,10 +162,10 @@ class Pruner(Run):
             raise
 
     @classmethod
-    def _resumed(cls, context: PruningContext) -> Pruner:
+    def _resumed(cls, context: PruningContext, notes: Sequence[str]) -> Pruner:
         found = cls.__new__(cls)
         Run.__init__(found, context)
-        found.notes = list(context.data.notes)
+        found.notes = list(notes)
         found.restore()
         return found
 
@@ -168,18 +176,28 @@ class Pruner(Run):
     def measure_original(self) -> None:
         """Measure the original network, and note if it is no better than guessing."""
         super().measure_original()
-        labels = class_labels(self.data.search.targets)
-        if self.steps or labels is None or self.context.runtime.metric is not correct or self.context.runtime.evaluate:
+        labels, (start,) = class_labels(self.data.search.targets), self.journal.of(Start)
+        if labels is None or self.context.runtime.metric is not correct or self.context.runtime.evaluate:
             return
         guessing = float(labels.bincount().max()) / len(labels)
-        if self.state.accuracy <= guessing + 0.01:
-            self.notes.append(
-                f"the network is right on {100 * self.state.accuracy:.1f} % of the validation examples, and always naming the "
+        if start.accuracy <= guessing + 0.01 and guessing < 1:  # of one class alone nothing can be told
+            note = (
+                f"the network is right on {100 * start.accuracy:.1f} % of the validation examples, and always naming the "
                 f"most frequent class is right on {100 * guessing:.1f} %: it seems untrained"
             )
+            self.notes += [note] if note not in self.notes else []  # a loop that was left measures again
 
     def _finish(self) -> None:
         super()._finish()
+        assert self.result is not None
+        for what, want, found in (
+            ("MACs", self.recipe.target_macs, self.result.macs),
+            ("parameters", self.recipe.target_parameters, self.result.parameters),
+        ):
+            if want is not None and found.removed < want:
+                self.notes.append(
+                    f"only {found.removed:.1%} of the {what} are removed, of {want:.1%} wanted: {self.result.stopped}"
+                )
         self.report()
         self.close()
 
@@ -239,6 +257,7 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
             raise InvalidInput(f"prune: {name} is a field of the recipe. Give recipe=Recipe.best({name}=…).")
         if name not in known:
             raise InvalidInput(f"prune: unknown option {name!r}.{suggest(name, known)}")
+    _check_functions(callback=options.get("callback"))
     with _shown(progress, options.pop("callback", None)) as (callback, follow):
         return follow(Pruner(model, train, val, callback=callback, **options))
 
@@ -269,7 +288,7 @@ def resume(
     again only where the recipe trains or own measures take whole batches, `test` where a test set was given. Own callables are
     given again.
     """
-    path, model = Path(folder), unwrapped(model)
+    path, model, finetune = Path(folder), unwrapped(model), with_step(finetune)
     check_device(device)
     journal, stored, known = open_folder(path)
     try:
@@ -304,7 +323,8 @@ def resume(
         cache = open_cache(journal, store or known.get("store"))
         whole, engine = None if evaluate is None else WholeMetric.of(evaluate, start), _engine(stored, measure, device)
         runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, engine=engine, **streams)
-        return Pruner._resumed(PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback)))
+        context = PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback))
+        return Pruner._resumed(context, known.get("notes", data.notes))
     except BaseException:
         journal.close()
         raise
@@ -344,6 +364,12 @@ def _shown(
         yield event, follow
 
 
+def _check_functions(**given: object) -> None:
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise InvalidInput(f"{name}: got {type(function).__name__} ({function!r:.40}), wanted a function.")
+
+
 def _given(**options: object) -> list[str]:
     return [name for name, value in options.items() if value is not None]
 
@@ -357,7 +383,7 @@ def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, *
     """The recipe with the arguments of the call; the best one known where none is given."""
     known: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     drop = known.get("max_drop")
-    if drop is not None and drop >= 1:
+    if isinstance(drop, int | float) and drop >= 1:
         raise InvalidInput(f"max_drop={drop:g}: wanted a fraction below 1: 0.01 is one point of accuracy.")
     if criterion is not None:
         known["criterion"] = criterion if isinstance(criterion, str) else as_criterion(criterion)
@@ -382,18 +408,27 @@ def _without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ign
     """The recipe restricted to sites none of whose layers is ignored."""
     if not ignore:
         return recipe
-    names = {id(module): name for name, module in model.named_modules()}
     ignored: set[str] = set()
-    for one in ignore:
-        if isinstance(one, str):
-            found = [name for name in names.values() if fnmatch(name, one)]
-        elif isinstance(one, nn.Module):
-            found = [name for name, module in model.named_modules() if any(module is part for part in one.modules())]
-        else:
-            found = [name for name, module in model.named_modules() if isinstance(module, one)]
+    for one in [ignore] if isinstance(ignore, str | nn.Module | type) else ignore:
+        if not isinstance(one, str | nn.Module | type):
+            raise InvalidInput(f"ignore: got {one!r:.60}, wanted patterns of layers' names, modules, or types of modules.")
+        found = [
+            (name, module)
+            for name, module in model.named_modules()
+            if (
+                fnmatch(name, one)
+                if isinstance(one, str)
+                else isinstance(module, one)
+                if isinstance(one, type)
+                else module is one
+            )
+        ]
         if not found:
-            raise InvalidInput(f"ignore: no layer of the network is {one!r}.")
-        ignored |= set(found)
+            what = (
+                repr(one) if isinstance(one, str) else one.__name__ if isinstance(one, type) else f"this {type(one).__name__}"
+            )
+            raise InvalidInput(f"ignore: no layer of the network is {what}.")
+        ignored |= {f"{name}.{inner}".strip(".") for name, module in found for inner, _ in module.named_modules()}
     sites = [site for site in find_sites(graph, recipe.shortcut) if not ignored.intersection(site.layers)]
     if not sites:
         raise InvalidInput("ignore: no site is left to prune.")
@@ -404,5 +439,16 @@ def _check_data(graph: Graph, data: Data, loss_fn: Measure, metric: Measure, eva
     """Refuse data that the network or our own loss and metric cannot take, before anything is written."""
     refuse_nonfinite(data)
     with eval_mode(graph.module):
+        for name, examples in data.named_sets().items():
+            few = examples.batch(slice(0, 2)).args
+            few = tuple(part.to(like) for part, like in zip(few, graph.example, strict=True))
+            try:
+                graph.module(*few)
+            except (RuntimeError, ValueError, IndexError) as error:
+                shapes = ", ".join(str(tuple(part.shape)) for part in few)
+                raise DataError(
+                    f"the {name} set: the network does not run on its inputs of shape {shapes} ({error}). Wanted inputs as in "
+                    f"the training set: {', '.join(str(tuple(part.shape)) for part in graph.example)}."
+                ) from error
         measures = {"loss": loss_fn} if evaluate is not None else {"loss": loss_fn, "metric": metric}
         check_targets(data, graph.module(*graph.example), measures)

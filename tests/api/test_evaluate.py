@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,16 @@ def test_what_is_no_metric_is_an_error_before_anything_is_written(
     with pytest.raises(error, match=message):
         sc.prune(trained(), *loaders(), evaluate=evaluate, folder=tmp_path / "run", **ONE_CUT)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_estimate_counts_the_time_of_their_evaluate() -> None:
+    def slow(model: nn.Module) -> float:
+        time.sleep(0.2)
+        return 1.0
+
+    options: dict[str, Any] = {"max_drop": 0.05, "criterion": "l1"}
+    quick = sc.Pruner(trained(), *loaders(), evaluate=lambda model: 1.0, **options).estimate().seconds
+    assert sc.Pruner(trained(), *loaders(), evaluate=slow, **options).estimate().seconds > quick + 1
 
 
 def disk_full(model: nn.Module) -> Tensor:

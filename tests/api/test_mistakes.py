@@ -70,6 +70,31 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a class for a network": (lambda path: sc.prune(nn.Sequential, *loaders()), r"model: got type, wanted a torch\.nn\.Module"),  # type: ignore[arg-type]
     "a network for other inputs": (lambda path: prune(model=three_channels()), r"\(2, 1, 8, 8\)"),
     "a network with NaN": (lambda path: prune(model=broken_weights()), "(?i)nan"),
+    "a drop as text in a call": (lambda path: prune(max_drop="0.01"), "max_drop = '0.01': got str, wanted a number"),
+    "a name for a recipe": (lambda path: prune(recipe="best"), r"recipe: got 'best', wanted a Recipe: Recipe.best\(…\)"),
+    "no time at all": (lambda path: prune(time_budget=-1), "time_budget: got -1, wanted a number of seconds above 0"),
+    "a time as text": (lambda path: prune(time_budget="10"), "time_budget: got '10', wanted a number of seconds above 0"),
+    "a number for a callback": (lambda path: prune(callback=5), r"callback: got int \(5\), wanted a function"),
+    "a test set of another shape": (
+        lambda path: prune(test=[(digits()[2].inputs.repeat(1, 3, 1, 1), digits()[2].targets)]),
+        r"the test set: the network does not run on its inputs of shape \(2, 3, 8, 8\) .* training set: \(2, 1, 8, 8\)",
+    ),
+    "a test set with NaN": (
+        lambda path: prune(test=[(digits()[2].inputs * torch.nan, digits()[2].targets)]),
+        "the test set of 'loaders': input 0 holds NaN or infinite values",
+    ),
+    "a test set with labels from 1": (
+        lambda path: prune(test=[(digits()[2].inputs, digits()[2].targets + 1)]),
+        "the test set: example .* has the label 10, and the network has 10 outputs",
+    ),
+    "training without a network": (
+        lambda path: prune(finetune=lambda: None),
+        r"finetune takes \(\): wanted \(model\), or \(model, step\)",
+    ),
+    "a forward that looks into the model": (
+        lambda path: prune(forward=lambda model, batch: model.eval()(batch[0])),
+        "forward.* failed before it called the model: AttributeError: .* can be called, but not looked into",
+    ),
     "a number for a function": (lambda path: prune(finetune=10), r"finetune: got int \(10\), wanted a function"),
     "a value for a function": (lambda path: prune(evaluate=0.9), r"evaluate: got float \(0.9\), wanted a function"),
     "a mean for a loss": (

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from digit_loaders import QUICK, RECIPE, build, digits, loader, loaders, right, trained
+from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loader, loaders, right, trained
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -146,3 +147,38 @@ def generator() -> Iterator[tuple[Tensor, Tensor]]:
 def test_mistakes_with_loaders_are_named(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         sc.prune(trained(), *arguments(), **QUICK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_loaders_of_single_precision_serve_a_network_of_another_type(dtype: torch.dtype) -> None:
+    model = trained().to(dtype)
+    recipe = replace(ONE_CUT["recipe"], finetune=sc.TrainSettings(epochs=1, batch=64, lr=1e-4))
+    result = sc.prune(model, *loaders(), test=loader(digits()[2]), recipe=recipe, progress=False)
+    inputs, targets = digits()[2].inputs.to(dtype), digits()[2].targets
+    with torch.no_grad():
+        after = float((result.model.eval()(inputs).argmax(1) == targets).double().mean())
+    assert result.accuracy_after == pytest.approx(after, abs=0.006 if dtype == torch.bfloat16 else 1e-9)
+    assert next(result.model.parameters()).dtype == dtype
+
+
+class Shard(Dataset[tuple[Tensor, Tensor]]):
+    """Examples in a file that every worker opens for itself."""
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples, self.open = examples, False
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        assert self.open
+        return self.examples.inputs[row], self.examples.targets[row]  # type: ignore[index,return-value]
+
+
+def open_shard(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.open = True  # type: ignore[union-attr]
+
+
+def test_workers_begin_as_the_user_has_them_begin() -> None:
+    train, val, _ = (DataLoader(Shard(part), batch_size=64, num_workers=1, worker_init_fn=open_shard) for part in digits())
+    assert sc.prune(trained(), train, val, **ONE_CUT).macs.removed == sc.prune(trained(), *loaders(), **ONE_CUT).macs.removed

@@ -35,6 +35,23 @@ def test_their_training_runs_after_the_cuts_and_its_weights_stay() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(alone.model.parameters(), result.model.parameters(), strict=False))
 
 
+def test_their_training_gets_the_step_where_it_takes_one() -> None:
+    found: list[Any] = []
+
+    def by_name(model: nn.Module, *, step: int) -> None:
+        found.append(step)
+
+    def by_default(model: nn.Module, rate: float = 0.1, step: int = -1) -> None:
+        found.append((rate, step))
+
+    def without(model: nn.Module, rate: float = 0.1) -> None:
+        found.append(rate)
+
+    for finetune in (by_name, by_default, without):
+        sc.prune(trained(), *loaders(), finetune=finetune, **ONE_CUT)
+    assert found == [1, (0.1, 1), 0.1]
+
+
 def test_training_that_costs_more_than_allowed_is_rolled_back() -> None:
     def ruin(model: nn.Module) -> None:
         with torch.no_grad():

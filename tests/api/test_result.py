@@ -134,3 +134,44 @@ def test_modules_are_taken_where_graphs_are() -> None:
         sc.find_sites(model)
     with pytest.raises(InvalidInput, match="example"):
         sc.cost(model)
+
+
+def test_a_resumed_run_has_the_notes_and_figures_of_the_run_itself(tmp_path: Path) -> None:
+    recipe = replace(ONE_CUT["recipe"], confidence=0.0)
+    test = loader(digits()[2])
+    options: dict[str, Any] = {"recipe": recipe, "macs": 0.9, "max_drop": 0.05}
+    whole = sc.prune(trained(), *loaders(), test=test, progress=False, **options)
+    pruner = sc.Pruner(trained(), *loaders(), test=test, folder=tmp_path / "run", time_budget=1e-9, **options)
+    noted = tuple(pruner.notes)
+    assert "time budget" in noted[0]
+    for _ in pruner:
+        break
+    pruner.close()
+    resumed = sc.resume(tmp_path / "run", build(), test=test).finish()
+    missed = f"only {resumed.macs.removed:.1%} of the MACs are removed, of 90.0% wanted: all sites are done"
+    assert resumed.notes == (*noted, missed)
+    assert whole.notes[-1].endswith("of 90.0% wanted: all sites are done")
+    assert "longer than the time budget" in (tmp_path / "run/report.html").read_text()
+    finished = sc.resume(tmp_path / "run", build()).finish()  # the test set is not needed: it was measured
+    assert finished.test == resumed.test
+    assert finished.latency == resumed.latency
+    assert finished.notes == resumed.notes
+
+
+def test_of_two_targets_both_are_met_or_missed_aloud() -> None:
+    recipe = sc.Recipe(max_drop=0.9, confidence=0, criterion="l1")
+    result = sc.prune(trained(), *loaders(), recipe=recipe, macs=0.05, parameters=0.7, progress=False)
+    assert result.macs.removed >= 0.05
+    assert result.parameters.removed >= 0.7 or "of 70.0% wanted" in str(result)
+
+
+def test_a_drop_of_everything_is_noted() -> None:
+    result = sc.prune(trained(), *loaders(), recipe=replace(ONE_CUT["recipe"], max_drop=1.0), progress=False)
+    assert result.notes == ("max_drop=1 allows all accuracy to be lost: 0.01 is one point",)
+
+
+def test_examples_of_one_class_do_not_make_a_network_seem_untrained() -> None:
+    val = digits()[1]
+    ones = val.take((val.targets == 1).nonzero().flatten())  # type: ignore[union-attr]
+    recipe = replace(ONE_CUT["recipe"], confidence=0.0)
+    assert sc.prune(trained(), loaders()[0], loader(ones), recipe=recipe, progress=False).notes == ()

@@ -159,7 +159,7 @@ def test_a_criterion_by_name_ranks_and_is_found_again(
         ("owncode:last_frist", "owncode has no 'last_frist'. Did you mean 'last_first'"),
         ("owncode:number", "owncode has a value of type int, not a function, named 'number'"),
         ("owncode:of_two", "criterion 'of_two' takes (graph, site): wanted (graph, site, data), or one CriterionContext."),
-        ("owncode:of_three", "criterion 'of_three' gave (3,) for site '0': wanted a tensor (8,)."),
+        ("owncode:of_three", "criterion 'of_three' gave (3,) for site '0': wanted a tensor (8,) of real numbers."),
         ("owncode:unknown", "criterion 'unknown' gave NaN for 8 of the 8 filters of site '0': wanted a number for each."),
         ("owncode:broken", "criterion 'broken' failed at site '0': ZeroDivisionError: by nothing"),
         (":scores", "wanted package.module:function"),
@@ -209,7 +209,9 @@ def test_a_run_of_python_is_shown_reported_exported_measured_and_resumed(capsys:
 
     result = in_python("first", criterion=last_first)
     assert execute(["show", "first"]) == 0
-    assert "a model given in Python on loaders" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "a model given in Python on loaders" in shown
+    assert str(result).splitlines()[2] in shown  # what is promised
     assert execute(["report", "first"]) == 0
     for command in (["export", "first", "--source"], ["eval", "first"], ["resume", "first"]):
         assert "was started from Python" in failing(capsys, *command)

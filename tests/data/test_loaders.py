@@ -306,8 +306,14 @@ def val_with(change: Any) -> Any:
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "float labels": (lambda x, y: (x, y.float()), r"validation set: its targets are torch.float32 .* wants class numbers.*loss=…"),
-    "one-hot": (lambda x, y: (x, torch.eye(3)[y]), r"validation set: .* accuracy wants .* look one-hot: give targets.argmax\(1\)"),
+    "float labels": (
+        lambda x, y: (x, y.float()),
+        r"validation set: its targets are torch.float32 .* wants class numbers.*loss=…",
+    ),
+    "one-hot": (
+        lambda x, y: (x, torch.eye(3)[y]),
+        r"validation set: .* accuracy wants .* look one-hot: give targets.argmax\(1\)",
+    ),
     "whole one-hot": (lambda x, y: (x, torch.eye(3)[y].long()), r"shape \(60, 3\) for outputs of shape .* look one-hot"),
     "labels from 1": (lambda x, y: (x, y + 1), r"has the label 3, .* wanted labels from 0 to 2.*the first class is 0"),
     "NaN inputs": (lambda x, y: (x.where(y[:, None] > 0, torch.nan), y), r"the validation set .* holds NaN or infinite values"),

@@ -697,3 +697,18 @@ def test_an_optimiser_is_carried_through_a_cut(make: Callable[..., torch.optim.O
     torch.testing.assert_close(narrow, wide[:, rows], rtol=0, atol=1e-12)
     with pytest.raises(TrainingError, match="parameters that `before` has not"):
         carry_optimizer(optimiser, nn.Linear(1, 1), smaller)
+    with pytest.raises(TrainingError, match="after: got GraphModule, wanted the Graph that compact gives"):
+        carry_optimizer(optimiser, network, smaller.module)  # type: ignore[arg-type]
+
+
+def test_an_optimiser_is_not_carried_through_two_cuts_at_once() -> None:
+    network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2))
+    graph = secateurs.trace(network, torch.rand(2, 4))
+    optimiser = torch.optim.Adam(graph.module.parameters())
+    graph.module(torch.rand(3, 4)).sum().backward()
+    optimiser.step()
+    smaller = secateurs.compact(graph, {"0": torch.arange(6) > 1})
+    twice = secateurs.compact(smaller, {"2": torch.arange(5) > 0})
+    with pytest.raises(TrainingError, match="cut several times: carry the optimiser through every cut"):
+        carry_optimizer(optimiser, graph.module, twice)
+    carry_optimizer(carry_optimizer(optimiser, graph.module, smaller), smaller.module, twice)

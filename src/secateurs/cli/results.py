@@ -17,6 +17,7 @@ from secateurs.cli.progress import RunWatcher
 
 if TYPE_CHECKING:
     from secateurs.api import Pruner
+    from secateurs.config import Recipe
     from secateurs.pruning.results import ResultFigures, RunResult, Step
     from secateurs.training import EpochRecord
 
@@ -33,7 +34,10 @@ def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> RunResult
         watcher.step(step)
         if report_every and step.number % report_every == 0:
             run.report()
-    return run.finish()
+    result = run.finish()
+    for note in run.notes[noted:]:  # known at the end, such as a target that was missed
+        watcher.shown.line(f"Note: {note}.")
+    return result
 
 
 @contextmanager
@@ -59,7 +63,7 @@ def print_run(folder: Path, run: Pruner, result: RunResult, *, as_json: bool) ->
         print_json({**document, "outcome": plain(result.figures()), "pruned": str(folder / "pruned.safetensors")})
     else:
         print_steps(result.steps, result.metric)
-        _print_closing(folder, result)
+        _print_closing(folder, result, run.recipe, run.journal.records)
 
 
 def print_steps(steps: Sequence[Step], metric: str = "accuracy") -> None:
@@ -84,10 +88,15 @@ def print_steps(steps: Sequence[Step], metric: str = "accuracy") -> None:
     say(f"{values} on the validation set. Removed: shares of the whole original network, up to this step.")
 
 
-def _print_closing(folder: Path, figures: ResultFigures) -> None:
+def _print_closing(folder: Path, figures: ResultFigures, recipe: Recipe, records: Sequence[Any]) -> None:
+    from secateurs._util.journal import records_of
+    from secateurs.pruning.results import Step, promised_bound
+    from secateurs.report.result import promise
+
     if figures.latency is not None:
         say(f"{figures.latency.headline()}.")
     say(f"{figures.summary()}.")
+    say(promise(recipe, records_of(records, Step), promised_bound(recipe.budget, records), figures.metric))
     say(f"Stopped because {figures.stopped}, after {clock(figures.seconds)}.")
     say(f"Pruned network: {folder / 'pruned.safetensors'}")
     say(f"Report: {folder / 'report.html'}")
@@ -161,7 +170,7 @@ def _show_run(run: Path, *, as_json: bool) -> None:
     if steps:
         print_steps(steps, provenance.get("measures", {}).get("metric", "accuracy"))
     if ends:
-        _print_closing(run, ends[-1])
+        _print_closing(run, ends[-1], recipe, records)
     else:
         _say_state(run, state, at)
         if state == "stopped" and "model" not in provenance.get("origin", {}):

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from secateurs import config
 from secateurs._util.entrypoints import find
+from secateurs._util.modules import keeping_modes
+from secateurs._util.tensors import digest
 from secateurs.config import Recipe
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, SecateursError, suggest
@@ -129,7 +131,8 @@ def user_function(name: str) -> Callable[..., Any] | None:
 def short_name(name: str) -> str:
     """A criterion's name for people: of a user's own, that of the function without its module."""
     short = name.rpartition(":")[2].rpartition(".")[2] if ":" in name else name
-    return name if short in config.CRITERIA else short
+    # the name of a built-in criterion would be taken for that one
+    return name if short in config.CRITERIA and _FUNCTIONS.get(short) is not _FUNCTIONS.get(name) else short
 
 
 def _located(name: str) -> str:
@@ -144,23 +147,38 @@ def _module_of(function: Callable[..., Any]) -> str:
 
 def _checked(name: str, function: Callable[..., Tensor]) -> Criterion:
     """The function of a `CriterionContext`, with checks of its signature and of what it returns."""
-    signature, name = inspect.signature(function), short_name(name)
+    own, name = not _module_of(function).startswith(f"{__name__}."), short_name(name)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:  # no function, or one that is written in C
+        raise InvalidInput(f"criterion: got {function!r:.60}, wanted a name, or a function (graph, site, data).") from error
     three, single = _takes(signature, 3), _takes(signature, 1)
     if not three and not single:
         raise InvalidInput(f"criterion {name!r} takes {signature}: wanted (graph, site, data), or one CriterionContext.")
 
     def scored(context: CriterionContext) -> Tensor:
-        site = context.site
+        site, module = context.site, context.graph.module
+        before = digest(dict(module.state_dict())) if own else ""
         try:
-            found = function(context.graph, site, context.examples) if three else function(context)
+            with keeping_modes(module):
+                found = function(context.graph, site, context.examples) if three else function(context)
         except (SecateursError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise InvalidInput(f"criterion {name!r} failed at site {site.name!r}: {what}") from error
-        if not isinstance(found, Tensor) or found.shape != (site.channels,):
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise InvalidInput(f"criterion {name!r} gave {got} for site {site.name!r}: wanted a tensor ({site.channels},).")
+        if own and digest(dict(module.state_dict())) != before:
+            raise InvalidInput(
+                f"criterion {name!r} changed the network's weights or buffers at site {site.name!r}: wanted them as they were. "
+                f"Work on a copy.deepcopy of graph.module."
+            )
+        if not isinstance(found, Tensor) or found.shape != (site.channels,) or found.is_complex() or found.is_meta:
+            got: Any = type(found).__name__
+            if isinstance(found, Tensor):
+                got = tuple(found.shape) if found.shape != (site.channels,) else f"{found.dtype} on {found.device}"
+            raise InvalidInput(
+                f"criterion {name!r} gave {got} for site {site.name!r}: wanted a tensor ({site.channels},) of real numbers."
+            )
         unknown = int(found.isnan().sum())
         if unknown:
             raise InvalidInput(

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from secateurs._util.decode import Malformed, decode_json
 from secateurs._util.files import replacing_path
@@ -22,7 +22,7 @@ from secateurs.data.dataset import Batch, Examples, Targets, target_parts
 from secateurs.data.forms import PAIR, BatchForm, Forward, form_of
 from secateurs.data.splits import Data, shared_inputs
 from secateurs.data.storage import Storage
-from secateurs.data.stream import Stream, rows_of, sample, sampled_rows, seeded_everywhere, stream_of
+from secateurs.data.stream import Stream, restricted, rows_of, sample, sampled_rows, seeded_everywhere, stream_of
 from secateurs.errors import DataError, RunError
 
 TRAIN_EXAMPLES = 16_384  # drawn from the training set: more than any criterion or repair reads
@@ -39,6 +39,7 @@ class Loaders:
     train: Stream
     test: Stream | None
     form: BatchForm
+    first_test: Examples | None  # a few of its examples, to be checked before the work begins
 
 
 def open_loaders(
@@ -80,7 +81,7 @@ def open_loaders(
             notes.append(f"the {len(examples):,} {name} examples that are used take {size / 2**30:.1f} GiB and lie on disk")
             sets[name] = replace(examples, storage=replace(examples.storage, memory=examples.storage.memory // _COPIED))
     data = Data("loaders", sets["train"], sets["validation"], None, notes=tuple(notes), origin={"seed": seed})
-    return Loaders(data, streams["train"], streams.get("test"), form)
+    return Loaders(data, streams["train"], streams.get("test"), form, compared.get("test"))
 
 
 def first_batch(source: Any, name: str, seed: int) -> Any:
@@ -120,8 +121,7 @@ def _changes(stream: Stream, seed: int) -> bool:
     """Whether a loader gives other inputs when it is read again: by random transforms, or in another order."""
     loader, rows = stream.loader, sampled_rows(stream.loader)
     if rows is not None and isinstance(loader, DataLoader):  # two examples in their order show it, too
-        few = DataLoader(Subset(loader.dataset, rows[:2]), batch_size=2, collate_fn=loader.collate_fn)
-        stream = replace(stream, loader=few)
+        stream = replace(stream, loader=restricted(loader, rows[:2]))
     found = list[Batch]()
     for turn in range(2):
         with seeded_everywhere(seed, "changes", turn):

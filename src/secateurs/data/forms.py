@@ -140,9 +140,12 @@ def _form_by_call(batch: Any, model: nn.Module, forward: Forward, *, own: bool) 
     returned: Any = None
     try:
         returned = forward(recorder, batch)
-    except Exception:
+    except Exception as error:
         if not calls:  # later it tried to take something out of what the model gave
-            raise
+            raise InvalidInput(
+                f"forward(model, batch) failed before it called the model: {type(error).__name__}: {error}. The batch is "
+                f"{describe_batch(batch)}; the model stands in for yours here, and can be called, but not looked into."
+            ) from error
     if len(calls) != 1:
         done = "did not call the model" if not calls else f"called the model {len(calls)} times"
         raise InvalidInput(f"forward(model, batch) {done}: wanted exactly one call of it.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from secateurs._util.modules import to_device
-from secateurs.data.dataset import Batch, Examples, derive, seeded
+from secateurs.data.dataset import Batch, Examples, derive, map_inputs, seeded
 from secateurs.data.forms import PAIR, BatchForm
 from secateurs.data.storage import Rows, Storage
 from secateurs.errors import DataError
@@ -42,6 +42,7 @@ class Stream:
     loader: Iterable[Any]
     name: str
     form: BatchForm = PAIR
+    dtype: torch.dtype | None = None  # of floating-point inputs; None: as they come
 
     def __post_init__(self) -> None:
         if isinstance(self.loader, Iterator):
@@ -76,9 +77,18 @@ class Stream:
         """Read the loader from its beginning, batch by batch; larger ones than `size` in parts, with 0 as they come."""
         for batch in self.raw():
             found = self.form.split(batch, self.name)
+            if self.dtype is not None:
+                found = found._replace(inputs=map_inputs(self._converted, found.inputs))
             for start in range(0, found.size, size or max(found.size, 1)):
                 rows = slice(start, start + size) if size else slice(None)
                 yield found.mapped(lambda part, rows=rows: to_device(part[rows], device))  # type: ignore[misc]
+
+    def ready(self, dtype: torch.dtype) -> Stream:
+        """The same stream with floating-point inputs as `dtype`, in which the network computes."""
+        return replace(self, dtype=dtype)
+
+    def _converted(self, inputs: Tensor) -> Tensor:
+        return inputs.to(self.dtype) if inputs.is_floating_point() else inputs
 
     @property
     def length(self) -> int | None:
@@ -119,13 +129,7 @@ def sample(
     like: Batch | None = None
     with seeded_everywhere(seed, "sample", name):
         if chosen is not None and isinstance(loader, DataLoader):
-            part = DataLoader(
-                Subset(loader.dataset, chosen.tolist()),
-                batch_size=loader.batch_size,
-                collate_fn=loader.collate_fn,
-                num_workers=loader.num_workers,
-            )
-            for like in Stream(part, name, stream.form).batches():
+            for like in Stream(restricted(loader, chosen.tolist()), name, stream.form).batches():
                 collected.write(like.columns())
         else:
             seen = 0
@@ -140,13 +144,27 @@ def sample(
                 seen += like.size
                 if count is not None and seen >= _READ_AHEAD * count:
                     break
-    assert like is not None  # a loader without batches is an error
+    if like is None:
+        raise DataError(f"the {name} loader gave batches without examples: wanted at least one example.")
     found = like.with_columns(collected.tensors())
     return Examples(found.inputs, found.targets, storage=storage if collected.on_disk else None)
 
 
 def _chosen(total: int, count: int | None, generator: torch.Generator) -> Tensor:
     return torch.randperm(total, generator=generator)[:count].sort().values
+
+
+def restricted(loader: DataLoader[Any], rows: list[int]) -> DataLoader[Any]:
+    """The same loader, of the given rows of its dataset in their order; its workers begin as the user has them begin."""
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=rows,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
 
 
 def sampled_rows(loader: Any) -> list[int] | None:

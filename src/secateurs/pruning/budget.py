@@ -33,6 +33,7 @@ class AccuracyBudget:
     context: PruningContext
     max_drop: float = field(init=False)  # that a cut may cost by the point estimate
     answers: list[bool] = field(init=False, default_factory=list)
+    bound: float | None = field(init=False, default=None)  # on the drop of the network that was trained and certified last
     _at_this_site: Baseline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class AccuracyBudget:
             return False  # the search images say so, which costs nothing: certification need not be asked
         verdict = self.context.certified(state.graph, counted.values, [*self.earlier_answers(), *self.answers])
         self.answers.append(verdict.accepted)
+        self.bound = verdict.upper if verdict.accepted else self.bound
         return verdict.accepted
 
     def largest_cut(

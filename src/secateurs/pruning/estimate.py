@@ -79,10 +79,13 @@ def estimate(context: PruningContext) -> Estimate:
         else:
             passes += recipe.rounds * (_SUFFIX * math.log2(site.channels + 1) + 1) * validation
     overhead = _SITE * len(sites)
+    trials = recipe.rounds * sum(math.log2(site.channels + 1) + 1 for site in sites)  # networks that are measured
     if recipe.allocation == "global":
-        trials = 10 if recipe.confidence == 0 else 25  # networks that are built and measured
+        trials = 10 if recipe.confidence == 0 else 25
         passes += trials * (len(sites) * repairs + (repairs if recipe.repair == "every-layer" else 0) + validation)
         overhead += _CUT * trials * len(sites)
+    if context.runtime.evaluate is not None:
+        overhead += trials * context.runtime.evaluate.seconds
     speed = context.runtime.limit.run(_TIMED, lambda batch: _images_a_second(context, batch))
     return Estimate(passes / speed + overhead, round(passes), speed, _bytes(context))
 

@@ -19,7 +19,7 @@ from secateurs._util.tensors import first_non_finite
 from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
-from secateurs.errors import RunError, TrainingError
+from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.metrics import cross_entropy
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PruningContext
@@ -29,7 +29,34 @@ from secateurs.training.resumable import CHECKPOINT, train_resumably_
 from secateurs.training.state import named_tensors
 
 RETRAINED = "checkpoints/retrained"
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+Training = Callable[[nn.Module, int], Any]
+"""Trains a network in place after the step of that number."""
+
+
+def with_step(train: Callable[..., Any] | None) -> Training | None:
+    """The user's training as a function of the network and the number of the step, which it need not take.
+
+    Refused at once, and not after hours of scoring, where it takes neither (model) nor (model, step).
+    """
+    if train is None:
+        return None
+    signature = inspect.signature(train)
+
+    def takes(*args: int, **options: int) -> bool:
+        try:
+            signature.bind(*args, **options)
+        except TypeError:
+            return False
+        return True
+
+    if "step" in signature.parameters and takes(0, step=0):
+        return lambda module, step: train(module, step=step)
+    if takes(0):
+        return lambda module, step: train(module)
+    if takes(0, 0):
+        return train
+    raise InvalidInput(f"finetune takes {signature}: wanted (model), or (model, step).")
 
 
 def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkState) -> NetworkState:
@@ -73,7 +100,7 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
     state = _train(context, budget, state, settings, "retrain", step)
     journal.save_tensors(RETRAINED, state.graph.module.state_dict(), listed=True)
     files = journal.file_digests(f"{RETRAINED}.safetensors")
-    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap()))
+    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap(), budget.bound))
     journal.delete(CHECKPOINT)
     return state
 
@@ -81,11 +108,10 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
 def _train_by_user(context: PruningContext, state: NetworkState, train: Callable[..., Any], step: int) -> NetworkState:
     """Call the user's training, put right what is harmless, and refuse what is not: see `_Before`."""
     module = state.graph.module
-    wanted = [p for p in inspect.signature(train).parameters.values() if p.kind in _POSITIONAL and p.default is p.empty]
     context.progress.report("finetune", 0, 1)
     before = _Before(module)
     with keeping_modes(module), torch.enable_grad():
-        returned = train(module, step) if len(wanted) > 1 else train(module)
+        returned = train(module, step)
     if isinstance(returned, nn.Module) and returned is not module:
         raise TrainingError(
             f"finetune returned another network (a {type(returned).__name__}): wanted the given one trained in place. Copy the "
@@ -156,7 +182,7 @@ def _train(
         history = train_resumably_(
             context.journal,
             state.graph.module,
-            context.data.train if runtime.train is None else runtime.train,
+            context.data.train if runtime.train is None else runtime.train.ready(context.dtype),
             settings,
             phase=phase,
             step=step,

@@ -31,7 +31,7 @@ from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import Graph, like_network
 from secateurs.metrics import changed, display_name, fingerprints
 from secateurs.pruning.context import NetworkState, Stopwatch
-from secateurs.pruning.results import KINDS, Count, ResultFigures, RunResult, Step, Structure, phase_seconds
+from secateurs.pruning.results import KINDS, Count, ResultFigures, Step, Structure, phase_seconds
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.importance import Importance
 from secateurs.training.resumable import CHECKPOINT
@@ -78,6 +78,8 @@ class Provenance(TypedDict, total=False):
     seed: int
     measures: dict[str, str]
     fingerprints: dict[str, Any]
+    again: list[str]
+    notes: list[str]
     store: str | None
     origin: dict[str, Any]
     versions: dict[str, str]
@@ -93,6 +95,7 @@ def provenance(
     *,
     measures: Mapping[str, Callable[..., Any]],
     again: Sequence[str],
+    notes: Sequence[str],
     store: str | Path | None,
     origin: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
@@ -104,6 +107,7 @@ def provenance(
         "measures": {role: display_name(measure) for role, measure in measures.items()},
         "fingerprints": fingerprints(measures),
         "again": list(again),
+        "notes": list(notes),
         "store": None if store is None else str(Path(store).absolute()),
         "origin": dict(origin or {}),
         **environment(),
@@ -313,21 +317,20 @@ def load_state(journal: Journal, original: Graph) -> NetworkState:
     return replace(state, accuracy=steps[-1].accuracy, loss=steps[-1].loss)
 
 
-def save_result(journal: Journal, result: RunResult, clock: Stopwatch) -> RunResult:
-    """Save the smaller network and its plan, and journal the figures; returns them with their times."""
+def save_result(journal: Journal, graph: Graph, figures: ResultFigures, clock: Stopwatch) -> ResultFigures:
+    """Save the smaller network and its plan, and journal the figures; returns those in the journal, with their times."""
     files: dict[str, str] = {}
     if journal.path is not None:
-        _save(journal, "pruned", result.graph)
+        _save(journal, "pruned", graph)
         with disk_errors(journal.path):
-            result.graph.plan.save(journal.path / "plan.json")
+            graph.plan.save(journal.path / "plan.json")
         files = journal.file_digests("plan.json", "pruned.safetensors")
 
-    def figures() -> ResultFigures:
+    def timed() -> ResultFigures:
         phases = (*phase_seconds(journal.records), ("final measurement", clock.lap()))
-        return replace(result.figures(), files=files, phases=phases, seconds=sum(seconds for _, seconds in phases))
+        return replace(figures, files=files, phases=phases, seconds=sum(seconds for _, seconds in phases))
 
-    found = journal.once(ResultFigures, figures)
-    return replace(result, files=files, phases=found.phases, seconds=found.seconds)
+    return journal.once(ResultFigures, timed)
 
 
 def _latest_cut(journal: Journal) -> Step | None:

@@ -148,6 +148,7 @@ class Step:
     loss_cut: float | None  # right after the cut, before any training; None: no cut
     baseline: float  # that `drop` counts from: as the allowed drop does; for a cut of an allocation the accuracy before it
     loss_before: float
+    bound_trained: float | None = None  # the same after training; None: not trained, or the training was undone
     training_seconds: Seconds = 0.0  # of `seconds`
     files: Files = field(default_factory=dict)
     importance: Any = field(default=None, metadata={"journal": False})  # Importance, PairImportance, or None if read back
@@ -176,6 +177,7 @@ class Retrained:
     loss: float
     files: Files = field(default_factory=dict)
     seconds: Seconds = 0.0
+    bound: float | None = None  # upper bound on the drop of the retrained network; None: not certified, or undone
 
 
 @dataclass(frozen=True)
@@ -387,6 +389,18 @@ def phase_seconds(records: Sequence[Any]) -> tuple[tuple[str, float], ...]:
         ("steps", sum(step.seconds - step.training_seconds for step in steps)),
         ("training", training),
     )
+
+
+def promised_bound(budget: str, records: Sequence[Any]) -> float | None:
+    """The bound on the drop of a run's network from the original one, by its records; None: nothing is promised.
+
+    With a budget for every site each cut was certified against the network before it, and nothing is known of the whole.
+    """
+    cuts = [step for step in records_of(records, Step) if step.removed]
+    if budget == "site" or not cuts:
+        return None
+    bounds = [cuts[-1].bound, cuts[-1].bound_trained, *(found.bound for found in records_of(records, Retrained))]
+    return next((bound for bound in reversed(bounds) if bound is not None), None)
 
 
 KINDS = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from secateurs.pruning.results import (
     ChosenAllocation,
     ClassAccuracies,
     MeasuredSpeed,
+    ResultFigures,
     RunResult,
     SiteCurve,
     SiteOrder,
@@ -231,19 +232,22 @@ class Run:
         return any(step.round == number and step.site == name for step in self.steps)
 
     def _reached_target(self) -> bool:
-        """Whether a target is reached; says which in `stopped`."""
+        """Whether all targets are reached; says so in `stopped`."""
         shares, recipe = self.context.shares_removed(self.state.graph), self.recipe
-        wanted = (recipe.target_parameters, recipe.target_macs)
-        for what, want, got in zip(("parameters", "MACs"), wanted, shares, strict=True):
-            if want is not None and got >= want:
-                self.stopped = f"{got:.1%} of the {what} are removed, of {want:.1%} wanted"
-                return True
-        if self._allocation is not None and recipe.has_time_target:
-            share, remains = target_share(self.context), 1 - self._allocation.saved
-            if share is not None and remains <= share + 1e-9:
-                self.stopped = f"{remains:.1%} of the time remain by prediction, of {share:.1%} wanted"
-                return True
-        return False
+        wanted = zip(("parameters", "MACs"), (recipe.target_parameters, recipe.target_macs), shares, strict=True)
+        known = [
+            (got >= want, f"{got:.1%} of the {what} are removed, of {want:.1%} wanted")
+            for what, want, got in wanted
+            if want is not None
+        ]
+        share = target_share(self.context) if self._allocation is not None and recipe.has_time_target else None
+        if self._allocation is not None and share is not None:
+            remains = 1 - self._allocation.saved
+            known.append((remains <= share + 1e-9, f"{remains:.1%} of the time remain by prediction, of {share:.1%} wanted"))
+        if not known or not all(met for met, _ in known):
+            return False
+        self.stopped = " and ".join(words for _, words in known)
+        return True
 
     def _spent(self) -> bool:
         if self.budget.spent:
@@ -358,6 +362,7 @@ class Run:
             examples=ranking.examples,
             compared=ranking.compared,
             bound=cut.bound,
+            bound_trained=self.budget.bound,
             images=0 if cut.bound is None else self.context.acceptance_sets.certifying,
             by_estimate=cut.by_estimate,
             refused=cut.refused,
@@ -369,7 +374,7 @@ class Run:
             importance=ranking.importance,
         )
         self.steps.append(save_step(self.journal, self.state, step, self.context.clock))
-        self.budget.answers = []
+        self.budget.answers, self.budget.bound = [], None
         return self.steps[-1]
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
@@ -378,11 +383,20 @@ class Run:
         """Retrain, then read the test set: once, for the original network and for the smaller one."""
         if any(step.removed for step in self.steps):
             self.state = retrain(self.context, self.budget, self.state, self.step_number)
-        self.result = save_result(self.journal, self._measure_result(), self.context.clock)
+        known = self.journal.of(ResultFigures)  # a finished run is not measured again: its test set need not be given
+        figures = save_result(self.journal, self.state.graph, known[0] if known else self._measure_result(), self.context.clock)
+        self.result = RunResult(
+            **{each.name: getattr(figures, each.name) for each in fields(figures)},
+            graph=self.state.graph,
+            steps=tuple(self.steps),
+            cost_before=self.context.cost_before,
+            cost_after=cost(self.state.graph),
+        )
 
-    def _measure_result(self) -> RunResult:
+    def _measure_result(self) -> ResultFigures:
         context, graph, original = self.context, self.state.graph, self.original
-        test = context.runtime.test if self.data.test is None else self.data.test.ready(context.dtype)
+        given = context.runtime.test if self.data.test is None else self.data.test
+        test = None if given is None else given.ready(context.dtype)
         context.progress.report("measure", 0, _MEASUREMENTS)
         before, after = (None if test is None else context.evaluate(network, test) for network in (original, graph))
         context.progress.report("measure", 1, _MEASUREMENTS)
@@ -391,7 +405,7 @@ class Run:
         classes = [context.by_class(found, test) for found in (before, after) if isinstance(test, Examples) and found]
         cost_before, cost_after = context.cost_before, cost(graph)
         timed = test if isinstance(test, Examples) else context.validation
-        return RunResult(
+        return ResultFigures(
             stopped=self.stopped,
             metric=display_name(context.runtime.metric) if context.runtime.evaluate is None else context.runtime.evaluate.name,
             search=Change(first, last),
@@ -402,10 +416,6 @@ class Run:
             classes=ClassAccuracies(tuple(self.data.classes), *classes) if classes and all(classes) else ClassAccuracies(),
             latency=self._measure_speed(timed) if any(step.removed for step in self.steps) else None,
             seconds=0.0,  # known when all is saved
-            graph=graph,
-            steps=tuple(self.steps),
-            cost_before=cost_before,
-            cost_after=cost_after,
         )
 
     def _measure_speed(self, examples: Examples) -> MeasuredSpeed:

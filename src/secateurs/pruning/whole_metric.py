@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
@@ -29,12 +30,15 @@ class WholeMetric:
 
     function: Evaluate
     count: int | None  # values that it gives; None: one number
+    seconds: float  # that it took for the original network
     _known: dict[str, Tensor] = field(default_factory=dict)  # by weights and structure of the network
 
     @staticmethod
     def of(function: Evaluate, original: Graph) -> WholeMetric:
         """Call it for the original network; twice where it gives values, whose pairs need one order."""
+        began = time.perf_counter()
         first = _called(function, original.module)
+        seconds = time.perf_counter() - began
         if not bool(first.isfinite().all()):
             raise NonFinite(
                 f"evaluate(model) gave {_described(first)} for the original network: wanted finite values, from which drops "
@@ -51,7 +55,7 @@ class WholeMetric:
                     f"{float(first[place]):g}, then {float(second[place]):g} ({len(differs)} of {len(first)} differ). Wanted "
                     f"the same examples in the same order: read them from a loader that does not shuffle or augment."
                 )
-        return WholeMetric(function, len(first) if first.ndim else None, {_key(original): first})
+        return WholeMetric(function, len(first) if first.ndim else None, seconds, {_key(original): first})
 
     @property
     def name(self) -> str:

@@ -35,6 +35,7 @@ from secateurs.pruning.results import (
     Step,
     Structure,
     Trial,
+    promised_bound,
 )
 from secateurs.report.exports import read_exports
 from secateurs.scoring.importance import Importance, PairImportance, scores
@@ -111,6 +112,7 @@ class RunReport:
     steps: tuple[Step, ...]
     allocation: ChosenAllocation | None  # None: sites were cut one after the other
     end: ResultFigures | None
+    promised: float | None  # bound on the drop of the network as it is now from the original one
     curves: Mapping[str, Curve]  # by site, where cuts were allocated
     events: tuple[Measured, ...]  # every measurement, in order
     networks: tuple[Measured, ...]  # the start, after every step that cut something (of an allocation the last), the final one
@@ -261,6 +263,7 @@ def _report(
         start=start,
         steps=steps,
         allocation=chosen,
+        promised=None if recipe is None else promised_bound(recipe.budget, records),
         end=end,
         curves={found.site: found.curve for found in records_of(records, SiteCurve)},
         events=_events(records),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput
 from secateurs.graph.plan import Plan
-from secateurs.pruning.results import Change, RunResult
+from secateurs.pruning.results import Change, RunResult, Step, promised_bound
 from secateurs.report.charts import Plots, plots
 from secateurs.report.page import write_report
 
@@ -56,7 +57,7 @@ class Result(RunResult):
     @property
     def bound(self) -> float | None:
         """Upper bound on the drop, at `confidence`; None: nothing is promised."""
-        return next((step.bound for step in reversed(self.steps) if step.bound is not None), None)
+        return promised_bound(self.recipe.budget, self.records)
 
     def save(self, path: str | Path) -> Path:
         """Save the network as safetensors, to be loaded by `secateurs.load`."""
@@ -82,23 +83,32 @@ class Result(RunResult):
         """The figures of the run, for notebooks."""
         return plots(self.records if self.folder is None else self.folder, recipe=self.recipe)
 
+    def __repr__(self) -> str:
+        return str(self)  # notebooks show it; the fields hold thousands of numbers
+
     def __str__(self) -> str:
         kept = f" It is kept in {self.folder}." if self.folder is not None else ""
-        if self.bound is not None:
-            promise = f"At {100 * self.confidence:g} % confidence the drop is at most {self._amount(self.bound)}."
-        elif self.macs.removed == 0 and self.parameters.removed == 0:
-            promise = (
-                f"No filter can be removed within a drop of {self._amount(self.max_drop)}: allow more, or give more examples."
-            )
-        else:
-            promise = f"Nothing is promised: the drop of {self._amount(self.max_drop)} was allowed by point estimates."
         lines = [
             *([] if self.latency is None else [f"{self.latency.headline()}."]),
             f"{self.summary()}.",
-            promise,
+            promise(self.recipe, self.steps, self.bound, self.metric),
             f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
         ]
         return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
 
-    def _amount(self, drop: float) -> str:
-        return f"{100 * drop:.2f} points" if self.metric == "accuracy" else f"{drop:.4g}"
+
+def promise(recipe: Recipe, steps: Sequence[Step], bound: float | None, metric: str) -> str:
+    """What is promised of a run's network, in a sentence."""
+
+    def amount(drop: float) -> str:
+        return f"{100 * drop:.2f} points" if metric == "accuracy" else f"{drop:.4g}"
+
+    allowed, sure = amount(recipe.max_drop), f"{100 * recipe.confidence:g} % confidence"
+    if bound is not None:
+        return f"At {sure} the drop is at most {amount(bound)}."
+    if not any(step.removed for step in steps):
+        which = f" that can be promised at {sure}" if recipe.confidence else ""
+        return f"No filter can be removed within a drop of {allowed}{which}: allow more, or give more validation examples."
+    if recipe.confidence:
+        return f"At {sure} no site costs more than {allowed}; nothing is promised about all of them together."
+    return f"Nothing is promised: the drop of {allowed} was allowed by point estimates."

@@ -108,6 +108,7 @@ def step_warnings(step: Step, run: RunReport) -> tuple[str, ...]:
 def run_warnings(run: RunReport) -> tuple[str, ...]:
     """What is missing, unfinished or to be distrusted in the whole run, in sentences."""
     found, end = list(run.notes), run.end
+    found += [f"{note[:1].upper()}{note[1:]}." for note in run.provenance.get("notes", ())]
     if run.state != "finished":
         advice = f" Resume it with: secateurs resume {run.folder}" if run.state == "stopped" else " This page is a snapshot."
         found.insert(0, f"The run is {'still running' if run.state == 'running' else 'not finished'} ({run.at}).{advice}")

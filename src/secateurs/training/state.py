@@ -145,6 +145,10 @@ def carry_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, after: 
     `after` is what `compact` made of the network whose module is `before`. State of the shape of its parameter (momentum,
     Adam's moments) is narrowed with it, other state (step counts) is copied. Parameters that are new have no state.
     """
+    if not isinstance(after, Graph):
+        raise TrainingError(
+            f"after: got {type(after).__name__}, wanted the Graph that compact gives: a module does not say what it kept."
+        )
     names = {id(parameter): name for name, parameter in before.named_parameters()}
     parameters = dict(after.module.named_parameters())
     groups = []
@@ -159,7 +163,13 @@ def carry_optimizer(optimizer: torch.optim.Optimizer, before: nn.Module, after: 
     for old, state in optimizer.state.items():
         name = names[id(old)]
         if name in parameters:
-            carried.state[parameters[name]] = {key: _narrowed(value, old, after.kept.get(name)) for key, value in state.items()}
+            new, kept = parameters[name], after.kept.get(name)
+            if (old if kept is None else take(old.detach(), kept)).shape != new.shape:
+                raise TrainingError(
+                    f"{name!r} has shape {tuple(old.shape)} in `before` and {tuple(new.shape)} in `after`, which was cut "
+                    f"several times: carry the optimiser through every cut."
+                )
+            carried.state[new] = {key: _narrowed(value, old, kept) for key, value in state.items()}
     return carried
 
 
