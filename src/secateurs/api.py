@@ -18,7 +18,7 @@ from secateurs._util.format import size
 from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, check_device, device_of, eval_mode, unwrapped
 from secateurs._util.terminal import clock
-from secateurs.config import Recipe, declarations
+from secateurs.config import Recipe, TrainSettings, declarations
 from secateurs.criteria import as_criterion, resolved
 from secateurs.data.dataset import class_labels, derive
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
@@ -64,6 +64,7 @@ class Pruner(Run):
         test: Any = None,
         evaluate: Evaluate | None = None,
         finetune: Callable[..., Any] | None = None,
+        retrain: str | TrainSettings | None = None,
         criterion: str | Callable[..., Any] | None = None,
         forward: Forward | None = None,
         loss: Measure | None = None,
@@ -107,7 +108,9 @@ class Pruner(Run):
             )
             data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
         notes += data.notes
-        asked = _recipe(recipe, criterion, max_drop=max_drop, target_macs=macs, target_parameters=parameters)
+        asked = _recipe(
+            *(recipe, criterion), max_drop=max_drop, target_macs=macs, target_parameters=parameters, retrain=retrain
+        )
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = _without_ignored(asked, graph, model, ignore)
         chosen_sites(asked, graph)  # an error here leaves no folder
@@ -215,9 +218,10 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed. `evaluate(model)`
     replaces the metric by one of the whole validation set: one number, with which point estimates decide, or a tensor (N,) with
     a value for each example, whose mean is then certified as a metric is. `finetune(model)` is the user's own training after
-    the cuts, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that keep all filters.
-    With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all other settings;
-    without one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` continues after a crash.
+    the cuts, `retrain="gentle"` (or `TrainSettings`) is ours, `criterion` a name or a function (graph, site, data) -> scores
+    (C,). `ignore` lists layers that keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the
+    work may take longer. `recipe` has all other settings; without one, `Recipe.best()`. With a `folder` everything is kept
+    there, and `resume` continues after a crash.
 
     All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
     `progress=False`; `callback` gets every `Progress`.
@@ -334,7 +338,7 @@ def _given(**options: object) -> list[str]:
     return [name for name, value in options.items() if value is not None]
 
 
-def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: float | None) -> Recipe:
+def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: Any) -> Recipe:
     """The recipe with the arguments of the call; the best one known where none is given."""
     known: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     drop = known.get("max_drop")

@@ -126,9 +126,9 @@ def train_in(
 
 def kinds() -> dict[str, type]:
     """The records in the journal of a training."""
-    from secateurs.training import EpochRecord
+    from secateurs.training import EpochRecord, RateTrials
 
-    return {"epoch": EpochRecord}
+    return {"rate": RateTrials, "epoch": EpochRecord}
 
 
 def weights_file(path: Path) -> Path:

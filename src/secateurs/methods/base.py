@@ -49,6 +49,8 @@ class Budget:
                 f"budget {self.name!r}: training between cuts has schedule = {self.between.schedule!r} and "
                 f"steps = {self.between.steps}: wanted 'constant' and a number of steps, which the cuts can share"
             )
+        if any(part is not None and part.lr == "auto" for part in (self.between, self.after)):
+            raise InvalidInput(f"budget {self.name!r}: lr = 'auto' trains every method at another rate: wanted a number")
 
 
 NO_TRAINING = Budget("none")

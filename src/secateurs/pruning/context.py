@@ -161,17 +161,21 @@ class PruningContext:
         )
 
     @cached_property
+    def held_out_examples(self) -> Examples:
+        """A subset of the search images: what is chosen on it may be certified by the others."""
+        search = self.acceptance_sets.search
+        return subset(search, min(_HELD_OUT, len(search)), seed=derive(self.recipe.seed, "held out"))
+
+    @cached_property
     def held_out(self) -> HeldOut:
-        """A subset of the search images, on which orders are compared and curves are measured, and the loss for it.
+        """The held-out examples, on which orders are compared and curves are measured, and the loss for them.
 
         With cross-entropy the loss is the divergence from the original network's outputs: an overconfident network has a
         smaller cross-entropy after many a cut that costs accuracy. A loss of the user's own is taken as it is.
         """
-        search = self.acceptance_sets.search
-        few = subset(search, min(_HELD_OUT, len(search)), seed=derive(self.recipe.seed, "held out"))
         if self.runtime.loss_fn is cross_entropy:
-            return HeldOut(self._answered(few), divergence)
-        return HeldOut(few, self.runtime.loss_fn)
+            return HeldOut(self._answered(self.held_out_examples), divergence)
+        return HeldOut(self.held_out_examples, self.runtime.loss_fn)
 
     @cached_property
     def ranker(self) -> Ranker:

@@ -1,6 +1,7 @@
 """Training within a run: BatchNorm statistics recalibrated, fine-tuning after a cut, retraining at the end; all resumable.
 
-Where one budget covers the whole run, weights that would exceed it are rolled back.
+Of each training of ours the best weights are kept, by held-out examples; where one budget covers the whole run, weights that
+would exceed it are rolled back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from secateurs._util.modules import device_of, keeping_modes
 from secateurs._util.tensors import first_non_finite
@@ -24,9 +25,11 @@ from secateurs.metrics import cross_entropy
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PruningContext
 from secateurs.pruning.results import Retrained
-from secateurs.training import recalibrate_
+from secateurs.training import History, KeptWeights, candidates, keep_best_, recalibrate_
+from secateurs.training.guard import AVERAGE, END, START
+from secateurs.training.objective import held_out_means, objective_for
 from secateurs.training.resumable import CHECKPOINT, train_resumably_
-from secateurs.training.state import named_tensors
+from secateurs.training.state import copy_into_, named_tensors, snapshot
 
 RETRAINED = "checkpoints/retrained"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -151,37 +154,77 @@ def _train(
 ) -> NetworkState:
     runtime, recipe = context.runtime, context.recipe
     settings = replace(settings, seed=derive(recipe.seed, phase, step))
+    module, teacher = state.graph.module, context.original.module if settings.distill else None
+    loss_fn = None if runtime.loss_fn is cross_entropy else runtime.loss_fn
 
     def trained() -> NetworkState:
+        before = snapshot(module)
         history = train_resumably_(
             context.journal,
-            state.graph.module,
+            module,
             context.data.train if runtime.train is None else runtime.train,
             settings,
             phase=phase,
             step=step,
             search=context.validation,
-            teacher=context.original.module if settings.distill else None,
-            loss_fn=None if runtime.loss_fn is cross_entropy else runtime.loss_fn,
+            held_out=context.held_out_examples.ready(context.dtype),
+            teacher=teacher,
+            loss_fn=loss_fn,
             metric=runtime.metric,
             device=runtime.device,
             momentum=state.momentum,
             on_epoch=lambda epoch: context.progress.report(phase, epoch.epoch + 1, settings.epochs),
         )
         found = replace(state, momentum=dict(history.momentum))
+        if recipe.keep_best and history.epochs:
+            kept = keep_best(before, history)
+            if kept == START:
+                return state
+            if kept != (AVERAGE if history.last else END):
+                return context.measured(found)
         last = history.epochs[-1] if history.epochs else None
         if last is None or last.search_accuracy is None or last.search_loss is None or runtime.evaluate is not None:
             return context.measured(found)
         return replace(found, accuracy=last.search_accuracy, loss=last.search_loss)  # measured after its last epoch
 
-    return _rollback_if_over_budget(budget, state, trained) if recipe.budget == "run" else trained()
+    def keep_best(before: Mapping[str, Tensor], history: History) -> str:
+        """Leave the best of the weights before, after and in between, journaled once; returns its name."""
+        held_out, objective = (
+            context.held_out_examples.ready(context.dtype),
+            objective_for(settings, loss_fn=loss_fn, teacher=teacher),
+        )
+        # a teacher's answers tell far more of an image than right or wrong; with labels, what is asked for is the metric
+        by_metric = settings.distill < 1 and runtime.evaluate is None
+        metric, every = runtime.metric if runtime.evaluate is None else None, candidates(before, snapshot(module), history.last)
+
+        def measure() -> tuple[float, float | None]:
+            options: dict[str, Any] = {"teacher": teacher, "metric": metric, "device": runtime.device}
+            return runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, objective, batch=n, **options))
+
+        def choose() -> KeptWeights:
+            found = keep_best_(module, every, measure, by="metric" if by_metric else "loss")
+            return replace(found, phase=phase, step=step, note=history.note)
+
+        kept = context.journal.once(KeptWeights, choose, phase=phase, step=step).kept
+        copy_into_(module, every[kept])
+        return kept
+
+    if recipe.budget == "site":
+        return trained()
+    return _rollback_if_over_budget(budget, state, trained, no_worse=recipe.keep_best)
 
 
-def _rollback_if_over_budget(budget: AccuracyBudget, state: NetworkState, train: Callable[[], NetworkState]) -> NetworkState:
-    """Train the network of `state` in place; if that exceeds the budget, give it its weights back."""
+def _rollback_if_over_budget(
+    budget: AccuracyBudget, state: NetworkState, train: Callable[[], NetworkState], *, no_worse: bool = False
+) -> NetworkState:
+    """Train the network of `state` in place; if that exceeds the budget, give it its weights back.
+
+    `no_worse`: also if the certified bound on its drop is worse than before.
+    """
     weights = copy.deepcopy(state.graph.module.state_dict())
+    bound = budget.bound(state) if no_worse else None
     trained = train()
-    if budget.still_within(trained):
+    if trained is state or budget.still_within(trained, bound=bound):
         return trained
     state.graph.module.load_state_dict(weights)
     return state

@@ -20,7 +20,8 @@ from secateurs.graph.structure import Node
 from secateurs.graph.trace import Graph
 from secateurs.selection.allocation import Curve
 from secateurs.selection.search import Cut
-from secateurs.training.state import EpochRecord
+from secateurs.training.guard import KeptWeights
+from secateurs.training.state import EpochRecord, RateTrials
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -347,7 +348,9 @@ KINDS = {
     "widths": SiteWidths,
     "cut": SiteCut,
     "step": Step,
+    "rate": RateTrials,
     "epoch": EpochRecord,
+    "kept": KeptWeights,
     "retrained": Retrained,
     "curve": SiteCurve,
     "trial": Trial,
