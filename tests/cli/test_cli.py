@@ -232,14 +232,15 @@ def test_flags_show_the_defaults_and_choices_of_their_fields(
         "--repair": "[choices: none, least-squares, every-layer] [default: every-layer]",
         "--criterion": "portfolio, or your own as package.module:function. [default: portfolio]",
         "--rounds": "[default: 1]",
-        "--finetune-lr": "After every cut: learning rate. [default: 0.01, if any finetune flag is given]",
+        "--finetune-lr": "held-out examples. [choices: auto] [default: 0.01, if any finetune flag is given]",
+        "--retrain": "After all cuts: train, as named. One of gentle, paper-finetune, paper-retrain.",
         "--no-adaptive": "[default: true]",
         "--target-macs": "Stop when this share of the multiply-accumulates is removed.",
     }.items():
         assert wanted in printed[flag]
     assert "default" not in printed["--target-macs"]
     printed = shown_help(capsys, "train")
-    assert "[choices: constant, step, cosine, one-cycle] [default: cosine]" in printed["--schedule"]
+    assert "[choices: constant, step, cosine, linear, one-cycle] [default: cosine]" in printed["--schedule"]
     assert "[default: 128]" in printed["--batch"]
 
 

@@ -25,6 +25,7 @@ from secateurs.config import GENTLE, PAPER_FINETUNE, PAPER_RETRAIN, TrainSetting
 from secateurs.data import Examples
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.metrics import correct, cross_entropy
+from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.results import KINDS
 from secateurs.training import (
     EpochRecord,
@@ -380,6 +381,17 @@ def test_a_training_that_harms_is_undone_and_the_record_says_so() -> None:
     assert guarded.result.search.after > let.result.search.after + 0.1
     assert guarded.result.search.after == guarded.result.steps[-1].accuracy
     assert kept.summary().startswith("the weights before training are kept: metric")
+
+
+def test_weights_that_the_budget_refuses_are_not_said_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AccuracyBudget, "still_within", lambda *given, **options: False)
+    recipe = Recipe(max_drop=1.0, confidence=0, criterion="l1", target_parameters=0.2)
+    run = Pruner(perceptron(), DATA, recipe=recipe, retrain=TrainSettings(epochs=3, batch=32, lr=0.05))
+    list(run)
+    (kept,) = run.journal.of(KeptWeights)
+    assert (kept.kept, kept.tried[0].name) == ("start", "start")
+    assert "is better on them, but not within the allowed drop" in kept.note
+    assert run.state.accuracy == run.steps[-1].accuracy
 
 
 def test_gentle_by_its_name_in_a_recipe_and_in_the_call() -> None:

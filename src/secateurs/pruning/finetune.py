@@ -29,7 +29,7 @@ from secateurs.training import History, KeptWeights, candidates, keep_best_, rec
 from secateurs.training.guard import AVERAGE, END, START
 from secateurs.training.objective import held_out_means, objective_for
 from secateurs.training.resumable import CHECKPOINT, train_resumably_
-from secateurs.training.state import copy_into_, named_tensors, snapshot
+from secateurs.training.state import named_tensors, snapshot
 
 RETRAINED = "checkpoints/retrained"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -156,6 +156,8 @@ def _train(
     settings = replace(settings, seed=derive(recipe.seed, phase, step))
     module, teacher = state.graph.module, context.original.module if settings.distill else None
     loss_fn = None if runtime.loss_fn is cross_entropy else runtime.loss_fn
+    held_out = context.held_out_examples.ready(context.dtype)
+    chosen: list[KeptWeights] = []
 
     def trained() -> NetworkState:
         before = snapshot(module)
@@ -167,7 +169,7 @@ def _train(
             phase=phase,
             step=step,
             search=context.validation,
-            held_out=context.held_out_examples.ready(context.dtype),
+            held_out=held_out,
             teacher=teacher,
             loss_fn=loss_fn,
             metric=runtime.metric,
@@ -177,41 +179,42 @@ def _train(
         )
         found = replace(state, momentum=dict(history.momentum))
         if recipe.keep_best and history.epochs:
-            kept = keep_best(before, history)
-            if kept == START:
+            chosen.append(best_of(before, history))
+            if chosen[0].kept == START:
                 return state
-            if kept != (AVERAGE if history.last else END):
+            if chosen[0].kept != (AVERAGE if history.last else END):
                 return context.measured(found)
         last = history.epochs[-1] if history.epochs else None
         if last is None or last.search_accuracy is None or last.search_loss is None or runtime.evaluate is not None:
             return context.measured(found)
         return replace(found, accuracy=last.search_accuracy, loss=last.search_loss)  # measured after its last epoch
 
-    def keep_best(before: Mapping[str, Tensor], history: History) -> str:
-        """Leave the best of the weights before, after and in between, journaled once; returns its name."""
-        held_out, objective = (
-            context.held_out_examples.ready(context.dtype),
-            objective_for(settings, loss_fn=loss_fn, teacher=teacher),
-        )
+    def best_of(before: Mapping[str, Tensor], history: History) -> KeptWeights:
+        """Leave the best of the weights before, after and in between in the module."""
+        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
+        metric = runtime.metric if runtime.evaluate is None else None
         # a teacher's answers tell far more of an image than right or wrong; with labels, what is asked for is the metric
-        by_metric = settings.distill < 1 and runtime.evaluate is None
-        metric, every = runtime.metric if runtime.evaluate is None else None, candidates(before, snapshot(module), history.last)
+        by_metric = settings.distill < 1 and metric is not None
 
         def measure() -> tuple[float, float | None]:
             options: dict[str, Any] = {"teacher": teacher, "metric": metric, "device": runtime.device}
             return runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, objective, batch=n, **options))
 
-        def choose() -> KeptWeights:
-            found = keep_best_(module, every, measure, by="metric" if by_metric else "loss")
-            return replace(found, phase=phase, step=step, note=history.note)
-
-        kept = context.journal.once(KeptWeights, choose, phase=phase, step=step).kept
-        copy_into_(module, every[kept])
-        return kept
+        every = candidates(before, snapshot(module), history.last)
+        found = keep_best_(module, every, measure, by="metric" if by_metric else "loss")
+        return replace(found, phase=phase, step=step, note=history.note)
 
     if recipe.budget == "site":
-        return trained()
-    return _rollback_if_over_budget(budget, state, trained, no_worse=recipe.keep_best)
+        result = trained()
+    else:
+        result = _rollback_if_over_budget(budget, state, trained, no_worse=recipe.keep_best)
+    if chosen:
+        kept = chosen[0]
+        if result is state and kept.kept != START:
+            note = f"{kept.kept} is better on them, but not within the allowed drop, or its bound is worse"
+            kept = replace(kept, kept=START, note="; ".join(filter(None, (note, kept.note))))
+        context.journal.once(KeptWeights, lambda: kept, phase=phase, step=step)
+    return result
 
 
 def _rollback_if_over_budget(
