@@ -225,6 +225,12 @@ def _nothing(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.zeros(len(outputs))
 
 
+def test_outputs_that_are_no_classes_are_refused() -> None:
+    for shape in ((5, 1), (5,)):
+        with pytest.raises(InvalidInput, match=r"wanted \(N, K, …\) with 2 classes or more. Set distill = 0"):
+            distance(torch.zeros(shape), torch.ones(shape), 2.0)
+
+
 def test_auto_augments_colour_images_only() -> None:
     def of(*shape: int) -> Examples:
         return Examples(torch.zeros(2, *shape), torch.zeros(2))
@@ -380,7 +386,8 @@ def test_a_training_that_harms_is_undone_and_the_record_says_so() -> None:
     assert let.result is not None
     assert guarded.result.search.after > let.result.search.after + 0.1
     assert guarded.result.search.after == guarded.result.steps[-1].accuracy
-    assert kept.summary().startswith("the weights before training are kept: metric")
+    before, after = kept.tried[0].metric, kept.tried[1].metric
+    assert kept.summary() == f"the weights before it are kept: metric {before:.4g} on held-out examples, after it {after:.4g}"
 
 
 def test_weights_that_the_budget_refuses_are_not_said_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,14 +37,18 @@ class KeptWeights:
     step: int = 0
     note: str = ""  # what was done otherwise than asked for
 
+    def __post_init__(self) -> None:
+        if not {self.kept, START, END} <= {each.name for each in self.tried}:
+            raise ValueError(f"{self.kept!r} is kept, which is not among the weights that were tried")
+
     def summary(self) -> str:
-        """One phrase, such as "average: loss 0.0412 → 0.0300 on held-out examples"."""
-        first, found = self.tried[0], next(each for each in self.tried if each.name == self.kept)
-        before, after = (each.metric if self.by == "metric" else each.loss for each in (first, found))
-        shown = "not finite" if before is None else f"{before:.4g}", f"{after:.4g}" if after is not None else "not finite"
-        text = f"{self.by} {shown[0]} → {shown[1]} on held-out examples"
-        what = "the weights before training are kept" if self.kept == START else f"{self.kept} is kept"
-        return f"{what}: {text}{f'; {self.note}' if self.note else ''}"
+        """One phrase, such as "average is kept: loss 0.0412 → 0.03 on held-out examples"."""
+        found = {each.name: each.metric if self.by == "metric" else each.loss for each in self.tried}
+        shown = {name: "not finite" if value is None else f"{value:.4g}" for name, value in found.items()}
+        text = f"{self.kept} is kept: {self.by} {shown[START]} → {shown[self.kept]} on held-out examples"
+        if self.kept == START:
+            text = f"the weights before it are kept: {self.by} {shown[START]} on held-out examples, after it {shown[END]}"
+        return f"{text}; {self.note}" if self.note else text
 
 
 def candidates(start: Weights, end: Weights, last: Weights | None = None) -> dict[str, Weights]:

@@ -51,6 +51,11 @@ def distance(outputs: Any, wanted: Any, temperature: float, kind: Distance = "kl
     outputs, wanted = logits_of(outputs), logits_of(wanted)
     if not isinstance(outputs, Tensor) or not isinstance(wanted, Tensor) or outputs.shape != wanted.shape:
         raise InvalidInput("distillation needs one tensor of class logits, of the same shape, from network and teacher")
+    if outputs.ndim < 2 or outputs.shape[1] < 2:  # the probabilities of one class are always equal: nothing would be trained
+        raise InvalidInput(
+            f"distillation compares probabilities of classes; the network gives outputs of shape {tuple(outputs.shape)}: "
+            f"wanted (N, K, …) with 2 classes or more. Set distill = 0 to train by the loss."
+        )
     student = functional.log_softmax(outputs / temperature, 1)
     teacher = functional.log_softmax(wanted / temperature, 1)
     if kind == "kl":
