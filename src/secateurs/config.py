@@ -38,8 +38,11 @@ Direction = Literal["forward", "backward"]
 Budget = Literal["site", "run"]
 Pool = Literal["train", "search"]
 Signal = Literal["loss", "divergence"]
-Repair = Literal["none", "least-squares", "every-layer"]
+Repair = Literal["none", "least-squares", "every-layer", "whole-network"]
 Allocation = Literal["sequential", "global"]
+
+REFITTED: tuple[Repair, ...] = ("every-layer", "whole-network")
+"""Repairs that solve every layer again after all cuts."""
 
 CRITERIA = ["ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio"]
 PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
@@ -387,7 +390,10 @@ class Recipe(EnsembleSettings):
         None, "Number of its examples, a stratified subset; by default as many as the noise requires.", "scoring", low=2
     )
     repair: Repair = setting(
-        "none", "Solve new weights, in closed form: of the layers that read what was cut, or finally of every layer.", "pruning"
+        "none",
+        "Solve new weights, in closed form: of the layers that read what was cut, or finally of every layer; whole-network: "
+        "then train all layers together to give what they gave, without labels.",
+        "pruning",
     )
     repair_examples: int = setting(1024, "Training examples that a repair is solved on.", "pruning", low=1)
     repaired_masks: bool = setting(False, "Score masks after repair too, with one solution for each.")
@@ -463,9 +469,9 @@ class Recipe(EnsembleSettings):
             raise RecipeError(
                 "criterion = 'obs': it ranks filters by what a repair cannot make up for: set repair = 'least-squares'."
             )
-        if self.repair == "every-layer" and not everywhere:
+        if self.repair in REFITTED and not everywhere:
             raise RecipeError(
-                "repair = 'every-layer': comes after all cuts: set allocation = 'global', or repair = 'least-squares'."
+                f"repair = {self.repair!r}: comes after all cuts: set allocation = 'global', or repair = 'least-squares'."
             )
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
             raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")

@@ -229,7 +229,7 @@ def test_flags_show_the_defaults_and_choices_of_their_fields(
         "--recipe": "the defaults below are those of best. [default: best]",
         "--max-drop": "0.005 is half a point. [default: 0.01]",
         "--budget": "[choices: site, run] [default: run]",
-        "--repair": "[choices: none, least-squares, every-layer] [default: every-layer]",
+        "--repair": "[choices: none, least-squares, every-layer, whole-network] [default: every-layer]",
         "--criterion": "portfolio, or your own as package.module:function. [default: portfolio]",
         "--rounds": "[default: 1]",
         "--finetune-lr": "held-out examples. [choices: auto] [default: 0.01, if any finetune flag is given]",

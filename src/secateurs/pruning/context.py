@@ -18,7 +18,7 @@ from secateurs._util.journal import Journal
 from secateurs._util.modules import BatchLimit, Device
 from secateurs._util.tensors import digest
 from secateurs.compaction import compact
-from secateurs.config import Recipe
+from secateurs.config import REFITTED, Recipe
 from secateurs.criteria.ranking import Ranker, Ranking, rank
 from secateurs.data.dataset import Examples, class_labels, derive
 from secateurs.data.splits import Data, subset
@@ -286,7 +286,7 @@ class PruningContext:
 
     def refit(self, graph: Graph) -> Graph:
         """The network with every layer solved against the original, if the recipe wants that; else `graph` itself."""
-        if self.recipe.repair != "every-layer":
+        if self.recipe.repair not in REFITTED:
             return graph
         seed, device = derive(self.recipe.seed, "refit"), self.runtime.device
 

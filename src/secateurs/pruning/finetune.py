@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,10 +21,11 @@ from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
 from secateurs.errors import RunError, TrainingError
-from secateurs.metrics import cross_entropy
+from secateurs.metrics import cross_entropy, loss
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PruningContext
 from secateurs.pruning.results import Retrained
+from secateurs.repair import reconstruct_
 from secateurs.training import History, KeptWeights, candidates, keep_best_, recalibrate_
 from secateurs.training.guard import AVERAGE, END, START
 from secateurs.training.objective import held_out_means, objective_for
@@ -48,6 +49,35 @@ def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkS
         return context.measured(state)
 
     return _rollback_if_over_budget(budget, state, trained)
+
+
+def reconstruct(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
+    """Train all layers together to give what they give in the original, if the recipe repairs the whole network.
+
+    The best weights are kept, as of any training. A killed one starts again from its beginning, with the same result.
+    """
+    recipe, runtime, module = context.recipe, context.runtime, state.graph.module
+    if recipe.repair != "whole-network":
+        return state
+    chosen: list[KeptWeights] = []
+
+    def measure() -> tuple[float, float | None]:
+        held_out, device = context.held_out, runtime.device
+        means = lambda n: loss(module, held_out.examples, loss_fn=held_out.loss_fn, batch=n, device=device)  # noqa: E731
+        return runtime.limit.run(recipe.batch, means), None
+
+    def trained() -> NetworkState:
+        before, seed = snapshot(module), derive(recipe.seed, "reconstruct")
+        context.progress.report("reconstruct", 0, 1)
+        reconstruct_(state.graph, context.original, context.repair_examples, device=runtime.device, seed=seed)
+        context.progress.report("reconstruct", 1, 1)
+        found = keep_best_(module, candidates(before, snapshot(module)), measure, by="loss")
+        chosen.append(replace(found, phase="reconstruct", step=step))
+        return state if found.kept == START else context.measured(state)
+
+    result = _rollback_if_over_budget(budget, state, trained, no_worse=True)
+    _journal_kept(context, chosen, refused=result is state)
+    return result
 
 
 def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
@@ -208,13 +238,18 @@ def _train(
         result = trained()
     else:
         result = _rollback_if_over_budget(budget, state, trained, no_worse=recipe.keep_best)
-    if chosen:
-        kept = chosen[0]
-        if result is state and kept.kept != START:
+    _journal_kept(context, chosen, refused=result is state)
+    return result
+
+
+def _journal_kept(context: PruningContext, chosen: Sequence[KeptWeights], *, refused: bool) -> None:
+    """Journal what was kept, once; `refused`: the weights before the training are back."""
+    for kept in chosen:
+        if refused and kept.kept != START:
             note = f"{kept.kept} is better on them, but not within the allowed drop, or its bound is worse"
             kept = replace(kept, kept=START, note="; ".join(filter(None, (note, kept.note))))
-        context.journal.once(KeptWeights, lambda: kept, phase=phase, step=step)
-    return result
+        if not context.journal.of(KeptWeights, phase=kept.phase, step=kept.step):
+            context.journal.append(kept)
 
 
 def _rollback_if_over_budget(

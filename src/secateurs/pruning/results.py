@@ -33,7 +33,7 @@ Files = Mapping[str, str]
 class Progress:
     """Where a run is, many times a step: `done` of `total` units of a phase."""
 
-    phase: str  # "score", "curve", "search", "divide", "finetune", "retrain", "measure"
+    phase: str  # "score", "curve", "search", "divide", "reconstruct", "finetune", "retrain", "measure"
     done: int
     total: int
     site: str = ""

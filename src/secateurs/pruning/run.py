@@ -25,7 +25,7 @@ from secateurs.graph.trace import Graph
 from secateurs.metrics import display_name
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
-from secateurs.pruning.finetune import finetune, recalibrate, retrain
+from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, retrain
 from secateurs.pruning.folder import (
     copy_ranking,
     describe_network,
@@ -312,6 +312,7 @@ class Run:
         if not cut.m or (self._allocation is not None and prepared.site.name != self._last_allocated):
             return
         began = time.monotonic()
+        self.state = reconstruct(self.context, self.budget, self.state, self.step_number)
         self.state = recalibrate(self.context, self.budget, self.state)
         self.state = finetune(self.context, self.budget, self.state, self.step_number)
         self._training = time.monotonic() - began
