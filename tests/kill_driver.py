@@ -11,12 +11,13 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from secateurs.api import Pruner, resume
-from secateurs.config import Recipe, TrainSettings
+from secateurs.config import GENTLE, Recipe, TrainSettings
 from secateurs.scoring.cache import MeasurementCache
 from torture.journals import entries_of
 from torture.runs import few_digits, perceptron
@@ -38,7 +39,7 @@ ALLOCATED = Recipe(
     repair="least-squares",
     repair_examples=128,
     round_to=1,
-    retrain=TrainSettings(epochs=4, batch=32, lr=0.02),
+    retrain=replace(GENTLE, epochs=4, batch=32, optimiser="adamw"),
 )
 RECIPES = {"paper": RECIPE, "allocated": ALLOCATED}
 

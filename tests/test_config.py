@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from secateurs import Recipe, TrainSettings, read_recipe
 from secateurs.cli.inputs import field_flags
-from secateurs.config import read_settings, setting, write_recipe
+from secateurs.config import GENTLE, PAPER_RETRAIN, read_settings, recipe_from, setting, write_recipe
 from secateurs.errors import InvalidInput, RecipeError
 
 
@@ -62,6 +62,15 @@ def test_tables_and_overrides(tmp_path: Path) -> None:
     assert recipe == Recipe(max_drop=0.02, finetune=TrainSettings(epochs=3, lr=0.05))
     changed = read_recipe(path, **{"max_drop": 0.5, "finetune.epochs": 7, "retrain.epochs": 2})
     assert changed == replace(recipe, max_drop=0.5, finetune=TrainSettings(epochs=7, lr=0.05), retrain=TrainSettings(epochs=2))
+
+
+def test_a_training_by_name_may_be_changed_field_by_field(tmp_path: Path) -> None:
+    path = written(tmp_path, 'retrain = "gentle"\n')
+    assert read_recipe(path).retrain == GENTLE
+    assert read_recipe(path, **{"retrain.epochs": 4}).retrain == replace(GENTLE, epochs=4)
+    assert recipe_from({}, **{"retrain.lr": 0.1, "retrain": "paper-retrain"}).retrain == replace(PAPER_RETRAIN, lr=0.1)
+    with pytest.raises(RecipeError, match=r"finetune = 'gentel': wanted .*Did you mean 'gentle'"):
+        recipe_from({}, **{"finetune.lr": 0.1, "finetune": "gentel"})
 
 
 @pytest.mark.parametrize(

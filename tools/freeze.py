@@ -21,7 +21,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-TIMES = {"seconds", "latency", "started", "digest", "check"}  # what differs from run to run, or follows from the rest
+# what differs from run to run, or follows from the rest
+TIMES = {"seconds", "training_seconds", "phases", "latency", "started", "digest", "check"}
 
 NETWORKS: dict[str, list[str]] = {
     "mlp": ["--model", "mlp", "--model-option", "hidden=[12,10]", "--data", "digits"],

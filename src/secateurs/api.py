@@ -19,7 +19,7 @@ from secateurs._util.format import size
 from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, check_device, device_of, eval_mode, unwrapped
 from secateurs._util.terminal import clock
-from secateurs.config import EngineName, Recipe, declarations
+from secateurs.config import EngineName, Recipe, TrainSettings, declarations
 from secateurs.criteria import as_criterion, resolved
 from secateurs.data.dataset import class_labels, derive
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
@@ -73,6 +73,7 @@ class Pruner(Run):
         test: Any = None,
         evaluate: Evaluate | None = None,
         finetune: Callable[..., Any] | None = None,
+        retrain: str | TrainSettings | None = None,
         criterion: str | Callable[..., Any] | None = None,
         forward: Forward | None = None,
         loss: Measure | None = None,
@@ -121,7 +122,7 @@ class Pruner(Run):
             seen = replace(data, test=opened.first_test)
         notes += data.notes
         targets = {"target_macs": macs, "target_parameters": parameters, "target_latency": target_latency, "max_ms": max_ms}
-        asked = _recipe(recipe, criterion, max_drop=max_drop, engine=engine, **targets)
+        asked = _recipe(recipe, criterion, max_drop=max_drop, engine=engine, retrain=retrain, **targets)
         timed_in = _engine(asked, measure, device)
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = _without_ignored(asked, graph, model, ignore)
@@ -243,10 +244,10 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     a share of the time that remains and `max_ms=4.0` at milliseconds, in the `engine` ("torch", "compile", "onnxruntime") or by
     `measure(module) -> seconds` on a device of your own. `evaluate(model)` replaces the metric by one of the whole validation
     set: one number, with which point estimates decide, or a tensor (N,) with a value for each example, whose mean is then
-    certified as a metric is. `finetune(model)` is the user's own training after the cuts, `criterion` a name or a function
-    (graph, site, data) -> scores (C,). `ignore` lists layers that keep all filters. With a `time_budget` in seconds a cheaper
-    recipe is taken where the work may take longer. `recipe` has all other settings; without one, `Recipe.best()`. With a
-    `folder` everything is kept there, and `resume` continues after a crash.
+    certified as a metric is. `finetune(model)` is the user's own training after the cuts, `retrain="gentle"` (or
+    `TrainSettings`) is ours, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that
+    keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all
+    other settings; without one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` continues after a crash.
 
     All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
     `progress=False`; `callback` gets every `Progress`.
@@ -379,7 +380,7 @@ def _engine(recipe: Recipe, measure: Callable[[nn.Module], float] | None, device
     return engine_for(recipe, measure, device) if recipe.weighs_time or measure is not None else None
 
 
-def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: float | str | None) -> Recipe:
+def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: Any) -> Recipe:
     """The recipe with the arguments of the call; the best one known where none is given."""
     known: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     drop = known.get("max_drop")

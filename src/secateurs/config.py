@@ -29,16 +29,21 @@ Design = Literal["exact", "bernoulli", "balanced"]
 Method = Literal["bisect", "paper", "scan"]
 Estimator = Literal["losses", "gradient"]
 Model = Literal["linear", "pairs"]
-Schedule = Literal["constant", "step", "cosine", "one-cycle"]
-Augment = Literal["none", "crop", "crop-flip"]
+Schedule = Literal["constant", "step", "cosine", "linear", "one-cycle"]
+Optimiser = Literal["sgd", "adamw"]
+Distance = Literal["kl", "dist"]
+Augment = Literal["none", "crop", "crop-flip", "auto"]
 Precision = Literal["float32", "bfloat16", "float16"]
 Direction = Literal["forward", "backward"]
 Budget = Literal["site", "run"]
 Pool = Literal["train", "search"]
 Signal = Literal["loss", "divergence"]
-Repair = Literal["none", "least-squares", "every-layer"]
+Repair = Literal["none", "least-squares", "every-layer", "whole-network"]
 Allocation = Literal["sequential", "global"]
 EngineName = Literal["torch", "compile", "onnxruntime"]
+
+REFITTED: tuple[Repair, ...] = ("every-layer", "whole-network")
+"""Repairs that solve every layer again after all cuts."""
 
 CRITERIA = ["ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio"]
 PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
@@ -223,7 +228,10 @@ class TrainSettings(_Checked):
     epochs: int = setting(10, "Passes over the training examples.", "training", low=0)
     steps: int | None = setting(None, "Stop after this number of optimiser steps, even within an epoch.", "training", low=0)
     batch: int = setting(128, "Examples in an optimiser step.", "training", low=1)
-    lr: float = setting(0.01, "Learning rate.", "training", above=0)
+    optimiser: Optimiser = setting("sgd", "SGD with momentum, or AdamW.", "training")
+    lr: float | Literal["auto"] = setting(
+        0.01, "Learning rate; auto: the best of three, by short trials on held-out examples.", "training", above=0
+    )
     momentum: float = setting(0.9, "Momentum of SGD.", "training", low=0, high=0.9999)
     weight_decay: float = setting(1e-4, "Weight decay.", "training", low=0)
     nesterov: bool = setting(False, "Use Nesterov's momentum.")
@@ -235,7 +243,10 @@ class TrainSettings(_Checked):
     warmup: int = setting(
         0, "Epochs over which the learning rate rises linearly, before the schedule begins.", "training", low=0
     )
-    augment: Augment = setting("none", "Random crops, and flips, of the training images.", "training")
+    warmup_share: float = setting(0.0, "The same as a share of all steps.", low=0, below=1)
+    augment: Augment = setting(
+        "none", "Random crops, and flips, of the training images; auto: both for colour images, else none.", "training"
+    )
     pad: int = setting(4, "Crops: pixels of zero padding on each side.", low=0, high=1024)
     label_smoothing: float = setting(
         0.0, "Share of the target that is spread over all classes.", "training", low=0, high=0.9999
@@ -243,7 +254,16 @@ class TrainSettings(_Checked):
     clip_norm: float | None = setting(None, "Largest norm of the whole gradient.", above=0)
     distill: float = setting(0.0, "Share of the loss that is the distance to the teacher's outputs.", low=0, high=1)
     temperature: float = setting(4.0, "Temperature of the distillation.", above=0)
-    precision: Precision = setting("float32", "Precision of the forward pass; weights keep theirs.")
+    distance: Distance = setting(
+        "kl", "Distance to the teacher: Kullback-Leibler divergence, or dist (correlations over classes and over the batch)."
+    )
+    freeze_batchnorm: bool = setting(False, "Keep BatchNorm's means and variances; its weights are trained all the same.")
+    average: float = setting(
+        0.0, "Decay of the moving average of the weights, which the training ends with; 0: none.", low=0, below=1
+    )
+    precision: Precision = setting(
+        "float32", "Precision of the forward pass; weights keep theirs. bfloat16 only on processors that can."
+    )
     channels_last: bool = setting(False, "Compute with channels last in memory.")
     seed: int = setting(0, "Seed of everything random, the first weights included.", "training")
 
@@ -256,12 +276,25 @@ class TrainSettings(_Checked):
             )
         if epochs != sorted(set(epochs)) or min(epochs, default=1) < 1:
             raise RecipeError(f"milestones = {epochs}: wanted rising epochs, from 1 on.")
-        if self.warmup > 0 and self.schedule == "one-cycle":
-            raise RecipeError(f"warmup = {self.warmup} with schedule 'one-cycle', which has its own: set warmup = 0.")
+        if self.warmup > 0 and self.warmup_share > 0:
+            raise RecipeError(f"warmup = {self.warmup} with warmup_share = {self.warmup_share:g}: give one of them.")
+        if (self.warmup or self.warmup_share) > 0 and self.schedule == "one-cycle":
+            raise RecipeError(
+                f"warmup = {self.warmup or self.warmup_share} with schedule 'one-cycle', which has its own: set warmup = 0."
+            )
         if 0 < self.warmup >= self.epochs:
             raise RecipeError(f"warmup = {self.warmup} of epochs = {self.epochs}: wanted fewer warm-up epochs than epochs.")
-        if self.nesterov and self.momentum == 0:
-            raise RecipeError("nesterov = true with momentum = 0: it needs momentum.")
+        if self.nesterov and (self.momentum == 0 or self.optimiser != "sgd"):
+            raise RecipeError(
+                f"nesterov = true with momentum = {self.momentum:g}, optimiser = {self.optimiser!r}: it needs momentum of SGD."
+            )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate as a number; an error while it is "auto"."""
+        if isinstance(self.lr, str):
+            raise RecipeError("lr = 'auto' has not been chosen yet: this needs a number.")
+        return self.lr
 
 
 # "We divide the initial 0.1 learning rate by 10 at 100 and 150 epochs and stop the training at 200 epochs", the rest as
@@ -276,6 +309,28 @@ PAPER_FINETUNE = TrainSettings(epochs=10, batch=128, lr=0.01, schedule="constant
 
 # "We retrain the network for 80 epochs by setting the learning rate to 0.01 and multiply it by 0.1 in every 20 epochs."
 PAPER_RETRAIN = TrainSettings(epochs=80, batch=128, lr=0.01, schedule="step", milestones=(20, 40, 60), augment="crop-flip")
+
+
+# After a repair the network is nearly right, and any rate that is not small takes more from it than it gives: labels are
+# left alone, the original network's answers are the aim, and BatchNorm keeps the statistics that the repair was solved for.
+GENTLE = TrainSettings(
+    epochs=1,
+    batch=128,
+    lr="auto",
+    schedule="linear",
+    warmup_share=0.1,
+    distill=1.0,
+    temperature=2.0,
+    freeze_batchnorm=True,
+    average=0.99,
+    augment="auto",
+)
+
+TRAININGS = ("finetune", "retrain")
+"""The fields of a recipe that are trainings."""
+
+NAMED_SETTINGS = {"gentle": GENTLE, "paper-finetune": PAPER_FINETUNE, "paper-retrain": PAPER_RETRAIN}
+"""Trainings that a recipe may ask for by name."""
 
 
 # ---- recipes ------------------------------------------------------------------------------------------------------------
@@ -336,7 +391,10 @@ class Recipe(EnsembleSettings):
         None, "Number of its examples, a stratified subset; by default as many as the noise requires.", "scoring", low=2
     )
     repair: Repair = setting(
-        "none", "Solve new weights, in closed form: of the layers that read what was cut, or finally of every layer.", "pruning"
+        "none",
+        "Solve new weights, in closed form: of the layers that read what was cut, or finally of every layer; whole-network: "
+        "then train all layers together to give what they gave, without labels.",
+        "pruning",
     )
     repair_examples: int = setting(1024, "Training examples that a repair is solved on.", "pruning", low=1)
     repaired_masks: bool = setting(False, "Score masks after repair too, with one solution for each.")
@@ -374,6 +432,11 @@ class Recipe(EnsembleSettings):
     )
     finetune: TrainSettings | None = setting(None, "After every cut.")
     retrain: TrainSettings | None = setting(None, "After all cuts.")
+    keep_best: bool = setting(
+        True,
+        "After training, keep the best of the weights before it, after it, averaged, and in between, on held-out examples.",
+        "training",
+    )
     recalibrate: int | None = setting(
         None, "Training examples on which BatchNorm statistics are measured again after every cut.", "training", low=1
     )
@@ -397,9 +460,12 @@ class Recipe(EnsembleSettings):
         """Algorithm 1 as published: 10 masks a filter on all training examples, α by point estimate, nothing repaired."""
         ensemble = {name: getattr(PAPER, name) for name in declarations(EnsembleSettings)}
         others = {"scoring_examples": PAPER.examples, "budget": "site", "confidence": 0.0, "search": "paper", "round_to": 1}
-        return Recipe(**{**ensemble, **others, **changes})
+        return Recipe(**{**ensemble, **others, "keep_best": False, **changes})
 
     def __post_init__(self) -> None:
+        for name in TRAININGS:
+            if isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, _named_settings(given, name))
         super().__post_init__()
         for field, name in (("criterion", self.criterion), *(("portfolio", name) for name in self.portfolio)):
             allowed = [other for other in CRITERIA if other != field]  # a portfolio holds no portfolio
@@ -426,9 +492,9 @@ class Recipe(EnsembleSettings):
             raise RecipeError(
                 "criterion = 'obs': it ranks filters by what a repair cannot make up for: set repair = 'least-squares'."
             )
-        if self.repair == "every-layer" and not everywhere:
+        if self.repair in REFITTED and not everywhere:
             raise RecipeError(
-                "repair = 'every-layer': comes after all cuts: set allocation = 'global', or repair = 'least-squares'."
+                f"repair = {self.repair!r}: comes after all cuts: set allocation = 'global', or repair = 'least-squares'."
             )
         if self.has_time_target and not everywhere:
             raise RecipeError("target_latency and max_ms: cuts are weighed by the time they save: set allocation = 'global'.")
@@ -466,7 +532,7 @@ def read_settings(path: str | Path, **overrides: Any) -> TrainSettings:
 def recipe_from(fields: dict[str, Any], *, where: str = "recipe", **overrides: Any) -> Recipe:
     """Make a recipe from nested plain values; `where` is named in errors."""
     given = _overridden(fields, overrides, where)
-    for name in ("finetune", "retrain"):
+    for name in TRAININGS:
         if isinstance(given.get(name), dict):
             given[name] = _made(TrainSettings, given[name], where, f"{name}.")
     recipe: Recipe = _made(Recipe, given, where)
@@ -502,13 +568,24 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _overridden(fields: dict[str, Any], overrides: dict[str, Any], where: str) -> dict[str, Any]:
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in fields.items()}
-    for key, value in overrides.items():
+    for key, value in sorted(overrides.items(), key=lambda item: "." in item[0]):  # tables first, then fields of them
         table, dot, name = key.partition(".")
+        if dot and table in TRAININGS and isinstance(named := result.get(table), str):
+            result[table] = dataclasses.asdict(_named_settings(named, f"{where}: {table}"))
         inside = result.setdefault(table, {}) if dot else result
         if not isinstance(inside, dict):
             raise RecipeError(f"{where}: {table} = {brief(repr(inside))} with {key}: wanted a table of settings.")
         inside[name or key] = value
     return result
+
+
+def _named_settings(name: str, where: str) -> TrainSettings:
+    if name not in NAMED_SETTINGS:
+        raise RecipeError(
+            f"{where} = {brief(repr(name))}: wanted a table of settings, or one of {', '.join(NAMED_SETTINGS)}."
+            f"{suggest(brief(name), NAMED_SETTINGS, listed=True)}"
+        )
+    return NAMED_SETTINGS[name]
 
 
 def _made(kind: Any, fields: dict[str, Any], where: str, prefix: str = "") -> Any:

@@ -229,17 +229,18 @@ def test_flags_show_the_defaults_and_choices_of_their_fields(
         "--recipe": "the defaults below are those of best. [default: best]",
         "--max-drop": "0.005 is half a point. [default: 0.01]",
         "--budget": "[choices: site, run] [default: run]",
-        "--repair": "[choices: none, least-squares, every-layer] [default: every-layer]",
+        "--repair": "[choices: none, least-squares, every-layer, whole-network] [default: every-layer]",
         "--criterion": "portfolio, or your own as package.module:function. [default: portfolio]",
         "--rounds": "[default: 1]",
-        "--finetune-lr": "After every cut: learning rate. [default: 0.01, if any finetune flag is given]",
+        "--finetune-lr": "held-out examples. [choices: auto] [default: 0.01, if any finetune flag is given]",
+        "--retrain": "After all cuts: train, as named. One of gentle, paper-finetune, paper-retrain.",
         "--no-adaptive": "[default: true]",
         "--target-macs": "Stop when this share of the multiply-accumulates is removed.",
     }.items():
         assert wanted in printed[flag]
     assert "default" not in printed["--target-macs"]
     printed = shown_help(capsys, "train")
-    assert "[choices: constant, step, cosine, one-cycle] [default: cosine]" in printed["--schedule"]
+    assert "[choices: constant, step, cosine, linear, one-cycle] [default: cosine]" in printed["--schedule"]
     assert "[default: 128]" in printed["--batch"]
 
 

@@ -71,6 +71,10 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
             repair_examples=128,
         ),
     ),
+    "whole network": (
+        residual,
+        Recipe(max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", repair_examples=128),
+    ),
     "two rounds with fine-tuning": (perceptron, _paper(rounds=2, finetune=_SHORT)),
     "fine-tuning with the budget of the run": (residual, _paper(budget="run", finetune=_SHORT, recalibrate=128)),
     "global, with a target": (

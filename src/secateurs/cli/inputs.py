@@ -16,6 +16,8 @@ from cyclopts import Group, Parameter
 
 from secateurs._util.terminal import warn
 from secateurs.config import (
+    NAMED_SETTINGS,
+    TRAININGS,
     Recipe,
     Shortcut,
     TrainSettings,
@@ -73,7 +75,6 @@ _HEADINGS = {
     "scoring": Group("Recipe: how filters are scored", sort_key=11),
     "training": Group("Recipe: training between and after the cuts", sort_key=12),
 }
-_TABLES = ("finetune", "retrain")
 
 
 def _flag(hint: Any, default: Any, text: str, group: Group) -> Any:
@@ -96,6 +97,9 @@ def field_flags(
         for name, (hint, default, declared) in declarations(kind).items()
         if declared.group
     }
+    for table in tables:
+        text = f"{declarations(kind)[table][2].help.rstrip('.')}: train, as named. One of {', '.join(NAMED_SETTINGS)}."
+        found[table] = _flag(str, None, text, headings["training"])
     for table, name in product(tables, ("epochs", "steps", "lr")):
         when, (hint, default, declared) = declarations(kind)[table][2].help.rstrip("."), declarations(TrainSettings)[name]
         words = None if default is None else f"{default}, if any {table} flag is given"
@@ -109,7 +113,7 @@ if TYPE_CHECKING:
     RecipeFlags = dict[str, Any]
     TrainFlags = dict[str, Any]
 else:
-    _recipe = field_flags(Recipe, _HEADINGS, "finetune.augment=crop-flip", _TABLES, Recipe.best())
+    _recipe = field_flags(Recipe, _HEADINGS, "finetune.augment=crop-flip", TRAININGS, Recipe.best())
     _settings = field_flags(TrainSettings, {"training": Group("Settings of the training", sort_key=10)}, "clip_norm=1.0")
     RecipeFlags = Annotated[TypedDict("RecipeFlags", _recipe, total=False), Parameter(name="*")]
     TrainFlags = Annotated[TypedDict("TrainFlags", _settings, total=False), Parameter(name="*")]
@@ -122,7 +126,7 @@ def overrides(flags: Mapping[str, Any]) -> dict[str, Any]:
     found = options(flags.get("set", ()), "--set")
     for flag, value in flags.items():
         table, _, inner = flag.partition("_")
-        name = f"{table}.{inner}" if table in _TABLES else flag
+        name = f"{table}.{inner}" if inner and table in TRAININGS else flag
         if name in found:
             raise InvalidInput(f"--set {name}=… and --{flag.replace('_', '-')} are the same field. Give one of them.")
         if flag != "set":

@@ -12,7 +12,7 @@ from cyclopts import App, Group, Parameter, validators
 
 from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
 from secateurs._util.files import write_bytes, write_text
-from secateurs._util.terminal import interrupted, percent, print_json, say
+from secateurs._util.terminal import interrupted, percent, print_json, say, warn
 from secateurs.cli import inputs
 from secateurs.cli.progress import Status, TrainWatcher, display
 from secateurs.errors import InvalidInput, RunError, suggest
@@ -119,6 +119,8 @@ def train_in(
         history = train_resumably_(
             journal, model, data.train, settings, search=data.search, device=device, on_step=on_step, on_epoch=on_epoch
         )
+        if history.note:
+            warn(f"{history.note}.")
         with disk_errors(path):
             write_bytes(weights_file(path), dump(model.state_dict(), pedigree(path, data).header()))
         return list(history.epochs)
@@ -126,9 +128,9 @@ def train_in(
 
 def kinds() -> dict[str, type]:
     """The records in the journal of a training."""
-    from secateurs.training import EpochRecord
+    from secateurs.training import EpochRecord, RateTrials
 
-    return {"epoch": EpochRecord}
+    return {"rate": RateTrials, "epoch": EpochRecord}
 
 
 def weights_file(path: Path) -> Path:

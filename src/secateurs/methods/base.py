@@ -16,7 +16,7 @@ from secateurs._util.journal import Journal, disk_errors, plain, record_from
 from secateurs._util.modules import Device
 from secateurs._util.tensors import digest
 from secateurs.compaction import replay
-from secateurs.config import Recipe, Repair, Shortcut, TrainSettings
+from secateurs.config import REFITTED, Recipe, Repair, Shortcut, TrainSettings
 from secateurs.criteria import user_function
 from secateurs.data.splits import Data
 from secateurs.errors import InvalidInput, RunError
@@ -49,6 +49,8 @@ class Budget:
                 f"budget {self.name!r}: training between cuts has schedule = {self.between.schedule!r} and "
                 f"steps = {self.between.steps}: wanted 'constant' and a number of steps, which the cuts can share"
             )
+        if any(part is not None and part.lr == "auto" for part in (self.between, self.after)):
+            raise InvalidInput(f"budget {self.name!r}: lr = 'auto' trains every method at another rate: wanted a number")
 
 
 NO_TRAINING = Budget("none")
@@ -259,7 +261,7 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
         confidence=0.0,
         criterion=criterion,
         repair=repair,
-        allocation="global" if repair == "every-layer" else "sequential",  # refitting comes after all cuts
+        allocation="global" if repair in REFITTED else "sequential",  # refitting comes after all cuts
         scoring_examples=_PAIRS_SEE if criterion == "pairs" else None,
         round_to=1,  # methods are compared at equal MACs, which takes single filters
         target_macs=task.target_macs,

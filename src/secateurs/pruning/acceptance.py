@@ -29,7 +29,8 @@ CERTIFYING = 0.8  # share of the validation images that certify: the search need
 def contract_of(recipe: Recipe, *, trains: bool = False) -> Contract:
     """The accuracy contract that a recipe asks for; `trains`: the user's own training follows cuts."""
     # without training, all that is asked after a refusal is more of what was refused: the first "no" may be final
-    trains = trains or recipe.finetune is not None or recipe.retrain is not None or recipe.recalibrate is not None
+    trains = trains or any(part is not None for part in (recipe.finetune, recipe.retrain, recipe.recalibrate))
+    trains = trains or recipe.repair == "whole-network"
     final = recipe.budget == "run" and not trains
     return Contract(recipe.max_drop, recipe.confidence or None, recipe.worst_class, reserve=0.0 if final else 0.2)
 

@@ -33,7 +33,9 @@ class AccuracyBudget:
     context: PruningContext
     max_drop: float = field(init=False)  # that a cut may cost by the point estimate
     answers: list[bool] = field(init=False, default_factory=list)
-    bound: float | None = field(init=False, default=None)  # on the drop of the network that was trained and certified last
+    trained_bound: float | None = field(
+        init=False, default=None
+    )  # on the drop of the network that was trained and certified last
     _at_this_site: Baseline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -68,8 +70,19 @@ class AccuracyBudget:
         """Whether an accuracy is within the drop from `baseline`."""
         return round(baseline - accuracy, 12) <= self.max_drop
 
-    def still_within(self, state: NetworkState) -> bool:
-        """Whether the network keeps the budget of this site; the certification images are asked where there are any."""
+    def bound(self, state: NetworkState) -> float | None:
+        """Upper bound on the drop of a network that is within the budget of the run; None where nothing is certified."""
+        values = self.original.values
+        if values is None or self.context.acceptance_sets.sides is None:
+            return None
+        # no question: the network was accepted, and the answer is not used
+        return self.context.certified(state.graph, values, [*self.earlier_answers(), *self.answers]).upper
+
+    def still_within(self, state: NetworkState, *, bound: float | None = None) -> bool:
+        """Whether the network keeps the budget of this site; the certification images are asked where there are any.
+
+        With a `bound` the certified drop must not be larger than that, either.
+        """
         counted = self.original if self.context.recipe.budget == "run" else self._at_this_site
         assert counted is not None
         if counted.values is None or self.context.acceptance_sets.sides is None:
@@ -77,9 +90,10 @@ class AccuracyBudget:
         if not self.context.predicted(state.graph, counted.values).by_estimate:
             return False  # the search images say so, which costs nothing: certification need not be asked
         verdict = self.context.certified(state.graph, counted.values, [*self.earlier_answers(), *self.answers])
-        self.answers.append(verdict.accepted)
-        self.bound = verdict.upper if verdict.accepted else self.bound
-        return verdict.accepted
+        accepted = verdict.accepted and (bound is None or verdict.upper <= bound)
+        self.answers.append(accepted)
+        self.trained_bound = verdict.upper if accepted else self.trained_bound
+        return accepted
 
     def largest_cut(
         self,

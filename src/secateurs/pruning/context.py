@@ -18,7 +18,7 @@ from secateurs._util.journal import Journal
 from secateurs._util.modules import BatchLimit, Device
 from secateurs._util.tensors import digest
 from secateurs.compaction import compact
-from secateurs.config import Recipe
+from secateurs.config import REFITTED, Recipe
 from secateurs.criteria.ranking import Ranker, Ranking, rank
 from secateurs.data.dataset import Examples, class_labels, derive
 from secateurs.data.splits import Data, subset
@@ -176,17 +176,21 @@ class PruningContext:
         )
 
     @cached_property
+    def held_out_examples(self) -> Examples:
+        """A subset of the search images: what is chosen on it may be certified by the others."""
+        search = self.acceptance_sets.search
+        return subset(search, min(_HELD_OUT, len(search)), seed=derive(self.recipe.seed, "held out"))
+
+    @cached_property
     def held_out(self) -> HeldOut:
-        """A subset of the search images, on which orders are compared and curves are measured, and the loss for it.
+        """The held-out examples, on which orders are compared and curves are measured, and the loss for them.
 
         With cross-entropy the loss is the divergence from the original network's outputs: an overconfident network has a
         smaller cross-entropy after many a cut that costs accuracy. A loss of the user's own is taken as it is.
         """
-        search = self.acceptance_sets.search
-        few = subset(search, min(_HELD_OUT, len(search)), seed=derive(self.recipe.seed, "held out"))
         if self.runtime.loss_fn is cross_entropy:
-            return HeldOut(self._answered(few), divergence)
-        return HeldOut(few, self.runtime.loss_fn)
+            return HeldOut(self._answered(self.held_out_examples), divergence)
+        return HeldOut(self.held_out_examples, self.runtime.loss_fn)
 
     @cached_property
     def ranker(self) -> Ranker:
@@ -297,7 +301,7 @@ class PruningContext:
 
     def refit(self, graph: Graph) -> Graph:
         """The network with every layer solved against the original, if the recipe wants that; else `graph` itself."""
-        if self.recipe.repair != "every-layer":
+        if self.recipe.repair not in REFITTED:
             return graph
         seed, device = derive(self.recipe.seed, "refit"), self.runtime.device
 

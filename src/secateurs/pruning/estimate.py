@@ -15,7 +15,7 @@ import torch
 
 from secateurs._util.modules import device_of, eval_mode, on_device
 from secateurs._util.terminal import clock
-from secateurs.config import MOST_PAIRS, Recipe
+from secateurs.config import MOST_PAIRS, REFITTED, Recipe
 from secateurs.data.splits import Data
 from secateurs.graph.cost import WEIGHTED, cost
 from secateurs.graph.node_info import shape_of
@@ -81,8 +81,8 @@ def estimate(context: PruningContext) -> Estimate:
     overhead = _SITE * len(sites)
     trials = recipe.rounds * sum(math.log2(site.channels + 1) + 1 for site in sites)  # networks that are measured
     if recipe.allocation == "global":
-        trials = 10 if recipe.confidence == 0 else 25
-        passes += trials * (len(sites) * repairs + (repairs if recipe.repair == "every-layer" else 0) + validation)
+        trials = 10 if recipe.confidence == 0 else 25  # networks that are built and measured
+        passes += trials * (len(sites) * repairs + (repairs if recipe.repair in REFITTED else 0) + validation)
         overhead += _CUT * trials * len(sites)
     if context.runtime.evaluate is not None:
         overhead += trials * context.runtime.evaluate.seconds

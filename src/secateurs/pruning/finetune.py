@@ -1,18 +1,19 @@
 """Training within a run: BatchNorm statistics recalibrated, fine-tuning after a cut, retraining at the end; all resumable.
 
-Where one budget covers the whole run, weights that would exceed it are rolled back.
+Of each training of ours the best weights are kept, by held-out examples; where one budget covers the whole run, weights that
+would exceed it are rolled back.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from secateurs._util.modules import device_of, keeping_modes
 from secateurs._util.tensors import first_non_finite
@@ -20,13 +21,16 @@ from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
 from secateurs.errors import InvalidInput, RunError, TrainingError
-from secateurs.metrics import cross_entropy
+from secateurs.metrics import cross_entropy, loss
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PruningContext
 from secateurs.pruning.results import Retrained
-from secateurs.training import recalibrate_
+from secateurs.repair import reconstruct_
+from secateurs.training import History, KeptWeights, candidates, keep_best_, recalibrate_
+from secateurs.training.guard import AVERAGE, END, START
+from secateurs.training.objective import held_out_means, objective_for
 from secateurs.training.resumable import CHECKPOINT, train_resumably_
-from secateurs.training.state import named_tensors
+from secateurs.training.state import named_tensors, snapshot
 
 RETRAINED = "checkpoints/retrained"
 
@@ -74,6 +78,35 @@ def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkS
     return _rollback_if_over_budget(budget, state, trained)
 
 
+def reconstruct(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
+    """Train all layers together to give what they give in the original, if the recipe repairs the whole network.
+
+    The best weights are kept, as of any training. A killed one starts again from its beginning, with the same result.
+    """
+    recipe, runtime, module = context.recipe, context.runtime, state.graph.module
+    if recipe.repair != "whole-network":
+        return state
+    chosen: list[KeptWeights] = []
+
+    def measure() -> tuple[float, float | None]:
+        held_out, device = context.held_out, runtime.device
+        means = lambda n: loss(module, held_out.examples, loss_fn=held_out.loss_fn, batch=n, device=device)  # noqa: E731
+        return runtime.limit.run(recipe.batch, means), None
+
+    def trained() -> NetworkState:
+        before, seed = snapshot(module), derive(recipe.seed, "reconstruct")
+        context.progress.report("reconstruct", 0, 1)
+        reconstruct_(state.graph, context.original, context.repair_examples, device=runtime.device, seed=seed)
+        context.progress.report("reconstruct", 1, 1)
+        found = keep_best_(module, candidates(before, snapshot(module)), measure, by="loss")
+        chosen.append(replace(found, phase="reconstruct", step=step))
+        return state if found.kept == START else context.measured(state)
+
+    result = _rollback_if_over_budget(budget, state, trained, no_worse=True)
+    _journal_kept(context, chosen, refused=result is state)
+    return result
+
+
 def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
     """Train the network after a cut, if the recipe asks for that."""
     if context.runtime.finetune is not None:
@@ -100,7 +133,7 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
     state = _train(context, budget, state, settings, "retrain", step)
     journal.save_tensors(RETRAINED, state.graph.module.state_dict(), listed=True)
     files = journal.file_digests(f"{RETRAINED}.safetensors")
-    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap(), budget.bound))
+    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap(), budget.trained_bound))
     journal.delete(CHECKPOINT)
     return state
 
@@ -177,37 +210,85 @@ def _train(
 ) -> NetworkState:
     runtime, recipe = context.runtime, context.recipe
     settings = replace(settings, seed=derive(recipe.seed, phase, step))
+    module, teacher = state.graph.module, context.original.module if settings.distill else None
+    loss_fn = None if runtime.loss_fn is cross_entropy else runtime.loss_fn
+    held_out = context.held_out_examples.ready(context.dtype)
+    chosen: list[KeptWeights] = []
 
     def trained() -> NetworkState:
+        before = snapshot(module)
         history = train_resumably_(
             context.journal,
-            state.graph.module,
+            module,
             context.data.train if runtime.train is None else runtime.train.ready(context.dtype),
             settings,
             phase=phase,
             step=step,
             search=context.validation,
-            teacher=context.original.module if settings.distill else None,
-            loss_fn=None if runtime.loss_fn is cross_entropy else runtime.loss_fn,
+            held_out=held_out,
+            teacher=teacher,
+            loss_fn=loss_fn,
             metric=runtime.metric,
             device=runtime.device,
             momentum=state.momentum,
             on_epoch=lambda epoch: context.progress.report(phase, epoch.epoch + 1, settings.epochs),
         )
         found = replace(state, momentum=dict(history.momentum))
+        if recipe.keep_best and history.epochs:
+            chosen.append(best_of(before, history))
+            if chosen[0].kept == START:
+                return state
+            if chosen[0].kept != (AVERAGE if history.last else END):
+                return context.measured(found)
         last = history.epochs[-1] if history.epochs else None
         if last is None or last.search_accuracy is None or last.search_loss is None or runtime.evaluate is not None:
             return context.measured(found)
         return replace(found, accuracy=last.search_accuracy, loss=last.search_loss)  # measured after its last epoch
 
-    return _rollback_if_over_budget(budget, state, trained) if recipe.budget == "run" else trained()
+    def best_of(before: Mapping[str, Tensor], history: History) -> KeptWeights:
+        """Leave the best of the weights before, after and in between in the module."""
+        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
+        metric = runtime.metric if runtime.evaluate is None else None
+        # a teacher's answers tell far more of an image than right or wrong; with labels, what is asked for is the metric
+        by_metric = settings.distill < 1 and metric is not None
+
+        def measure() -> tuple[float, float | None]:
+            options: dict[str, Any] = {"teacher": teacher, "metric": metric, "device": runtime.device}
+            return runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, objective, batch=n, **options))
+
+        every = candidates(before, snapshot(module), history.last)
+        found = keep_best_(module, every, measure, by="metric" if by_metric else "loss")
+        return replace(found, phase=phase, step=step, note=history.note)
+
+    if recipe.budget == "site":
+        result = trained()
+    else:
+        result = _rollback_if_over_budget(budget, state, trained, no_worse=recipe.keep_best)
+    _journal_kept(context, chosen, refused=result is state)
+    return result
 
 
-def _rollback_if_over_budget(budget: AccuracyBudget, state: NetworkState, train: Callable[[], NetworkState]) -> NetworkState:
-    """Train the network of `state` in place; if that exceeds the budget, give it its weights back."""
+def _journal_kept(context: PruningContext, chosen: Sequence[KeptWeights], *, refused: bool) -> None:
+    """Journal what was kept, once; `refused`: the weights before the training are back."""
+    for kept in chosen:
+        if refused and kept.kept != START:
+            note = f"{kept.kept} is better on them, but not within the allowed drop, or its bound is worse"
+            kept = replace(kept, kept=START, note="; ".join(filter(None, (note, kept.note))))
+        if not context.journal.of(KeptWeights, phase=kept.phase, step=kept.step):
+            context.journal.append(kept)
+
+
+def _rollback_if_over_budget(
+    budget: AccuracyBudget, state: NetworkState, train: Callable[[], NetworkState], *, no_worse: bool = False
+) -> NetworkState:
+    """Train the network of `state` in place; if that exceeds the budget, give it its weights back.
+
+    `no_worse`: also if the certified bound on its drop is worse than before.
+    """
     weights = copy.deepcopy(state.graph.module.state_dict())
+    bound = budget.bound(state) if no_worse else None
     trained = train()
-    if budget.still_within(trained):
+    if trained is state or budget.still_within(trained, bound=bound):
         return trained
     state.graph.module.load_state_dict(weights)
     return state

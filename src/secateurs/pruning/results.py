@@ -20,7 +20,8 @@ from secateurs.graph.structure import Node
 from secateurs.graph.trace import Graph
 from secateurs.selection.allocation import Curve
 from secateurs.selection.search import Cut
-from secateurs.training.state import EpochRecord
+from secateurs.training.guard import KeptWeights
+from secateurs.training.state import EpochRecord, RateTrials
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
@@ -32,7 +33,7 @@ Files = Mapping[str, str]
 class Progress:
     """Where a run is, many times a step: `done` of `total` units of a phase."""
 
-    phase: str  # "score", "curve", "search", "divide", "finetune", "retrain", "measure"
+    phase: str  # "score", "curve", "search", "divide", "reconstruct", "finetune", "retrain", "measure"
     done: int
     total: int
     site: str = ""
@@ -413,7 +414,9 @@ KINDS = {
     "timed": TimedAllocation,
     "cut": SiteCut,
     "step": Step,
+    "rate": RateTrials,
     "epoch": EpochRecord,
+    "kept": KeptWeights,
     "retrained": Retrained,
     "curve": SiteCurve,
     "trial": Trial,

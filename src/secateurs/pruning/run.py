@@ -25,7 +25,7 @@ from secateurs.graph.trace import Graph
 from secateurs.metrics import display_name
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
-from secateurs.pruning.finetune import finetune, recalibrate, retrain
+from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, retrain
 from secateurs.pruning.folder import (
     copy_ranking,
     describe_network,
@@ -328,6 +328,7 @@ class Run:
         if not cut.m or (self._allocation is not None and prepared.site.name != self._last_allocated):
             return
         began = time.monotonic()
+        self.state = reconstruct(self.context, self.budget, self.state, self.step_number)
         self.state = recalibrate(self.context, self.budget, self.state)
         self.state = finetune(self.context, self.budget, self.state, self.step_number)
         self._training = time.monotonic() - began
@@ -362,7 +363,7 @@ class Run:
             examples=ranking.examples,
             compared=ranking.compared,
             bound=cut.bound,
-            bound_trained=self.budget.bound,
+            bound_trained=self.budget.trained_bound,
             images=0 if cut.bound is None else self.context.acceptance_sets.certifying,
             by_estimate=cut.by_estimate,
             refused=cut.refused,
@@ -374,7 +375,7 @@ class Run:
             importance=ranking.importance,
         )
         self.steps.append(save_step(self.journal, self.state, step, self.context.clock))
-        self.budget.answers, self.budget.bound = [], None
+        self.budget.answers, self.budget.trained_bound = [], None
         return self.steps[-1]
 
     # ---- the end ---------------------------------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ from secateurs.graph.trace import Graph
 from secateurs.repair.observe import ROWS, observe
 from secateurs.repair.reconstruction import Errors, Reconstruction, Repair, apply_
 from secateurs.repair.refit import refit_
+from secateurs.repair.whole import reconstruct_
 
-__all__ = ["Errors", "Reconstruction", "Repair", "apply_", "observe", "prepare", "refit_", "repair_"]
+__all__ = ["Errors", "Reconstruction", "Repair", "apply_", "observe", "prepare", "reconstruct_", "refit_", "repair_"]
 
 
 def prepare(graph: Graph, sites: Iterable[Site | str]) -> Graph:

@@ -40,7 +40,7 @@ from secateurs.pruning.results import (
 from secateurs.report.exports import read_exports
 from secateurs.scoring.importance import Importance, PairImportance, scores
 from secateurs.selection.allocation import Curve
-from secateurs.training import EpochRecord
+from secateurs.training import EpochRecord, KeptWeights, RateTrials
 
 R = TypeVar("R")
 State = Literal["finished", "running", "stopped"]
@@ -117,6 +117,7 @@ class RunReport:
     events: tuple[Measured, ...]  # every measurement, in order
     networks: tuple[Measured, ...]  # the start, after every step that cut something (of an allocation the last), the final one
     importances: Mapping[int, SiteImportances]  # by the number of the step
+    kept: tuple[KeptWeights, ...] = ()  # what trainings left, in order
     nodes: tuple[Node, ...] = ()
     layers: tuple[LayerChange, ...] = ()
     exports: tuple[ExportFigures, ...] = ()
@@ -269,6 +270,7 @@ def _report(
         events=_events(records),
         networks=tuple(networks),
         importances=importances,
+        kept=tuple(records_of(records, KeptWeights)),
         nodes=nodes,
         layers=() if folder is None else _layers(folder, nodes, steps, notes),
         exports=() if folder is None else read_exports(folder, notes),
@@ -384,7 +386,7 @@ def where_it_stands(records: Sequence[Any]) -> str:
             return "finished"
         case Retrained():
             return "retrained"
-        case EpochRecord(phase=phase):
+        case RateTrials(phase=phase) | EpochRecord(phase=phase) | KeptWeights(phase=phase):
             last = max((place for place, record in enumerate(records) if isinstance(record, Step)), default=-1)
             what = "retraining" if phase == "retrain" else f"fine-tuning after the cut of step {number}"
             return f"{what}, {plural(len(records_of(records[last + 1 :], EpochRecord)), 'epoch')} done"

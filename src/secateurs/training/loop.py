@@ -1,154 +1,48 @@
-"""The training loop: SGD on augmented batches, with distillation if wanted; deterministic, resumable after every epoch."""
+"""The training loop: augmented batches, distillation, averaged weights; deterministic, resumable after every epoch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
-from functools import partial
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, replace
 from itertools import islice
-from math import isfinite
+from math import ceil, inf, isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from secateurs._util.modules import Device, eval_mode, keeping_modes, on_device
-from secateurs.config import Augment, TrainSettings
-from secateurs.data.dataset import Batch, Examples, Inputs, generator_for, input_parts, map_inputs, seeded
+from secateurs.config import Optimiser, TrainSettings
+from secateurs.data.dataset import Batch, Examples, generator_for, map_inputs, seeded
 from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.errors import InvalidInput, TrainingError
-from secateurs.metrics import Measure, correct, cross_entropy, evaluate, logits_of, loss, total
+from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
+from secateurs.training.augment import augment, suitable_augmentation
+from secateurs.training.objective import Objective, held_out_means, objective_for
+from secateurs.training.precision import usable_precision
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
 from secateurs.training.state import (
     EpochRecord,
     History,
+    RateTrials,
     TrainState,
     check_fits,
+    copy_into_,
     named_tensors,
     packed,
     restore_,
     settings_record,
+    snapshot,
     undone_on_error,
 )
 
+AUTO_RATES: dict[Optimiser, tuple[float, ...]] = {"sgd": (5e-4, 2e-3, 1e-2), "adamw": (5e-5, 2e-4, 1e-3)}
+"""What lr "auto" chooses from."""
 
-def augment(images: Inputs, kind: Augment, *, pad: int, generator: torch.Generator) -> Inputs:
-    """Augment images (N, C, H, W) as `kind` says, each independently; "none" returns them unchanged."""
-    if kind == "none":
-        return images
-    if not isinstance(images, Tensor) or images.ndim != 4:
-        shapes = ", ".join(str(tuple(part.shape)) for part in input_parts(images))
-        raise InvalidInput(f"augment = {kind!r} for inputs of shape {shapes}: wanted images (N, C, H, W), or 'none'")
-    cropped = random_crop(images, pad=pad, generator=generator)
-    return random_flip(cropped, generator=generator) if kind == "crop-flip" else cropped
-
-
-def random_crop(images: Tensor, *, pad: int, generator: torch.Generator) -> Tensor:
-    """Crop each image, padded by `pad` zeros, to its original size; all (2·pad + 1)² windows are equally likely."""
-    if pad == 0:
-        return images
-    # drawn on the CPU, so that every device sees the same crops
-    corner = torch.randint(2 * pad + 1, (2, len(images)), generator=generator).to(images.device)
-    return crop_at(images, pad, corner[0], corner[1])
-
-
-def crop_at(images: Tensor, pad: int, top: Tensor, left: Tensor) -> Tensor:
-    """The window of the original size at (top, left) of each image with `pad` zeros around it."""
-    height, width = images.shape[2:]
-    padded = functional.pad(images, (pad, pad, pad, pad))
-    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # (N, C, top, left, H, W), a view
-    return windows[torch.arange(len(images), device=images.device), :, top, left]
-
-
-def random_flip(images: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Mirror each image left to right with probability 1/2."""
-    mirrored = torch.randint(2, (len(images),), generator=generator).bool().to(images.device)
-    return torch.where(mirrored[:, None, None, None], images.flip(3), images)
-
-
-Objective = Callable[[tuple[Tensor, ...], Any, Any], Tensor]
-"""Takes the network's arguments, the network's outputs and targets; gives the scalar to minimise."""
-
-
-def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None) -> Objective:
-    """The mean loss that `settings` ask for; the teacher runs only where they distil from it."""
-    if loss_fn is not None and settings.label_smoothing:
-        raise InvalidInput(f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy")
-    plain = loss_fn or partial(cross_entropy, label_smoothing=settings.label_smoothing)
-    if settings.distill == 0:
-        return lambda inputs, outputs, targets: plain(outputs, targets).mean()
-    if teacher is None:
-        raise InvalidInput(f"distill = {settings.distill} needs a teacher: give teacher=…, or set distill = 0")
-    share, temperature = settings.distill, settings.temperature
-
-    def with_teacher(inputs: tuple[Tensor, ...], outputs: Any, targets: Any) -> Tensor:
-        with torch.no_grad():
-            wanted = teacher(*inputs)
-        return (1 - share) * plain(outputs, targets).mean() + share * distance(outputs, wanted, temperature)
-
-    return with_teacher
-
-
-def distance(outputs: Any, wanted: Any, temperature: float) -> Tensor:
-    """Mean divergence of the student's softened class probabilities from the teacher's, times temperature² (Hinton).
-
-    The square keeps the gradients as large as those of the plain loss, whatever the temperature.
-    """
-    outputs, wanted = logits_of(outputs), logits_of(wanted)
-    if not isinstance(outputs, Tensor) or not isinstance(wanted, Tensor) or outputs.shape != wanted.shape:
-        raise InvalidInput("distillation needs one tensor of class logits, of the same shape, from network and teacher")
-    student = functional.log_softmax(outputs / temperature, 1)
-    teacher = functional.log_softmax(wanted / temperature, 1)
-    return temperature**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
-
-
-def recalibrate_(
-    module: nn.Module,
-    examples: Examples,
-    batches: int | None = None,
-    *,
-    batch: int = 256,
-    device: Device = None,
-    seed: int = 0,
-) -> None:
-    """Replace every BatchNorm's mean and variance by their plain average over `batches` batches (None: all examples).
-
-    Examples come in a seeded order; a last batch that is not full is left out, unless it is the only one. Weights,
-    modes, momenta and dropout are untouched; after an error the old statistics are back.
-    """
-    if batch < 2 or (batches is not None and batches < 1):
-        raise InvalidInput(f"recalibration with batch={batch}, batches={batches}: wanted at least 2 examples and 1 batch")
-    norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
-    if not norms:
-        return
-    full = max(1, len(examples) // batch)
-    order = torch.randperm(len(examples), generator=generator_for(seed, "recalibrate"))
-    chosen = order[: (full if batches is None else min(full, batches)) * batch]
-    with on_device(module, device) as place, undone_on_error(module), _averaging(module, norms), torch.no_grad():
-        for rows in torch.split(chosen, batch):
-            module(*examples.batch(rows.to(examples.place), device=place).args)
-
-
-@contextmanager
-def _averaging(module: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Inside the block the norms average their inputs from scratch; all else is in eval mode."""
-    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    with keeping_modes(module):
-        module.eval()
-        for norm in norms:
-            if norm.num_batches_tracked is not None:
-                norm.num_batches_tracked = norm.num_batches_tracked.clone()
-            norm.reset_running_stats()
-            norm.momentum = None  # torch's way to say: cumulative average
-            norm.train()
-        try:
-            yield
-        finally:
-            for norm, momentum, tracked in before:
-                norm.momentum, norm.num_batches_tracked = momentum, tracked
+_PILOT_STEPS, _PILOT_EXAMPLES = 50, 512
+_ADAMW = ("step", "exp_avg", "exp_avg_sq")  # the state of a parameter
 
 
 def train_(
@@ -157,6 +51,7 @@ def train_(
     settings: TrainSettings,
     *,
     search: Examples | None = None,
+    held_out: Examples | None = None,
     teacher: nn.Module | None = None,
     loss_fn: Measure | None = None,
     metric: Measure | None = None,
@@ -170,11 +65,12 @@ def train_(
     """Train the module in place; ends with the same weights however often it was stopped and resumed after an epoch.
 
     The loss is cross-entropy and the metric accuracy unless others are given (with a loss of your own and no metric,
-    only losses are recorded). `search` (the validation set) is measured after every epoch and changes nothing. `teacher`
-    runs only where `settings.distill` is above 0. `momentum` (by parameter name) starts the optimiser. After every epoch
-    `save` gets the state that `resume` takes, then `on_epoch` its record; `on_step` gets the number of optimiser steps
-    done and of those planned. The user's random state, the module's mode and device are as before afterwards; after an
-    error the weights are those of the start of its epoch.
+    only losses are recorded). `search` (the validation set) is measured after every epoch and changes nothing; `held_out`
+    chooses the rate where that is "auto" (see `find_rate`). `teacher` runs only where `settings.distill` is above 0.
+    `momentum` (by parameter name) starts SGD. Averaged weights are what is measured, and what the training ends with; those of
+    the last step are then in `History.last`. After every epoch `save` gets the state that `resume` takes, then `on_epoch`
+    its record; `on_step` gets the number of optimiser steps done and of those planned. The user's random state, the module's
+    mode and device are as before afterwards; after an error the weights are those of the start of its epoch.
     """
     if teacher is module:
         raise InvalidInput("the teacher is the network that is trained: give a copy of it from before")
@@ -185,6 +81,18 @@ def train_(
     if isinstance(examples, Examples) and len(examples) == 0:
         raise InvalidInput("training on no examples: wanted at least one")
     shown = metric if metric is not None or loss_fn is not None else correct
+    if settings.lr == "auto" and resume is not None:
+        settings = replace(settings, lr=resume.meta["settings"]["lr"])
+    elif settings.lr == "auto":
+        found = find_rate(
+            *(module, examples, settings),
+            held_out=held_out,
+            teacher=teacher,
+            loss_fn=loss_fn,
+            device=device,
+            momentum=momentum,
+        )
+        settings = replace(settings, lr=found.lr)
     objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
 
     def measure() -> tuple[float | None, float | None]:
@@ -213,7 +121,61 @@ def train_(
                 save(loop.state(records))
             if on_epoch is not None:
                 on_epoch(record)
-        return History(tuple(records), loop.momentum())
+        last = loop.take_average_()
+        return History(tuple(records), loop.momentum(), last, loop.note)
+
+
+def find_rate(
+    module: nn.Module,
+    examples: Examples | Stream,
+    settings: TrainSettings,
+    *,
+    held_out: Examples | None = None,
+    teacher: nn.Module | None = None,
+    loss_fn: Measure | None = None,
+    device: Device = None,
+    momentum: Mapping[str, Tensor] | None = None,
+) -> RateTrials:
+    """Choose the learning rate: the one of `AUTO_RATES` that lowers the loss on `held_out` most in a training of 50 steps.
+
+    Each trial runs through the whole schedule, from the same weights, which the module has again afterwards. Without
+    `held_out`, a quarter of the examples, at most 512, are kept out of the trials.
+    """
+    if held_out is None:
+        if isinstance(examples, Stream):
+            raise InvalidInput("lr = 'auto' on a loader: give held_out=… to judge the rates by, or a number as lr")
+        if len(examples) < 2:
+            raise InvalidInput("lr = 'auto' needs at least 2 training examples: give a number as lr")
+        order = torch.randperm(len(examples), generator=generator_for(settings.seed, "pilot"))
+        aside = max(1, min(_PILOT_EXAMPLES, len(examples) // 4))
+        held_out, examples = examples.take(order[:aside]), examples.take(order[aside:])
+    count = examples.length or 1 if isinstance(examples, Stream) else steps_in_epoch(len(examples), settings.batch)
+    steps = min(_PILOT_STEPS, total_steps(settings, count))
+    short = replace(settings, steps=steps, epochs=max(1, ceil(steps / count)), warmup=0, average=0.0)
+    objective, tried = objective_for(settings, loss_fn=loss_fn, teacher=teacher), list[tuple[float, float | None]]()
+    before = snapshot(module)
+    with undone_on_error(module):
+        for rate in AUTO_RATES[settings.optimiser]:
+            options: dict[str, Any] = {"teacher": teacher, "loss_fn": loss_fn, "device": device, "momentum": momentum}
+            try:
+                train_(module, examples, replace(short, lr=rate), metric=_no_metric, **options)
+                found, _ = held_out_means(module, held_out, objective, teacher=teacher, batch=settings.batch, device=device)
+            except TrainingError:  # it diverged
+                found = inf
+            tried.append((rate, found if isfinite(found) else None))
+            copy_into_(module, before)
+    best = min(tried, key=lambda trial: inf if trial[1] is None else trial[1])
+    if best[1] is None:
+        raise TrainingError(
+            f"lr = 'auto': training diverges at all of {', '.join(f'{rate:g}' for rate, _ in tried)}. Check that inputs and "
+            f"weights are finite and scaled, or give a lower rate as lr."
+        )
+    return RateTrials(best[0], tuple(tried))
+
+
+def _no_metric(outputs: Any, targets: Any) -> Tensor:
+    """Trials need no metric, and the user's own may be slow."""
+    return torch.zeros(())
 
 
 class _Loop:
@@ -234,21 +196,30 @@ class _Loop:
         self.count = examples.length or 0 if isinstance(examples, Stream) else len(examples)
         self.per_epoch = self.count if isinstance(examples, Stream) else steps_in_epoch(self.count, settings.batch)
         self.planned = total_steps(settings, self.per_epoch)
-        self.step, self.rate = 0, settings.lr
+        self.step, self.rate, self.average = 0, settings.rate, dict[str, Tensor]()
+        self.precision, self.note = usable_precision(settings.precision, place)
+        if settings.augment == "auto":
+            kind, pad = suitable_augmentation(examples)
+            self.settings = replace(settings, augment=kind, pad=pad)
+        self.norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
         self.trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
         if not self.trained:
             raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
-        self.optimiser = torch.optim.SGD(
-            self.trained.values(),
-            lr=settings.lr,
-            momentum=settings.momentum,
-            weight_decay=settings.weight_decay,
-            nesterov=settings.nesterov,
-        )
+        self.optimiser: torch.optim.Optimizer
+        if settings.optimiser == "adamw":
+            self.optimiser = torch.optim.AdamW(self.trained.values(), lr=settings.rate, weight_decay=settings.weight_decay)
+        else:
+            self.optimiser = torch.optim.SGD(
+                self.trained.values(),
+                lr=settings.rate,
+                momentum=settings.momentum,
+                weight_decay=settings.weight_decay,
+                nesterov=settings.nesterov,
+            )
         # not all need to be: an attention mask, for example, is a buffer with infinities
         self.finite = _finite(module)
         # float16 gradients underflow unless the loss is scaled up for the backward pass
-        self.scaler = torch.amp.GradScaler(place.type, enabled=settings.precision == "float16")
+        self.scaler = torch.amp.GradScaler(place.type, enabled=self.precision == "float16")
 
     def start(self, resume: TrainState | None, momentum: Mapping[str, Tensor] | None) -> list[EpochRecord]:
         """Continue from the given state or momentum; returns the epochs already done."""
@@ -260,7 +231,11 @@ class _Loop:
             if resume.meta["scaler"]:
                 self.scaler.load_state_dict(resume.meta["scaler"])
             self.step = records[-1].steps if records else 0
-        for name, buffer in (momentum or {}).items() if self.settings.momentum else ():
+            self.average = {name: tensor.to(self.place) for name, tensor in resume.average().items()}
+            for key, moments in resume.moments().items() if self.settings.optimiser != "sgd" else ():
+                for name, moment in moments.items():
+                    self.optimiser.state[self.trained[name]][key] = moment.to(self.place if moment.ndim else "cpu").clone()
+        for name, buffer in (momentum or {}).items() if self.settings.optimiser == "sgd" and self.settings.momentum else ():
             weight = self.trained.get(name)
             if weight is None or weight.shape != buffer.shape:
                 found = "no such parameter" if weight is None else f"a parameter of shape {tuple(weight.shape)}"
@@ -273,7 +248,9 @@ class _Loop:
         loss_sum, right, count = 0.0, 0.0, 0
         with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number):
             self.module.train()
-            self.rate = self.settings.lr
+            for norm in self.norms if self.settings.freeze_batchnorm else ():
+                norm.eval()
+            self.rate = self.settings.rate
             for batch in self._batches(number):
                 self.rate = learning_rate(self.settings, self.step, self.per_epoch)
                 mean, outputs = self._train_on(batch, number)
@@ -281,18 +258,48 @@ class _Loop:
                     right += 0.0 if self.metric is None else float(total(self.metric(outputs, batch.targets), batch.size))
                 loss_sum, count = loss_sum + mean * batch.size, count + batch.size
                 self.step += 1
+                self._update_average()
                 if self.on_step is not None:
                     self.on_step(self.step, self.planned)
             for name in sorted(self.finite - _finite(self.module)):
                 raise self._diverged(f"{name!r} is no longer finite", number)
+            last = self.take_average_()
             measured = measure()
+            copy_into_(self.module, last)
         accuracy = None if self.metric is None else right / count
         return EpochRecord(number, self.step, self.rate, loss_sum / count, accuracy, *measured)
 
+    def _update_average(self) -> None:
+        """Move the average of weights and statistics towards those after this step, without bias to where it began.
+
+        With decay d the t-th of them counts d^(T - t) / (1 + d + … + d^(T - 1)); what does not move stays the same to the bit.
+        """
+        decay = self.settings.average
+        if decay == 0:
+            return
+        share = (1 - decay) / (1 - decay**self.step)
+        for name, tensor in named_tensors(self.module).items():
+            if name not in self.finite or not tensor.is_floating_point():
+                continue
+            if self.step == 1:
+                self.average[name] = tensor.detach().clone()
+            else:
+                self.average[name] += share * (tensor.detach() - self.average[name])
+
+    def take_average_(self) -> dict[str, Tensor]:
+        """Give the module the averaged weights, if they are wanted; returns those that it had, or nothing."""
+        own = named_tensors(self.module)
+        last = {name: own[name].detach().clone() for name in self.average}
+        copy_into_(self.module, self.average)
+        return last
+
     def momentum(self) -> dict[str, Tensor]:
-        """The optimiser's momentum by parameter name, on the CPU."""
-        buffers = {name: self.optimiser.state[weight].get("momentum_buffer") for name, weight in self.trained.items()}
-        return {name: buffer.detach().cpu() for name, buffer in buffers.items() if buffer is not None}
+        """SGD's momentum by parameter name, on the CPU; empty for AdamW, which starts again after a cut."""
+        return self._moments("momentum_buffer")
+
+    def _moments(self, key: str) -> dict[str, Tensor]:
+        found = {name: self.optimiser.state[weight].get(key) for name, weight in self.trained.items()}
+        return {name: moment.detach().cpu() for name, moment in found.items() if moment is not None}
 
     def state(self, records: list[EpochRecord]) -> TrainState:
         """A copy of all that the next epoch depends on."""
@@ -302,7 +309,8 @@ class _Loop:
             "examples": self.count,
             "scaler": self.scaler.state_dict(),
         }
-        return TrainState(packed(self.module, self.momentum()), meta)
+        moments = {} if self.settings.optimiser == "sgd" else {key: self._moments(key) for key in _ADAMW}
+        return TrainState(packed(self.module, self.momentum(), moments, self.average), meta)
 
     def _batches(self, number: int) -> Iterator[Batch]:
         """The examples of one epoch in its own order, augmented; a function of seed and epoch alone."""
@@ -333,7 +341,7 @@ class _Loop:
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate
         self.optimiser.zero_grad(set_to_none=True)
-        precision = self.settings.precision
+        precision = self.precision
         with nullcontext() if precision == "float32" else torch.autocast(self.place.type, dtype=getattr(torch, precision)):
             outputs = self.module(*batch.args)
             value = self.objective(batch.args, outputs, batch.targets)

@@ -12,8 +12,8 @@ from secateurs._util.journal import Journal
 from secateurs.config import TrainSettings
 from secateurs.data.dataset import Examples
 from secateurs.data.stream import Stream
-from secateurs.training.loop import train_
-from secateurs.training.state import EpochRecord, History, StateMeta, TrainState, packed
+from secateurs.training.loop import find_rate, train_
+from secateurs.training.state import EpochRecord, History, RateTrials, StateMeta, TrainState, packed
 
 CHECKPOINT = "checkpoints/training"
 
@@ -31,9 +31,20 @@ def train_resumably_(
 ) -> History:
     """Train as `train_` does (`options` are its own), resumed from the checkpoint of the same phase and step if there is one.
 
+    The rate that "auto" stands for is journaled before the training begins, and not looked for again.
+
     `after_epoch` may change the weights after every epoch, before they are saved: training continues from what it leaves,
     with the momentum unchanged.
     """
+    if settings.lr == "auto":
+        own = {name: options[name] for name in ("held_out", "teacher", "loss_fn", "device", "momentum") if name in options}
+        trials = journal.once(
+            RateTrials,
+            lambda: replace(find_rate(module, examples, settings, **own), phase=phase, step=step),
+            phase=phase,
+            step=step,
+        )
+        settings = replace(settings, lr=trials.lr)
     found = journal.load_tensors(CHECKPOINT, StateMeta)
     resumed = TrainState(*found) if found and (found[1]["phase"], found[1]["step"]) == (phase, step) else None
     if resumed is not None:  # killed between the checkpoint and its line in the journal
@@ -42,7 +53,7 @@ def train_resumably_(
     def save(state: TrainState) -> None:
         if after_epoch is not None:
             after_epoch(state.records())
-            state = replace(state, tensors=packed(module, state.momentum()))
+            state = replace(state, tensors={**state.tensors, **packed(module, {})})
         journal.save_tensors(CHECKPOINT, state.tensors, {**state.meta, "phase": phase, "step": step})
         _journal_epochs(journal, state, phase, step)
 

@@ -25,17 +25,21 @@ def total_steps(settings: TrainSettings, per_epoch: int) -> int:
 
 def learning_rate(settings: TrainSettings, step: int, per_epoch: int) -> float:
     """The rate of optimiser step `step` (counted from 0) where an epoch has `per_epoch` steps."""
-    warmup = settings.warmup * per_epoch
+    peak, total = settings.rate, total_steps(settings, per_epoch)
+    warmup = round(settings.warmup_share * total) if settings.warmup_share else settings.warmup * per_epoch
     if step < warmup:
-        return settings.lr * (step + 1) / warmup
-    if settings.schedule == "step":
-        return settings.lr * settings.factor ** bisect_right(settings.milestones, step // per_epoch)
-    total = total_steps(settings, per_epoch)
-    if settings.schedule == "cosine":
-        return _cosine(settings.lr, 0.0, (step - warmup) / max(1, total - warmup))
-    if settings.schedule == "one-cycle":
-        return _one_cycle(settings.lr, step, total)
-    return settings.lr
+        return peak * (step + 1) / warmup
+    way = (step - warmup) / max(1, total - warmup)
+    match settings.schedule:
+        case "step":
+            return peak * settings.factor ** bisect_right(settings.milestones, step // per_epoch)
+        case "cosine":
+            return _cosine(peak, 0.0, way)
+        case "linear":
+            return peak * (1 - way)
+        case "one-cycle":
+            return _one_cycle(peak, step, total)
+    return peak
 
 
 def _cosine(start: float, end: float, way: float) -> float:

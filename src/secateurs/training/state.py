@@ -15,7 +15,7 @@ from secateurs.errors import TrainingError
 from secateurs.graph.channels import Kept, take
 from secateurs.graph.trace import Graph
 
-_WEIGHTS, _MOMENTUM = "weights/", "momentum/"
+_WEIGHTS, _MOMENTUM, _MOMENTS, _AVERAGE = "weights/", "momentum/", "moments/", "average/"
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,26 @@ class EpochRecord:
     step: int = 0  # of the run that it belongs to
 
 
+@dataclass(frozen=True)
+class RateTrials:
+    """The learning rate that "auto" stands for in one training, and the held-out losses that chose it."""
+
+    lr: float
+    tried: tuple[tuple[float, float | None], ...]  # rate, and loss after the trial; None: it diverged
+    phase: str = "train"
+    step: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class History:
     """All epochs of a training, and the momentum it ended with, by parameter name."""
 
     epochs: tuple[EpochRecord, ...]
     momentum: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    last: Mapping[str, Tensor] = field(
+        default_factory=dict, repr=False
+    )  # weights of the last step, where averages replace them
+    note: str = ""  # what was done otherwise than asked for
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +70,18 @@ class TrainState:
         """Momentum by parameter name."""
         return _under(_MOMENTUM, self.tensors)
 
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """Moments of AdamW by kind and parameter name."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in _under(_MOMENTS, self.tensors).items():
+            kind, _, parameter = name.partition("/")
+            found.setdefault(kind, {})[parameter] = tensor
+        return found
+
+    def average(self) -> dict[str, Tensor]:
+        """Averaged weights by name; empty where none are kept."""
+        return _under(_AVERAGE, self.tensors)
+
 
 class StateMeta(TypedDict):
     """The plain values of a checkpoint, and the training within a run that it belongs to."""
@@ -68,10 +94,17 @@ class StateMeta(TypedDict):
     step: int
 
 
-def packed(module: nn.Module, momentum: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the module's weights and buffers, and of the momentum, as one flat dictionary."""
+def packed(
+    module: nn.Module,
+    momentum: Mapping[str, Tensor],
+    moments: Mapping[str, Mapping[str, Tensor]] | None = None,
+    average: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Copies of the module's weights and buffers, and of what the optimiser and the averages hold, as one flat dictionary."""
     found = {_WEIGHTS + name: tensor for name, tensor in named_tensors(module).items()}
     found |= {_MOMENTUM + name: tensor for name, tensor in momentum.items()}
+    found |= {f"{_MOMENTS}{kind}/{name}": tensor for kind, each in (moments or {}).items() for name, tensor in each.items()}
+    found |= {_AVERAGE + name: tensor for name, tensor in (average or {}).items()}
     # contiguous: a channels-last copy could not be written as safetensors
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in found.items()}
 
@@ -89,7 +122,8 @@ def restore_(module: nn.Module, state: TrainState) -> None:
 
 def check_fits(state: TrainState, settings: TrainSettings, *, examples: int) -> None:
     """Refuse a checkpoint that was made with other settings or on another number of examples."""
-    then, now = {**state.meta["settings"]}, settings_record(settings)
+    # a setting that an older checkpoint does not name had its default
+    then, now = {**settings_record(TrainSettings()), **state.meta["settings"]}, settings_record(settings)
     changed = [f"{key} was {then.get(key)!r}, is {now.get(key)!r}" for key in now if then.get(key) != now[key]]
     if state.meta["examples"] != examples:
         changed.append(f"there were {state.meta['examples']} training examples, there are {examples}")
@@ -107,17 +141,23 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def snapshot(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter and buffer by name."""
+    return {name: tensor.detach().clone() for name, tensor in named_tensors(module).items()}
+
+
 def copy_into_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite the module's parameters and buffers by those given."""
+    """Overwrite the module's parameters and buffers by those given; others stay."""
+    own = named_tensors(module)
     with torch.no_grad():
-        for name, own in named_tensors(module).items():
-            own.copy_(tensors[name])
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
 
 
 @contextmanager
 def undone_on_error(module: nn.Module) -> Iterator[None]:
     """If the block raises, the module gets the weights and buffers back that it had before."""
-    before = {name: tensor.detach().clone() for name, tensor in named_tensors(module).items()}
+    before = snapshot(module)
     try:
         yield
     except BaseException:

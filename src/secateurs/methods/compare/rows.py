@@ -17,6 +17,7 @@ from secateurs.config import PAPER_FINETUNE, PAPER_RETRAIN, TrainSettings, setti
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, RecipeError, RunError, suggest
 from secateurs.methods import NO_TRAINING, Budget
+from secateurs.training.augment import suitable_augmentation
 from secateurs.training.schedule import steps_in_epoch
 
 # ---- files of rows ---------------------------------------------------------------------------------------------------
@@ -88,11 +89,9 @@ def named_budget(name: str, examples: Examples, *, sites: int) -> Budget:
 
 
 def _with_augmentation(settings: TrainSettings, examples: Examples) -> TrainSettings:
-    """Add the paper's crops and flips for colour images, and none for others: a flipped digit is another digit."""
-    shape = examples.stored.args[0].shape[1:]
-    if len(shape) == 3 and shape[0] == 3 and min(shape[1:]) >= 8:
-        return replace(settings, augment="crop-flip", pad=min(shape[1:]) // 8)
-    return replace(settings, augment="none")
+    """Add the paper's crops and flips for colour images, and none for others."""
+    kind, pad = suitable_augmentation(examples)
+    return replace(settings, augment=kind, pad=pad or settings.pad)
 
 
 def _read_budget(path: Path) -> Budget:

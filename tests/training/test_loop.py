@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
+from small import line, rates, seeded_net, small_images, small_net
 from torch import Tensor, nn
 
 import secateurs
@@ -35,44 +36,11 @@ from secateurs.training import (
     restore_,
     train_,
 )
-from secateurs.training.loop import augment, crop_at, distance, random_crop, random_flip
+from secateurs.training.augment import augment, crop_at, random_crop, random_flip
+from secateurs.training.objective import distance
 from secateurs.training.schedule import steps_in_epoch
 
-
-def seeded_net(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return build()
-
-
-def small_net(seed: int = 0) -> nn.Module:
-    """Everything that could break determinism: convolution, BatchNorm, dropout."""
-    return seeded_net(
-        lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3, padding=1, bias=False),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Dropout(0.3),
-            nn.Linear(4 * 16, 3),
-        ),
-        seed,
-    )
-
-
-def small_images(count: int = 50, seed: int = 0) -> Examples:
-    generator = seeded(seed)
-    images = torch.randint(256, (count, 1, 4, 4), generator=generator, dtype=torch.uint8)
-    return Examples(images, torch.randint(3, (count,), generator=generator), Scaling(255.0, (0.5,), (0.25,)))
-
-
 # one step by hand
-
-
-def line(weight: float) -> nn.Linear:
-    net = nn.Linear(1, 1, bias=False, dtype=torch.float64)
-    nn.init.constant_(net.weight, weight)
-    return net
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -108,10 +76,6 @@ def test_frozen_parameters_stay() -> None:
 
 
 # schedules
-
-
-def rates(settings: TrainSettings, per_epoch: int) -> list[float]:
-    return [learning_rate(settings, step, per_epoch) for step in range(settings.epochs * per_epoch)]
 
 
 def test_the_papers_schedules() -> None:

@@ -1,0 +1,242 @@
+"""What one epoch of training does to a cut network, and by which settings: `python -m benchmarks.finetuning` (hours).
+
+Cross-entropy or distillation, BatchNorm live or frozen, three learning rates, averaged weights or those of the last step: from
+our repaired network, from those that L1 norms and the geometric median leave without repair, and from the untouched one.
+Every cell is a row of results/finetuning/rows.jsonl: give the same command again after a crash and it goes on. The validation
+set chooses the best cell; test accuracies are measured once and choose nothing. `--render` only prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from time import perf_counter
+from typing import Literal
+
+from benchmarks.conditions import conditions
+from secateurs import Graph, cost, trace
+from secateurs.cli.inputs import BUILTIN, PUBLIC, Origin, build_model, load_data
+from secateurs.config import TrainSettings
+from secateurs.data import Data
+from secateurs.graph.masking import copied
+from secateurs.methods import Task, method
+from secateurs.methods.compare.rows import append_row, read_rows
+from secateurs.methods.compare.run import fewer
+from secateurs.metrics import accuracy
+from secateurs.models import example_input
+from secateurs.training import train_
+from secateurs.training.state import copy_into_
+
+NETWORKS = {"resnet20": BUILTIN, "resnet32": PUBLIC, "resnet56": PUBLIC}
+UNTOUCHED = "untouched"
+STARTS = (UNTOUCHED, "obs+refit", "l1", "fpgm")
+RATES = (5e-4, 2e-3, 1e-2)
+DECAY = 0.99  # of the average
+TEMPERATURE = 2.0
+BATCH = 256  # images at once while measuring
+
+Loss = Literal["cross-entropy", "distillation"]
+BatchNorm = Literal["live", "frozen"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training of one network."""
+
+    network: str
+    start: str
+    target: float  # share of the MACs that was to go; 0: untouched
+    loss: Loss
+    batchnorm: BatchNorm
+    rate: float
+    seed: int
+    epochs: int
+    examples: int | None  # of each set; None: all
+
+    def settings(self) -> TrainSettings:
+        distilled = self.loss == "distillation"
+        return TrainSettings(
+            epochs=self.epochs,
+            lr=self.rate,
+            schedule="linear",
+            warmup_share=0.1,
+            augment="auto",
+            distill=1.0 if distilled else 0.0,
+            temperature=TEMPERATURE,
+            freeze_batchnorm=self.batchnorm == "frozen",
+            average=DECAY,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class Row(Cell):
+    """What a training left. Accuracies are fractions."""
+
+    averaged: bool
+    macs_removed: float
+    validation_before: float  # of the network that is trained
+    validation_after: float
+    test_before: float
+    test_after: float
+    test_dense: float  # of the untouched network, not trained
+    search_seconds: float
+    training_seconds: float
+    conditions: str
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(**{name: getattr(self, name) for name in Cell.__dataclass_fields__})
+
+
+class Subject:
+    """A trained network with its data, and what methods make of it."""
+
+    def __init__(self, network: str, runs: Path, examples: int | None) -> None:
+        self.network, self.runs, self.examples = network, runs, examples
+        self._origin = Origin(network, "cifar10", weights=NETWORKS[network]).settled()
+        self._measured: dict[tuple[str, float, int], tuple[float, float]] = {}
+
+    @cached_property
+    def graph(self) -> Graph:
+        return trace(build_model(self._origin), example_input(self.network))
+
+    @cached_property
+    def data(self) -> Data:
+        return fewer(load_data(self._origin), self.examples)
+
+    def start(self, name: str, target: float, seed: int) -> tuple[Graph, float]:
+        """A fresh copy of what a method makes, without training, and the seconds of its search; kept in its folder."""
+        if name == UNTOUCHED:
+            return copied(self.graph), 0.0
+        folder = self.runs / f"{self.network}-{name}-{target:g}-{seed}-{self.examples or 'all'}"
+        task = Task(self.graph, self.data, target, seed=seed, folder=folder, store=self.runs / f"{self.network}.sqlite")
+        found = method(name)(task)
+        return copied(found.graph), found.search_seconds
+
+    def accuracies(self, graph: Graph) -> tuple[float, float]:
+        """On the validation set and on the test set."""
+        sets = (self.data.search, self.data.test)
+        found = [accuracy(graph.module, examples, batch=BATCH) for examples in sets if examples is not None]
+        return found[0], found[-1]
+
+    def before(self, name: str, target: float, seed: int) -> tuple[float, float]:
+        """The accuracies of a start, measured once."""
+        key = (name, target, seed)
+        if key not in self._measured:
+            self._measured[key] = self.accuracies(self.start(*key)[0])
+        return self._measured[key]
+
+    def rows(self, cell: Cell) -> Iterator[Row]:
+        """Train once: the weights of the last step and their average are two rows."""
+        graph, searched = self.start(cell.start, cell.target, cell.seed)
+        settings, began = cell.settings(), perf_counter()
+        history = train_(graph.module, self.data.train, settings, teacher=self.graph.module if settings.distill else None)
+        seconds = perf_counter() - began
+        for averaged in (True, False):
+            if not averaged:
+                copy_into_(graph.module, history.last)
+            after, before = self.accuracies(graph), self.before(cell.start, cell.target, cell.seed)
+            yield Row(
+                **asdict(cell),
+                averaged=averaged,
+                macs_removed=1 - cost(graph).macs / cost(self.graph).macs,
+                validation_before=before[0],
+                validation_after=after[0],
+                test_before=before[1],
+                test_after=after[1],
+                test_dense=self.before(UNTOUCHED, 0.0, cell.seed)[1],
+                search_seconds=searched,
+                training_seconds=seconds,
+                conditions=conditions().sentence(),
+            )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Test accuracy by rate as Markdown; the best cell of a start by the validation set is bold."""
+    rates = sorted({row.rate for row in rows})
+    head = ["network", "MACs ↓", "start", "before", "loss", "BatchNorm", "weights", *(f"{rate:g}" for rate in rates)]
+    lines = [head, ["---"] * len(head)]
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.network, row.target, row.start, row.examples, row.epochs), []).append(row)
+    for (network, target, start, examples, epochs), group in sorted(groups.items(), key=lambda item: str(item[0])):
+        best = max(_mean([r.validation_after for r in cell]) for cell in _cells(group).values())
+        for loss, norm, averaged in product(("cross-entropy", "distillation"), ("live", "frozen"), (False, True)):
+            here = [row for row in group if (row.loss, row.batchnorm, row.averaged) == (loss, norm, averaged)]
+            if not here:
+                continue
+            shown = []
+            for rate in rates:
+                cell = [row for row in here if row.rate == rate]
+                text = f"{100 * _mean([row.test_after for row in cell]):.2f}" if cell else "–"
+                wins = bool(cell) and _mean([row.validation_after for row in cell]) == best
+                shown.append(f"**{text}**" if wins else text)
+            name = f"{network}, {epochs} epoch{'s' if epochs != 1 else ''}" + (f", {examples} images" if examples else "")
+            before = f"{100 * _mean([row.test_before for row in here]):.2f}"
+            weights = "averaged" if averaged else "last"
+            lines.append([name, f"{100 * float(str(target)):.0f} %", str(start), before, loss, norm, weights, *shown])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _cells(rows: Sequence[Row]) -> dict[tuple[object, ...], list[Row]]:
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.loss, row.batchnorm, row.averaged, row.rate), []).append(row)
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--networks", nargs="+", default=["resnet20", "resnet56"], choices=sorted(NETWORKS))
+    parser.add_argument("--targets", nargs="+", type=float, default=[0.3, 0.45])
+    parser.add_argument("--starts", nargs="+", default=list(STARTS), help="methods of secateurs compare, or untouched")
+    parser.add_argument("--losses", nargs="+", default=["cross-entropy", "distillation"])
+    parser.add_argument("--batchnorm", nargs="+", default=["live", "frozen"])
+    parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--examples", type=int, help="at most this number of each set: to try the command out")
+    parser.add_argument("--out", type=Path, default=Path("results/finetuning"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/finetuning"))
+    parser.add_argument("--render", action="store_true", help="only print the table")
+    given = parser.parse_args()
+    path: Path = given.out / "rows.jsonl"
+    known = {row.cell for row in read_rows(path, Row)}
+    for network in () if given.render else given.networks:
+        subject = Subject(network, given.runs, given.examples)
+        for seed, target, start in product(given.seeds, given.targets, given.starts):
+            share = 0.0 if start == UNTOUCHED else target
+            for loss, norm, rate in product(given.losses, given.batchnorm, given.rates):
+                cell = Cell(network, start, share, loss, norm, rate, seed, given.epochs, given.examples)
+                if cell in known:
+                    continue
+                rows = list(subject.rows(cell))  # both or none: one training made them
+                for row in rows:
+                    append_row(path, asdict(row))
+                    weights = "averaged" if row.averaged else "last"
+                    say(
+                        f"{network} {start} {share:.0%}, {loss}, BatchNorm {norm}, {rate:g}, {weights}: "
+                        f"test {row.test_before:.2%} → {row.test_after:.2%}, {row.training_seconds:.0f} s"
+                    )
+                known.add(cell)
+    say("\n" + table(read_rows(path, Row)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""What a training minimises: the loss on labels, the distance to a teacher's outputs, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from secateurs._util.modules import Device, eval_mode, on_device
+from secateurs.config import Distance, TrainSettings
+from secateurs.data.dataset import Examples
+from secateurs.errors import InvalidInput
+from secateurs.metrics import Measure, cross_entropy, logits_of, total
+
+Objective = Callable[[tuple[Tensor, ...], Any, Any], Tensor]
+"""Takes the network's arguments, the network's outputs and targets; gives the scalar to minimise."""
+
+_LEAST = 1e-8  # of a standard deviation: constant outputs have no correlation
+
+
+def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None) -> Objective:
+    """The mean loss that `settings` ask for; the teacher runs only where they distil from it."""
+    if loss_fn is not None and settings.label_smoothing:
+        raise InvalidInput(f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy")
+    plain = loss_fn or partial(cross_entropy, label_smoothing=settings.label_smoothing)
+    if settings.distill == 0:
+        return lambda inputs, outputs, targets: plain(outputs, targets).mean()
+    if teacher is None:
+        raise InvalidInput(f"distill = {settings.distill} needs a teacher: give teacher=…, or set distill = 0")
+    share, temperature, kind = settings.distill, settings.temperature, settings.distance
+
+    def with_teacher(inputs: tuple[Tensor, ...], outputs: Any, targets: Any) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(*inputs)
+        apart = distance(outputs, wanted, temperature, kind)
+        return apart if share == 1 else (1 - share) * plain(outputs, targets).mean() + share * apart
+
+    return with_teacher
+
+
+def distance(outputs: Any, wanted: Any, temperature: float, kind: Distance = "kl") -> Tensor:
+    """Distance of the student's class probabilities, softened by the temperature, from the teacher's; times temperature².
+
+    "kl": their mean divergence (Hinton). "dist": 1 - Pearson's correlation over the classes of an example, plus 1 - that over
+    the examples of a class (Huang 2022). The square keeps gradients as large as those of the plain loss at any temperature.
+    """
+    outputs, wanted = logits_of(outputs), logits_of(wanted)
+    if not isinstance(outputs, Tensor) or not isinstance(wanted, Tensor) or outputs.shape != wanted.shape:
+        raise InvalidInput("distillation needs one tensor of class logits, of the same shape, from network and teacher")
+    if outputs.ndim < 2 or outputs.shape[1] < 2:  # the probabilities of one class are always equal: nothing would be trained
+        raise InvalidInput(
+            f"distillation compares probabilities of classes; the network gives outputs of shape {tuple(outputs.shape)}: "
+            f"wanted (N, K, …) with 2 classes or more. Set distill = 0 to train by the loss."
+        )
+    student = functional.log_softmax(outputs / temperature, 1)
+    teacher = functional.log_softmax(wanted / temperature, 1)
+    if kind == "kl":
+        return temperature**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
+    # (examples, classes): the pixels of a dense prediction are examples
+    one, other = (logs.exp().movedim(1, -1).flatten(0, -2) for logs in (student, teacher))
+    return temperature**2 * ((1 - _pearson(one, other, 1)).mean() + (1 - _pearson(one, other, 0)).mean())
+
+
+def _pearson(one: Tensor, other: Tensor, axis: int) -> Tensor:
+    one, other = one - one.mean(axis, keepdim=True), other - other.mean(axis, keepdim=True)
+    return functional.cosine_similarity(one, other, axis, eps=_LEAST)
+
+
+def held_out_means(
+    module: nn.Module,
+    examples: Examples,
+    objective: Objective,
+    *,
+    teacher: nn.Module | None = None,
+    metric: Measure | None = None,
+    batch: int = 256,
+    device: Device = None,
+) -> tuple[float, float | None]:
+    """Mean objective, and mean metric if there is one, of a network in eval mode; not augmented."""
+    sums, count = torch.zeros(2, dtype=torch.float64), 0
+    beside = module if teacher is None else teacher
+    with on_device(module, device) as place, on_device(beside, place), eval_mode(module, beside):
+        for each in examples.batches(batch, device=place):
+            outputs, count = module(*each.args), count + each.size
+            sums[0] += total(objective(each.args, outputs, each.targets), each.size)
+            sums[1] += 0.0 if metric is None else total(metric(outputs, each.targets), each.size)
+    loss, mean = (sums / max(count, 1)).tolist()
+    return loss, None if metric is None else mean
