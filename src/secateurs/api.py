@@ -247,7 +247,7 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     certified as a metric is. `finetune(model)` is the user's own training after the cuts, `retrain="gentle"` (or
     `TrainSettings`) is ours, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that
     keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all
-    other settings; without one, `Recipe.best()`. With a `folder` everything is kept there, and `resume` continues after a crash.
+    other settings; without one, `Recipe.best()`. With a `folder` all is kept there, and `resume` continues after a crash.
 
     All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
     `progress=False`; `callback` gets every `Progress`.
@@ -261,6 +261,12 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     _check_functions(callback=options.get("callback"))
     with _shown(progress, options.pop("callback", None)) as (callback, follow):
         return follow(Pruner(model, train, val, callback=callback, **options))
+
+
+_progress = inspect.signature(prune).parameters["progress"]
+prune.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # help() and editors show all options
+    [*inspect.signature(Pruner).parameters.values(), _progress], return_annotation="Result"
+)
 
 
 def resume(
