@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from secateurs._util.modules import eval_mode, unwrapped
 from secateurs.errors import InvalidInput, NonFinite, Untraceable
+from secateurs.graph.attention import expand_attention_
 from secateurs.graph.capture.calls import ByPosition, Call, call_for, check_model
 from secateurs.graph.capture.calls import Example as Example
 from secateurs.graph.capture.calls import as_example as as_example
@@ -29,7 +30,7 @@ from secateurs.graph.capture.leaves import RULED as RULED
 from secateurs.graph.capture.leaves import Leaf, Leaves
 from secateurs.graph.capture.leaves import ruled_class as ruled_class
 from secateurs.graph.capture.record import buffers_restored, record
-from secateurs.graph.capture.symbolic import trace_symbolically
+from secateurs.graph.capture.symbolic import Unpickler, trace_symbolically
 from secateurs.graph.channels import Kept, call_word, module_path
 from secateurs.graph.node_info import Shape as Shape
 from secateurs.graph.node_info import called_module, copy_info_, info, keep_facts_, kept_facts
@@ -154,10 +155,14 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
         follow = functools.partial(export, copied, call, checks.example, leaves)
     example, name = checks.example, checks.name
     copied.train().eval()  # a change of mode clears what some layers computed from their weights and keep
-    module = fx.GraphModule(copied, follow(), class_name=name)
+    graph = follow()
+    graph._tracer_cls = Unpickler
+    module = fx.GraphModule(copied, graph, class_name=name)
     record_shapes_(module, example)
     copied.train()
     aligned = align_train_and_eval_(module, follow, demanded=demanded)
+    if expand_attention_(module):
+        record_shapes_(module, example)
     normalise_(module)
     _record_origins_(module)
     module.eval()

@@ -14,6 +14,11 @@ Leaf = str | type[nn.Module]
 RULED: set[type[nn.Module]] = set()
 """Module classes that have a rule: capture keeps them as leaves."""
 
+CONTAINERS = (
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),
+    *(nn.TransformerEncoderLayer, nn.TransformerDecoderLayer),
+)
+
 HARMLESS = {"__init__", "__module__", "__doc__", "__annotations__", "__firstlineno__", "__static_attributes__", "extra_repr"}
 
 
@@ -43,7 +48,7 @@ class Leaves:
         ours = path in self.names or isinstance(module, (*self.classes, SumInto, Constant, Fixed, Mask))
         ours = ours or ruled_class(type(module)) is not None
         of_torch = type(module).__module__.startswith(("torch.nn", "torch.ao.nn"))
-        return ours or (of_torch and not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict))
+        return ours or (of_torch and not isinstance(module, CONTAINERS))
 
     def chosen(self, root: nn.Module) -> tuple[str, ...]:
         """Return the paths of the submodules that the user named as leaves."""

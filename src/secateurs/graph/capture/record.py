@@ -104,7 +104,10 @@ class _Ratio(float):
 
 
 def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
-    """Return a copy of `tensor` in which `tensor[index]` is `value`."""
+    """Return a copy of `tensor` in which `tensor[index]` is `value`; a node of its own when torch.fx unpickles a network."""
+    for proxy in (tensor, value):
+        if isinstance(proxy, fx.Proxy):
+            return proxy.tracer.create_proxy("call_function", with_item, (tensor, index, value), {})
     tensor = tensor.clone()
     tensor[index] = value
     return tensor

@@ -14,7 +14,8 @@ from torch import fx, nn
 
 from secateurs.graph.flow.kinds import Blocks, Channelwise, Flow, Moved, ResizeArgs
 from secateurs.graph.flow.table import Op, channelwise, opaque, rule
-from secateurs.graph.node_info import Shape, shape_of
+from secateurs.graph.node_info import Shape, called_module, shape_of
+from secateurs.graph.normalise import FollowsMode
 
 
 @rule(nn.Flatten, torch.flatten, "flatten", torch.reshape, "reshape", "view")
@@ -81,7 +82,10 @@ ATTENTION_STEPS = (
 
 
 def _is_attended(node: fx.Node) -> bool:
-    return node.target in (F.scaled_dot_product_attention, torch.matmul, operator.matmul, "matmul", "__matmul__", torch.einsum)
+    owner = node.graph.owning_module
+    called = None if owner is None else called_module(owner, node)
+    target = called.function if isinstance(called, FollowsMode) else node.target
+    return target in (F.scaled_dot_product_attention, torch.matmul, operator.matmul, "matmul", "__matmul__", torch.einsum)
 
 
 def _axis_after(dims: Sequence[int], ahead: int) -> int | None:
