@@ -193,17 +193,20 @@ def test_multihead_attention_computes_what_torch_does_in_train_mode() -> None:
     assert_same(ours["attention.out_proj.weight"].grad, theirs["attention.out_proj.weight"].grad)
 
 
-@pytest.mark.parametrize("changed", ["weights are read", "padding", "bias_kv"])
+@pytest.mark.parametrize("changed", ["weights are read", "its result is an output", "padding", "bias_kv", "leaf"])
 def test_attention_that_is_not_of_this_form_keeps_its_heads(changed: str) -> None:
     def body(net: Net, x: Tensor) -> Any:
         h = net.stem(x)
+        if changed == "its result is an output":
+            return net.attention(h, h, h)
         y, weights = net.attention(h, h, h, key_padding_mask=net.padding if changed == "padding" else None)
         return (net.out(y), weights) if changed == "weights are read" else net.out(y)
 
     attention = nn.MultiheadAttention(12, 3, batch_first=True, add_bias_kv=changed == "bias_kv")
     padding = torch.tensor([[False, False, False, False, True]] * 3)
     x = random_tensor(3, 5, 4)
-    graph = trace(randomise_(Net(body, stem=nn.Linear(4, 12), attention=attention, out=nn.Linear(12, 3), padding=padding)), x)
+    model = randomise_(Net(body, stem=nn.Linear(4, 12), attention=attention, out=nn.Linear(12, 3), padding=padding))
+    graph = trace(model, x, leaves=["attention"] if changed == "leaf" else None)
     assert not list(find_sites(graph))
     assert "no rule for MultiheadAttention" in {refused.reason.split(" at ")[0] for refused in find_sites(graph).unprunable}
 

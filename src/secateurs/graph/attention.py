@@ -14,20 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from secateurs.graph.capture.leaves import RULED, Leaves
 from secateurs.graph.node_info import called_module, pass_on_, shape_of
 from secateurs.graph.normalise import FollowsMode
 
 ARGUMENTS = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
 
 
-def expand_attention_(module: fx.GraphModule) -> bool:
+def expand_attention_(module: fx.GraphModule, leaves: Leaves) -> bool:
     """Replace each nn.MultiheadAttention by its parts, if all its calls allow it; return whether any was replaced.
 
-    Those whose weights are an output, with a key_padding_mask, with added keys and values, or without a batch stay whole.
+    Those whose weights are an output, with a key_padding_mask, with added keys and values, or without a batch stay whole; so do
+    those that the user names as leaves, and all if there is a rule for the class.
     """
     calls: dict[str, list[fx.Node]] = {}
-    for node in module.graph.nodes:
-        if type(called_module(module, node)) is nn.MultiheadAttention:
+    for node in [] if nn.MultiheadAttention in RULED else module.graph.nodes:
+        attention = called_module(module, node)
+        if type(attention) is nn.MultiheadAttention and not leaves.are_chosen(attention, str(node.target)):
             calls.setdefault(str(node.target), []).append(node)
     expanded = False
     for path, nodes in calls.items():
@@ -55,7 +58,7 @@ def _held(module: fx.GraphModule, mask: fx.Node) -> Any:
 
 def _is_plain(module: fx.GraphModule, attention: nn.MultiheadAttention, node: fx.Node, given: dict[str, Any]) -> bool:
     """Whether the call is what linear layers and scaled_dot_product_attention compute, and only its first result is used."""
-    first_only = all(user.args[1:] == (0,) or not user.users for user in node.users)
+    first_only = all(user.target is operator.getitem and (user.args[1] == 0 or not user.users) for user in node.users)
     mask = given.get("attn_mask")
     mask_for_all = mask is None or (isinstance(held := _held(module, mask), Tensor) and held.dim() == 2)
     batched = all(isinstance(given[n], fx.Node) and len(shape_of(given[n]).dims or ()) == 3 for n in ARGUMENTS[:3])
@@ -67,15 +70,14 @@ def _is_plain(module: fx.GraphModule, attention: nn.MultiheadAttention, node: fx
 def _put_layers_(module: fx.GraphModule, path: str, attention: nn.MultiheadAttention, *, packed: bool) -> None:
     """Put a submodule that only holds the layers in the place of the attention."""
     holder = nn.Module()
-    bias = attention.in_proj_bias
+    weight, bias = attention.in_proj_weight, attention.in_proj_bias
     if packed:
-        holder.add_module("in_proj", _linear(attention.in_proj_weight, bias))
+        holder.add_module("in_proj", _linear(weight, bias))
     else:
         separate = (attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight)
-        weights = attention.in_proj_weight.detach().chunk(3) if attention._qkv_same_embed_dim else separate
-        biases = [None] * 3 if bias is None else bias.detach().chunk(3)
-        for letter, weight, its_bias in zip("qkv", weights, biases, strict=True):
-            holder.add_module(f"{letter}_proj", _linear(weight, its_bias))
+        biases = [None] * 3 if bias is None else _thirds(bias)
+        for letter, *its in zip("qkv", _thirds(weight) if attention._qkv_same_embed_dim else separate, biases, strict=True):
+            holder.add_module(f"{letter}_proj", _linear(*its))
     holder.add_module("out_proj", attention.out_proj)
     if attention.dropout:
         holder.add_module("attend", FollowsMode(F.scaled_dot_product_attention, "dropout_p", (0.0, attention.dropout)))
@@ -83,11 +85,15 @@ def _put_layers_(module: fx.GraphModule, path: str, attention: nn.MultiheadAtten
     module.set_submodule(path, holder)
 
 
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+def _thirds(packed: Tensor) -> list[nn.Parameter]:
+    return [nn.Parameter(third.clone(), requires_grad=packed.requires_grad) for third in packed.detach().chunk(3)]
+
+
+def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-    layer.weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight.clone())
+    layer.weight = weight
     if bias is not None:
-        layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias.clone())
+        layer.bias = bias
     return layer
 
 

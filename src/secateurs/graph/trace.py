@@ -161,7 +161,7 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
     record_shapes_(module, example)
     copied.train()
     aligned = align_train_and_eval_(module, follow, demanded=demanded)
-    if expand_attention_(module):
+    if expand_attention_(module, leaves):
         record_shapes_(module, example)
     normalise_(module)
     _record_origins_(module)

@@ -43,13 +43,17 @@ class Leaves:
         for name in self.names - known:
             raise InvalidInput(f"leaves: the model has no submodule {name!r}. Use a path from model.named_modules().")
 
+    def are_chosen(self, module: nn.Module, path: str) -> bool:
+        """Whether the user named `module` as a leaf."""
+        return path in self.names or isinstance(module, self.classes)
+
     def __call__(self, module: nn.Module, path: str) -> bool:
         """Whether capture does not enter `module`; torch's own containers are entered."""
-        ours = path in self.names or isinstance(module, (*self.classes, SumInto, Constant, Fixed, Mask))
+        ours = self.are_chosen(module, path) or isinstance(module, SumInto | Constant | Fixed | Mask)
         ours = ours or ruled_class(type(module)) is not None
         of_torch = type(module).__module__.startswith(("torch.nn", "torch.ao.nn"))
         return ours or (of_torch and not isinstance(module, CONTAINERS))
 
     def chosen(self, root: nn.Module) -> tuple[str, ...]:
         """Return the paths of the submodules that the user named as leaves."""
-        return tuple(name for name, part in root.named_modules() if name in self.names or isinstance(part, self.classes))
+        return tuple(name for name, part in root.named_modules() if self.are_chosen(part, name))

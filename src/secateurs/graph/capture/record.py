@@ -103,7 +103,7 @@ class _Ratio(float):
         return -(-self.parts[0] // self.parts[1])
 
 
-def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
+def with_item(tensor: Tensor, index: Any, value: Any) -> Any:
     """Return a copy of `tensor` in which `tensor[index]` is `value`; a node of its own when torch.fx unpickles a network."""
     for proxy in (tensor, value):
         if isinstance(proxy, fx.Proxy):
