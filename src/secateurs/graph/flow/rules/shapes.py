@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from secateurs.graph.flow.kinds import Blocks, Channelwise, Flow, Moved, ResizeArgs
 from secateurs.graph.flow.table import Op, channelwise, opaque, rule
-from secateurs.graph.node_info import Shape, called_module, shape_of
+from secateurs.graph.node_info import Shape, called_module, info, shape_of
 from secateurs.graph.normalise import FollowsMode
 
 
@@ -53,7 +53,9 @@ def _heads(op: Op, place: int) -> Flow | None:
     before, after, axis = op.shapes[0], op.shape, op.axis
     parts = next((k for k in (3, 2) if math.prod(after[place : place + k]) == op.width and len(after) >= place + k), 0)
     divided = after[place : place + parts]
-    if not parts or axis is None or op.module is not None or before[:axis] != after[:place] or op.width in divided:
+    if not parts or axis is None or op.module is not None or before[:axis] != after[:place]:
+        return None
+    if op.width in divided and info(op.node).get("original_channels", 1) == 1:  # a cut can leave one head
         return None
     if not any(map(_is_attended, _followed(op.node))):
         return None
