@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nets import Net, assert_compact_is_masked, assert_same, random_keep, random_tensor, randomise_, run, traced, without
+from nets import Net, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run, traced, without
 from secateurs import Graph, compact, find_site, find_sites, masked, trace
 from secateurs.data import Examples
 from secateurs.metrics import cross_entropy
@@ -223,3 +223,42 @@ def test_heads_and_hidden_layers_of_torchs_transformer_are_removed() -> None:
         assert sites[f"encoder.layers.{i}.self_attn.in_proj"] == 3
         assert sites[f"encoder.layers.{i}.linear1"] == 20
     assert_compact_is_masked(graph, random_keep(list(find_sites(graph)), 0), (X[:2],))
+
+
+# ---- what windows of attention need: rolls, parts of an image by computed sizes, functions that torch.fx does not enter ---
+
+PARTS: dict[str, tuple[Callable[[Net, Tensor], Tensor], bool]] = {  # and whether layer `a` can lose filters
+    "rows": (lambda net, x: net.o(net.a(x)[:, :, : net.b(x).size(2) - 1].relu()), True),
+    "as many rows as channels": (lambda net, x: net.o(net.a(x)[:, :, : net.b(x).size(1) - 2]) + net.p(net.b(x)).mean(), True),
+    "as many channels": (lambda net, x: net.o(net.a(x)[:, : net.b(x).size(1)].relu()) + net.p(net.b(x)), False),
+    "rolled": (lambda net, x: net.o(torch.roll(net.a(x), (1, 2), (2, 3))), True),
+    "rolled channels": (lambda net, x: net.o(torch.roll(net.a(x), 1, 1)), False),
+    "rolled as a whole": (lambda net, x: net.o(net.a(x).roll(3)), False),
+}
+
+
+@pytest.mark.parametrize("engine", ["fx", "record"])
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_and_rolls_of_an_image(part: str, engine: Any) -> None:
+    body, prunable = PARTS[part]
+    x = random_tensor(2, 3, 10, 10)
+    graph = traced(Net(body, a=conv(3, 8), b=conv(3, 8), o=conv(8, 2), p=conv(8, 2)), x, engine=engine)
+    sites = list(find_sites(graph))
+    assert ("a" in [site.name for site in sites]) == prunable
+    assert_compact_is_masked(graph, random_keep(sites, 1), (random_tensor(3, 3, 10, 10),))
+
+
+def hidden(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.relu(net(x)) if x.dim() == 4 else x
+
+
+torch.fx.wrap("hidden")
+
+
+def test_a_function_that_torch_fx_does_not_enter_is_recorded() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        return net.o(hidden(net.b, net.a(x)))
+
+    graph = traced(Net(body, a=conv(3, 6), b=conv(6, 8), o=conv(8, 2)), random_tensor(2, 3, 8, 8))
+    assert [site.name for site in find_sites(graph)] == ["a", "b"]
+    assert_compact_is_masked(graph, random_keep(list(find_sites(graph)), 0))

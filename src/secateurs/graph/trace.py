@@ -27,7 +27,7 @@ from secateurs.graph.capture.calls import as_example as as_example
 from secateurs.graph.capture.calls import tensors_in as tensors_in
 from secateurs.graph.capture.export import export
 from secateurs.graph.capture.leaves import RULED as RULED
-from secateurs.graph.capture.leaves import Leaf, Leaves
+from secateurs.graph.capture.leaves import Leaf, Leaves, is_ruled
 from secateurs.graph.capture.leaves import ruled_class as ruled_class
 from secateurs.graph.capture.record import buffers_restored, record
 from secateurs.graph.capture.symbolic import Unpickler, trace_symbolically
@@ -122,8 +122,8 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
             if module is not None or (isinstance(error, AnotherPath) and chosen != "fx"):
                 break
             continue
-        if chosen != "fx" or not any("_tensor_constant" in str(node.target) for node in module.graph.nodes):
-            break  # otherwise torch.fx has computed with buffers, which then are constants: try to record it
+        if chosen != "fx" or not any(map(_is_recorded_better, module.graph.nodes)):
+            break
     if module is None:
         if len(refusals) == 1:
             raise refusals[0]
@@ -131,6 +131,14 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     copy_modes_(model, module)
     origin = f"{type(model).__module__}.{type(model).__qualname__}"
     return Graph(module, example, Plan(model=origin), within.chosen(copied))
+
+
+def _is_recorded_better(node: fx.Node) -> bool:
+    """Whether torch.fx has computed with a buffer, a constant then, or has not entered a function (`torch.fx.wrap`)."""
+    if node.op != "call_function":
+        return "_tensor_constant" in str(node.target)
+    package = str(getattr(node.target, "__module__", None) or "torch").split(".")[0]
+    return package not in ("torch", "_operator", "builtins", "math", "secateurs") and not is_ruled(node.target)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -11,8 +12,14 @@ from secateurs.graph.layers import Constant, Fixed, Mask, SumInto
 
 Leaf = str | type[nn.Module]
 
-RULED: set[type[nn.Module]] = set()
-"""Module classes that have a rule: capture keeps them as leaves."""
+RULED: set[Any] = set()
+"""Module classes and functions that have a rule, or their names as 'package.module:name': capture does not enter them."""
+
+
+def is_ruled(called: Any) -> bool:
+    """Whether a module class or function has a rule of its own, by itself or by its name."""
+    return called in RULED or f"{getattr(called, '__module__', '')}:{getattr(called, '__name__', '')}" in RULED
+
 
 CONTAINERS = (
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder),

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from secateurs.errors import Untraceable
 from secateurs.graph.capture.calls import Call, erase_unused_, kind_of_input, place_of, put_together, tensors_in
-from secateurs.graph.capture.leaves import Leaves
+from secateurs.graph.capture.leaves import Leaves, is_ruled
 from secateurs.graph.layers import Fixed
 from secateurs.graph.node_info import info
 
@@ -309,7 +309,7 @@ class _Recorder(TorchFunctionMode):
                 return original(module, *args, **kwargs)
             self.stack.append(module)
             try:
-                if not path or not self.leaves(module, path):
+                if not path or not (self.leaves(module, path) or is_ruled(type(module))):
                     return original(module, *args, **kwargs)
                 run = functools.partial(self.as_whole, original, module, args, kwargs)
                 return self.call(run, functools.partial(self.graph.call_module, path), args, kwargs)

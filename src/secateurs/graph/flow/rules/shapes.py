@@ -120,6 +120,16 @@ def _resizer(place: int) -> ResizeArgs:
     return resize
 
 
+@rule(torch.roll, "roll")
+def roll(op: Op) -> Flow:
+    """Along other axes than the channels', each channel is treated alone."""
+    given = op.argument(2, "dims", ())
+    dims = {d % len(op.shape) for d in ((given,) if isinstance(given, int) else given)}
+    if op.axis is None or not dims or op.axis in dims:
+        return opaque(op, "moves channels")
+    return channelwise(op, keeps_zero=True)
+
+
 @rule("expand", torch.broadcast_to)
 def expand(op: Op) -> Flow:
     """Repeats along other axes than the channels'."""
@@ -212,10 +222,12 @@ def getitem(op: Op) -> Flow:
     chosen = items[position]
     if not isinstance(chosen, slice):
         return opaque(op, "picks a single channel")
+    written = _expanded(op.node.args[1], len(op.shapes[0]))  # sizes that were computed stay computed
+    if any(isinstance(end, fx.Node) for end in (written[position].start, written[position].stop, written[position].step)):
+        return opaque(op, "takes as many channels as another tensor has")
     picked = torch.arange(op.width)[chosen]
     if len(picked) == op.width:
         return Channelwise(out_axis, op.axis, op.width, keeps_zero=True)
-    written = _expanded(op.node.args[1], len(op.shapes[0]))  # sizes that were computed stay computed
     plain = tuple(slice(None) if place == position else item for place, item in enumerate(written))
 
     def whole(node: fx.Node, width: int) -> None:
