@@ -262,3 +262,15 @@ def test_a_function_that_torch_fx_does_not_enter_is_recorded() -> None:
     graph = traced(Net(body, a=conv(3, 6), b=conv(6, 8), o=conv(8, 2)), random_tensor(2, 3, 8, 8))
     assert [site.name for site in find_sites(graph)] == ["a", "b"]
     assert_compact_is_masked(graph, random_keep(list(find_sites(graph)), 0))
+
+
+def test_a_network_that_changes_its_settings_for_small_images_is_captured_as_it_is_for_the_example() -> None:
+    """Swin of transformers keeps the smaller window that it takes for a small image."""
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        net.window = min(getattr(net, "window", 8), int(x.shape[-1]))
+        assert x.shape[-1] % 8 or net.window == 8, "windows of a smaller image"
+        return net.o(torch.relu(net.a(x)))
+
+    graph = traced(Net(body, a=conv(3, 6), o=conv(6, 2)), random_tensor(2, 3, 8, 8))
+    assert_compact_is_masked(graph, {"a": without(6, 2)}, (random_tensor(3, 3, 8, 8),))

@@ -110,7 +110,8 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     others = [(example, expected)] if example[0].shape[:1] == (1,) else []
     for doubled, found in other_batches(reference, example, 2) if others else []:
         example, expected = doubled, found  # an axis of length 1 looks like an axis that is not there
-    others = [*(others if others and others[0][0] is not example else []), *other_sizes(reference, example, expected)]
+    probe = copy.deepcopy(reference)  # some networks change their own settings when they see another image size
+    others = [*(others if others and others[0][0] is not example else []), *other_sizes(probe, example, expected)]
     checks = _Checks(reference, example, expected, tuple(others), name)
     refusals: list[Untraceable] = []
     module: fx.GraphModule | None = None
