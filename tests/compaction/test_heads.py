@@ -268,9 +268,9 @@ def test_a_network_that_changes_its_settings_for_small_images_is_captured_as_it_
     """Swin of transformers keeps the smaller window that it takes for a small image."""
 
     def body(net: Any, x: Tensor) -> Tensor:
-        net.window = min(getattr(net, "window", 8), int(x.shape[-1]))
-        assert x.shape[-1] % 8 or net.window == 8, "windows of a smaller image"
+        net.window = min(getattr(net, "window", 64), int(x.shape[-1]))
+        assert x.shape[-1] % 64 or net.window == 64, "windows of a smaller image"
         return net.o(torch.relu(net.a(x)))
 
-    graph = traced(Net(body, a=conv(3, 6), o=conv(6, 2)), random_tensor(2, 3, 8, 8))
-    assert_compact_is_masked(graph, {"a": without(6, 2)}, (random_tensor(3, 3, 8, 8),))
+    graph = traced(Net(body, a=conv(3, 6), o=conv(6, 2)), random_tensor(2, 3, 64, 64))
+    assert_compact_is_masked(graph, {"a": without(6, 2)}, (random_tensor(3, 3, 64, 64),))
