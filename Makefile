@@ -86,7 +86,7 @@ bench-scoring: $(STAMP) ## Time and judge the scoring of filters on the real CIF
 bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accuracy, on CIFAR-10 (what has no row yet; RESULTS=folder: all anew, hours)
 	@QUALITY_RESULTS="$(RESULTS)" $(BIN)/python -m benchmarks.quality --all
 
-limits: $(STAMP) ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
+limits: $(STAMP) .venv-integrations/.installed ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits
 
 torture: $(STAMP) ## Generated networks, damaged files, killed runs, contracts: rewrite docs/reliability.md, an hour (SCALE=0.01: a look)

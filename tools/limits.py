@@ -1,79 +1,70 @@
-"""What surgery can and cannot do to networks of others: the classification models of torchvision, and some of timm.
+"""What surgery can and cannot do to networks of others: torchvision, timm, ultralytics, transformers, segmentation, MONAI.
 
-Run it as `make limits`, or as `tools/limits NAME...` for some models only (timm's are named timm/NAME). Every model gets
-random weights, constants and BatchNorm statistics, is traced, searched for sites, and loses 30 % of the channels of all
-sites at once, with both shortcut positions; the compacted network must give what the masked one gives. Writes
-benchmarks/results/limits.jsonl and the tables in docs/limits.md.
+Run it as `make limits`, or as `tools/limits NAME...` for some networks only (LIBRARY/NETWORK, see limits_networks.py). Every
+network gets random weights, constants and BatchNorm statistics, is traced, searched for sites, and loses 30 % of the channels
+of all sites at once, and then again of what is left, with both shortcut positions; the compacted network must give what the
+masked one gives, in eval mode, in train mode, and in eval mode after train mode has updated the statistics of both. Rows are
+kept in results/limits/rows.jsonl: an interrupted run goes on with the networks that are missing. Writes docs/limits.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from limits_networks import build, define_operators, names
 from torch import Tensor, nn
 
-from secateurs import Unprunable, compact, cost, find_sites, masked, trace
+from secateurs import Graph, Unprunable, compact, cost, find_sites, masked, trace
 from secateurs._util.files import write_text
-from secateurs.errors import SecateursError
+from secateurs.errors import EmptyLayer, SecateursError
+from secateurs.graph.trace import tensors_in
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "limits.jsonl"
+ROWS = ROOT / "results" / "limits" / "rows.jsonl"
 PAGE = ROOT / "docs" / "limits.md"
 BEGIN, END = "<!-- begin: made by `make limits` -->", "<!-- end: made by `make limits` -->"
 
 OFF = 0.3  # the share of every site's channels that is removed
-EQUAL = {torch.float64: 1e-10, torch.float32: 1e-4}  # largest difference allowed, relative to the largest output
-TIMEOUT = 1800  # seconds for one model
+EQUAL = {"float64": 1e-10, "float32": 1e-4}  # largest difference allowed, relative to the largest output
 HUGE = 4e8  # parameters above which four copies in float64 need more memory than a small machine has
-
-FAMILIES = (  # in the order of their papers, timm last; a model belongs to the longest one that its name starts with
-    *("alexnet", "vgg", "googlenet", "inception", "resnet", "squeezenet", "densenet", "resnext", "wide_resnet"),
-    *("shufflenet", "mobilenet_v2", "mnasnet", "mobilenet_v3", "efficientnet_b", "regnet", "vit", "swin_"),
-    *("efficientnet_v2", "convnext", "swin_v2", "maxvit", "timm/"),
-)
-TIMM = {  # timm's name of a model: pixels of its square input. A new line here is all that another model needs
-    "poolformerv2_s12": 64,
-    "convformer_s18": 64,
-    "caformer_s18": 64,
-    "hgnetv2_b0": 64,
-    "swinv2_cr_tiny_224": 224,
-    "resnetv2_18": 64,
-    "ghostnet_100": 64,
-    "mixnet_s": 64,
-    "convmixer_768_32": 64,
-}
+LIBRARIES = ("torchvision", "timm", "ultralytics", "transformers", "segmentation_models_pytorch", "monai")
 
 
 @dataclass(frozen=True)
 class Surgery:
-    """What became of one model with one shortcut position."""
+    """What became of one network with one shortcut position."""
 
     sites: int
     layers: int  # convolution and linear layers that can lose filters
     prunable_macs: int
-    macs_left: float  # share of the MACs left by the cut
-    parameters_left: float
+    macs_left: float  # share of the MACs left by the first cut
     difference: float  # between compacted and masked, relative to the largest output
+    again: float  # the same for a second cut of what is left
+    training: (
+        float | None
+    )  # the same in train mode and after it; None for a network that is random in train mode, or fails there
     effect: float  # between masked and uncut, relative to the largest output: 0 would make the comparison empty
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """The layers of one model that can lose no filters, for one kind of reason."""
+    """The layers of one network that can lose no filters, for one kind of reason."""
 
     kind: str  # the reason without the names and numbers of a place
     layers: int
@@ -83,13 +74,15 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Row:
-    """One model: what was found in it, or where it failed."""
+    """One network: what was found in it, or where it failed."""
 
-    model: str  # timm/NAME for those of timm
-    family: str
+    model: str  # LIBRARY/NETWORK
+    commit: str  # of secateurs
     parameters: int = 0
-    size: int = 0  # pixels of the square input
+    example: str = ""  # the shapes of the input
     dtype: str = ""
+    engine: str = ""  # that captured it
+    tracing: float = 0.0  # seconds
     layers: int = 0  # convolution and linear layers, the output layer not counted
     macs: int = 0
     before: Surgery | None = None
@@ -99,49 +92,15 @@ class Row:
     seconds: float = 0.0
 
 
-OPS = torch.library.Library("torchvision", "DEF")  # the ops live as long as this object
-
-
-@cache
-def torchvision_models() -> Any:
-    """torchvision.models without torchvision's compiled part, which loads beside a CUDA torch only.
-
-    Two of its ops must exist for the import, though no classification model calls them.
-    """
-    for name in ("nms", "qnms"):
-        OPS.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    from torchvision import models
-
-    return models
-
-
-def build(name: str) -> tuple[nn.Module, int]:
-    """The model with its library's own initialisation, and the smallest input size of ours that it takes."""
-    models = torchvision_models()
-    if name.startswith("timm/"):
-        import timm  # after torchvision's ops: it imports torchvision
-
-        name = name.removeprefix("timm/")
-        return timm.create_model(name, pretrained=False), TIMM[name]
-    options: dict[str, Any] = {}
-    size = 64
-    if name in ("inception_v3", "googlenet"):
-        options["init_weights"] = False  # their own takes minutes
-        size = 96
-    if name == "maxvit_t":
-        size = 224  # its windows fit no smaller image
-    if name.startswith("vit"):
-        size = options["image_size"] = 56 if name == "vit_h_14" else 64
-    return models.get_model(name, weights=None, **options), size
-
-
 @torch.no_grad()
 def randomise_(model: nn.Module, generator: torch.Generator) -> None:
     """Leave no constant tensor, and no 0 and no 1 in any tensor: fresh norms, biases, scales and scalars hide mistakes.
 
-    Variances and scales become 0.5 to 1.5, so that activations stay finite; biases and means -0.2 to 0.2.
+    Variances and scales become 0.5 to 1.5, so that activations stay finite; biases and means -0.2 to 0.2. Buffers other than
+    statistics hold what a network computes with (indices, masks, windows) and stay. Dropout is off: it would be random.
     """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    statistics = [(n, b) for n, b in model.named_buffers() if n.endswith(("running_mean", "running_var"))]
+    for name, tensor in (*model.named_parameters(), *statistics):
         if not tensor.is_floating_point() or not tensor.numel():
             continue
         word = name.rsplit(".", 1)[-1]
@@ -155,41 +114,62 @@ def randomise_(model: nn.Module, generator: torch.Generator) -> None:
             tensor.copy_(0.2 * noise - 0.1)
         else:
             tensor.copy_(torch.where((tensor == 0) | (tensor == 1), 0.2 * noise - 0.1, tensor))
+    for part in model.modules():
+        for name, value in vars(part).items():
+            if isinstance(value, float) and (name == "p" or "drop" in name):
+                setattr(part, name, 0.0)
 
 
-def random_cut(sites: Iterable[Any], generator: torch.Generator) -> dict[str, Tensor]:
-    """Keep a random 70 % of the channels of each site, at least one."""
-    cut = {}
-    for site in sites:
-        keep = torch.ones(site.channels, dtype=torch.bool)
-        keep[torch.randperm(site.channels, generator=generator)[: int(OFF * site.channels)]] = False
-        cut[site.name] = keep
-    return cut
+def random_cut(graph: Graph, sites: Iterable[Any], generator: torch.Generator) -> tuple[Graph, dict[str, Tensor]]:
+    """Keep a random 70 % of the channels of each site, at least one; return the compacted network and the masks.
+
+    A cut that leaves a layer without a channel (all that one slice reads, for example) is drawn again, four times.
+    """
+    for tries in range(5):
+        cut = {}
+        for site in sites:
+            keep = torch.ones(site.channels, dtype=torch.bool)
+            keep[torch.randperm(site.channels, generator=generator)[: max(int(OFF * site.channels), site.channels > 1)]] = False
+            cut[site.name] = keep
+        try:
+            return compact(graph, cut, verify=False), cut
+        except EmptyLayer:
+            if tries == 4:
+                raise
+    raise AssertionError
 
 
 def survey(name: str) -> Row:
-    """Trace one model and cut it; what it raises becomes the row's failure."""
+    """Trace one network and cut it; what it raises becomes the row's failure."""
     start = time.perf_counter()
-    family = max((f for f in FAMILIES if name.startswith(f)), key=len)
+    commit = _git("rev-parse", "--short", "HEAD")
     try:
-        row = operate(name, family)
+        row = operate(name, commit, seed=0)
+        if verdict(row) == "no effect":  # a ReLU at the output can hide everything
+            row = operate(name, commit, seed=1)
     except SecateursError as error:
-        row = Row(name, family, failure=f"{type(error).__name__}: {error}")
+        row = Row(name, commit, failure=re.sub(r"/\S*/site-packages/", "", f"{type(error).__name__}: {error}"))
     except Exception:
-        row = Row(name, family, failure="crash: " + traceback.format_exc(limit=-2))
+        row = Row(name, commit, failure="crash: " + traceback.format_exc(limit=-3))
     return Row(**{**vars(row), "seconds": round(time.perf_counter() - start, 1)})
 
 
-def operate(name: str, family: str) -> Row:
-    generator = torch.Generator().manual_seed(0)
-    torch.manual_seed(0)
-    model, size = build(name)
+def operate(name: str, commit: str, seed: int) -> Row:
+    """Build one network with random weights, trace it, and cut it with both shortcut positions."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    model, example = build(name)
     parameters = sum(p.numel() for p in model.parameters())
     dtype = torch.float32 if parameters > HUGE else torch.float64
     model = model.eval().to(dtype)
     randomise_(model, generator)
-    x = torch.randn(2, 3, size, size, generator=generator, dtype=dtype)
-    graph = trace(model, x)
+    if isinstance(example, Tensor):
+        example = example.to(dtype)
+    else:
+        example = {key: v.to(dtype) if v.is_floating_point() else v for key, v in example.items()}
+    start = time.perf_counter()
+    graph, engine = captured(model, example)
+    tracing = round(time.perf_counter() - start, 2)
     del model
     whole = cost(graph)
     weighted = [layer for layer in cost(graph, convention="paper").layers if layer.macs]
@@ -197,13 +177,15 @@ def operate(name: str, family: str) -> Row:
     for shortcut in ("before", "after"):
         sites = find_sites(graph, shortcut=shortcut)
         refused += sites.unprunable
-        done[shortcut] = surgery(graph, sites, whole, x, random_cut(sites, generator))
+        done[shortcut] = surgery(graph, sites, whole, generator, shortcut)
     return Row(
         name,
-        family,
+        commit,
         parameters,
-        size,
+        ", ".join("×".join(map(str, e.shape)) for e in graph.example),
         str(dtype).removeprefix("torch."),
+        engine,
+        tracing,
         len(weighted) - 1,
         whole.macs,
         done["before"],
@@ -212,66 +194,139 @@ def operate(name: str, family: str) -> Row:
     )
 
 
-def surgery(graph: Any, sites: Any, whole: Any, x: Tensor, cut: dict[str, Tensor]) -> Surgery:
-    """Cut, compact, and compare with the masked and the uncut network."""
+def captured(model: nn.Module, example: Any) -> tuple[Graph, str]:
+    """Trace with engine="auto", and say which engine it took."""
+    tracing: Any = importlib.import_module("secateurs.graph.trace")
+    capture, tried = tracing._captured, []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        found = capture(*args, **options)
+        tried.append(args[4])
+        return found
+
+    tracing._captured = watched
+    try:
+        return trace(model, example), tried[-1]
+    finally:
+        tracing._captured = capture
+
+
+def surgery(graph: Graph, sites: Any, whole: Any, generator: torch.Generator, shortcut: Any) -> Surgery:
+    """Cut, compact, and compare with the masked and the uncut network; then cut and compare again."""
     layers = {layer for site in sites for layer in site.layers}
-    narrow = compact(graph, cut)
-    with torch.inference_mode():
-        uncut, reference, result = graph.module(x), masked(graph, cut)(x), narrow.module(x)
-    scale = reference.abs().max()
-    left = cost(narrow)
+    narrow, cut = random_cut(graph, sites, generator)
+    reference = masked(graph, cut)
+    got, wanted = outputs(narrow.module, graph.example), outputs(reference, graph.example)
+    training = in_train_mode(narrow.module, reference, graph.example)
+    if training is not None and training > 1e-12:  # over two values, BatchNorm divides by their difference: take eight
+        eight = tuple(torch.cat([e, e.flip(-1), 0.7 * e, 1.3 * e.flip(-1)]) for e in graph.example if e.is_floating_point())
+        training = in_train_mode(narrow.module, reference, eight) if len(eight) == len(graph.example) else training
+    twice, second = random_cut(narrow, find_sites(narrow, shortcut=shortcut), generator)
     return Surgery(
         sites=len(sites),
         layers=len(layers),
         prunable_macs=sum(whole.layer(layer).macs for layer in layers),
-        macs_left=left.macs / whole.macs,
-        parameters_left=left.parameters / whole.parameters,
-        difference=float((result - reference).abs().max() / scale),
-        effect=float((uncut - reference).abs().max() / scale),
+        macs_left=cost(narrow).macs / whole.macs,
+        difference=difference(got, wanted),
+        again=difference(outputs(twice.module, graph.example), outputs(masked(narrow, second), graph.example)),
+        training=training,
+        effect=difference(outputs(graph.module, graph.example), wanted),
     )
+
+
+def outputs(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """All floating-point outputs."""
+    with torch.no_grad():
+        return [t for t in tensors_in(network(*(e.clone() for e in inputs))) if t.is_floating_point()]
+
+
+def difference(got: list[Tensor], wanted: list[Tensor]) -> float:
+    """The largest difference, relative to the largest output; infinite if shapes, or places that are not finite, differ."""
+    if [t.shape for t in got] != [t.shape for t in wanted]:
+        return float("inf")
+    worst = scale = 0.0
+    for one, other in zip(got, wanted, strict=True):
+        finite = other.isfinite()
+        if not torch.equal(finite, one.isfinite()):
+            return float("inf")
+        if bool(finite.any()):
+            worst = max(worst, float((one - other)[finite].abs().max()))
+            scale = max(scale, float(other[finite].abs().max()))
+    return worst / scale if scale else float(worst > 0)
+
+
+def in_train_mode(narrow: nn.Module, reference: nn.Module, inputs: tuple[Tensor, ...]) -> float | None:
+    """The largest difference in train mode, and in eval mode with the statistics that it has left."""
+    found = []
+    for network in (reference, reference, narrow):
+        before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+        torch.manual_seed(len(found))
+        try:
+            trained = outputs(network.train(), inputs)
+        except (RuntimeError, ValueError):  # a single value for each channel, of which BatchNorm takes no statistics
+            return None
+        finally:
+            network.eval()
+        found.append((trained, outputs(network, inputs)))
+        network.load_state_dict(before)
+    first, again, smaller = found
+    if difference(first[0], again[0]) > 0:
+        return None
+    return max(difference(smaller[0], first[0]), difference(smaller[1], first[1]))
+
+
+def differences(row: Row) -> list[float]:
+    """All that were measured."""
+    return [d for s in (row.before, row.after) if s for d in (s.difference, s.again, s.training) if d is not None]
 
 
 def verdict(row: Row) -> str:
     """One word for the table, worst first."""
-    if row.failure:
-        return "crash" if row.failure.startswith("crash") else row.failure.split(":")[0]
-    assert row.before is not None
-    assert row.after is not None
-    limit = EQUAL[getattr(torch, row.dtype)]
-    for done in (row.before, row.after):
-        if not done.difference <= limit:  # a NaN is wrong too
-            return "wrong"
-        if done.sites and not done.effect > 1e3 * limit:
-            return "no effect"
-    return "equal" if row.before.sites else "no sites"
+    if row.before is None or row.after is None:
+        return "crash" if row.failure.startswith("crash") else "refused"
+    if not all(d <= EQUAL[row.dtype] for d in differences(row)):  # a NaN is wrong too
+        return "wrong"
+    if any(done.sites and not done.effect > 1e3 * EQUAL[row.dtype] for done in (row.before, row.after)):
+        return "no effect"
+    return "equal" if row.before.sites or row.after.sites else "no sites"
 
 
-def run_apart(name: str) -> Row:
-    """Survey one model in a process of its own, so that even a crash of the interpreter is only a row."""
-    command = [sys.executable, __file__, "--one", name]
-    family = max((f for f in FAMILIES if name.startswith(f)), key=len)
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def survey_apart(name: str, timeout: float) -> Row:
+    """Survey one network in a process of its own, so that even a crash of the interpreter is only a row."""
+    context = multiprocessing.get_context("fork")  # the libraries are imported once
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: sender.send(json.dumps(asdict(survey(name)))))
+    process.start()
+    sender.close()
+    commit = _git("rev-parse", "--short", "HEAD")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    except subprocess.TimeoutExpired:
-        return Row(name, family, failure=f"crash: not done after {TIMEOUT} s")
-    if done.returncode:
-        return Row(name, family, failure=f"crash: exit status {done.returncode}: {done.stderr[-500:]}")
-    return from_json(json.loads(done.stdout.splitlines()[-1]))
+        if not receiver.poll(timeout):
+            return Row(name, commit, failure=f"crash: not done after {timeout:.0f} s")
+        return from_json(json.loads(receiver.recv()))
+    except EOFError:
+        process.join()
+        return Row(name, commit, failure=f"crash: exit status {process.exitcode}")
+    finally:
+        process.kill()
+        process.join()
 
 
-def in_order(rows: Iterable[Row]) -> list[Row]:
-    """By family, then by size."""
-    return sorted(rows, key=lambda row: (FAMILIES.index(row.family), row.parameters, row.model))
+def read_rows() -> dict[str, Row]:
+    """The rows of earlier runs, by network."""
+    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
+    return {row.model: row for row in map(from_json, map(json.loads, lines))}
 
 
-def read_rows() -> list[Row]:
-    """The rows of earlier runs."""
-    return [from_json(json.loads(line)) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
-def write_rows(rows: list[Row]) -> None:
-    """One row of JSON a line."""
-    write_text(RESULTS, "".join(json.dumps(asdict(row)) + "\n" for row in rows))
+def write_rows(rows: dict[str, Row]) -> None:
+    """One row of JSON a line, in the order of the page."""
+    order = {name: place for place, name in enumerate(names())}
+    ordered = sorted(rows.values(), key=lambda row: (order.get(row.model, len(order)), row.model))
+    ROWS.parent.mkdir(parents=True, exist_ok=True)
+    write_text(ROWS, "".join(json.dumps(asdict(row)) + "\n" for row in ordered))
 
 
 def from_json(record: dict[str, Any]) -> Row:
@@ -287,35 +342,44 @@ def percent(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
 
 
+def prunable(row: Row) -> float:
+    """The share of the MACs that can be pruned, with the better shortcut position."""
+    assert row.before is not None
+    assert row.after is not None
+    return max(row.before.prunable_macs, row.after.prunable_macs) / row.macs
+
+
 def model_table(rows: list[Row]) -> str:
-    """One line a model."""
+    """One line a network."""
     lines = [
-        "| model | weights | sites | layers prunable | MACs prunable | MACs left after the cut, before / after | "
-        "largest difference | outcome |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| network | weights | input | engine | trace | sites | layers prunable | MACs prunable | MACs left, before / after | "
+        "largest difference | in train mode | outcome |",
+        "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for row in rows:
-        outcome = verdict(row)
+        short_name = row.model.partition("/")[2]
         if row.before is None or row.after is None:
-            lines.append(f"| {row.model.removeprefix('timm/')} | | | | | | | {outcome}: {short(row.failure)} |")
+            lines.append(f"| {short_name} | | | | | | | | | | | {verdict(row)}: {short(row.failure)} |")
             continue
-        both = f"{percent(row.before.macs_left, 1)} / {percent(row.after.macs_left, 1)}"
+        both = (row.before, row.after)
+        trained = [s.training for s in both if s.training is not None]
+        eval_mode = max(d for s in both for d in (s.difference, s.again))
         lines.append(
-            f"| {row.model.removeprefix('timm/')} | {row.parameters / 1e6:.1f} M | {row.before.sites} / {row.after.sites} | "
-            f"{max(row.before.layers, row.after.layers)} of {row.layers} | "
-            f"{percent(max(row.before.prunable_macs, row.after.prunable_macs), row.macs)} | {both} | "
-            f"{max(row.before.difference, row.after.difference):.0e}{' (float32)' * (row.dtype == 'float32')} | "
-            f"{outcome} |"
+            f"| {short_name} | {row.parameters / 1e6:.1f} M | {row.example} | {row.engine} | {row.tracing:.1f} s | "
+            f"{row.before.sites} / {row.after.sites} | {max(s.layers for s in both)} of {row.layers} | "
+            f"{percent(prunable(row), 1)} | {' / '.join(percent(s.macs_left, 1) for s in both)} | "
+            f"{eval_mode:.0e}{' (float32)' * (row.dtype == 'float32')} | {f'{max(trained):.0e}' if trained else '–'} | "
+            f"{verdict(row)} |"
         )
     return "\n".join(lines)
 
 
 def short(failure: str) -> str:
-    return re.sub(r"\s+", " ", failure).replace("|", "\\|")[-300:]
+    return re.sub(r"\s+", " ", failure).replace("|", "\\|")[:300]
 
 
 def refusal_table(rows: list[Row]) -> str:
-    """One line a kind of reason, those that lock most MACs first."""
+    """One line for each kind of reason, those that lock most MACs first."""
     found: dict[str, list[tuple[Row, Refusal]]] = defaultdict(list)
     for row in rows:
         for refusal in row.refusals:
@@ -351,22 +415,28 @@ def kind_of(reason: str, network: nn.Module) -> str:
 
 def render(rows: list[Row]) -> str:
     """The generated part of the page."""
-    timm = [row for row in rows if row.family == "timm/"]
-    torchvision = [row for row in rows if row.family != "timm/"]
-    families = {row.family for row in torchvision}
-    return (
-        f"### torchvision\n\n{len(torchvision)} models of {len(families)} families "
-        f"(torch {torch.__version__}, torchvision 0.28.0, CPU): {counted(torchvision)}.\n\n{model_table(torchvision)}\n\n"
-        f"### timm\n\n{len(timm)} models (torch {torch.__version__}, timm 1.0.30, CPU): {counted(timm)}.\n\n"
-        f"{model_table(timm)}\n\n"
-        f"### Every refusal, by reason\n\n{refusal_table(rows)}\n"
-    )
+    commits = ", ".join(f"`{commit}` ({count})" for commit, count in Counter(row.commit for row in rows).most_common())
+    taken = [row for row in rows if row.before is not None]
+    shares = sorted(prunable(row) for row in taken)
+    engines = ", ".join(f"{engine} {count}" for engine, count in Counter(row.engine for row in taken).most_common())
+    parts = [
+        f"{len(rows)} networks, torch {torch.__version__} on a CPU, secateurs at commit {commits}. Captured: {len(taken)} "
+        f"({engines}). Outcomes: {counted(rows)}. Share of the MACs that can be pruned: median {percent(median(shares), 1)}, "
+        f"above 90 % in {sum(s > 0.9 for s in shares)} of {len(taken)} networks."
+    ]
+    for library in LIBRARIES:
+        found = [row for row in rows if row.model.startswith(f"{library}/")]
+        if found:
+            parts.append(
+                f"### {library} {version(library)}\n\n{len(found)} networks: {counted(found)}.\n\n{model_table(found)}"
+            )
+    parts.append(f"### Every refusal of a layer, by reason\n\n{refusal_table(taken)}")
+    return "\n\n".join(parts) + "\n"
 
 
 def counted(rows: list[Row]) -> str:
     """How many rows have which outcome, the most frequent first."""
-    outcomes = [verdict(row) for row in rows]
-    return ", ".join(f"{outcomes.count(o)} {o}" for o in sorted(set(outcomes), key=outcomes.count, reverse=True))
+    return ", ".join(f"{count} {outcome}" for outcome, count in Counter(map(verdict, rows)).most_common())
 
 
 def update_page(text: str) -> None:
@@ -379,23 +449,24 @@ def update_page(text: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="torchvision's names of models, timm/NAME for timm's; all without it")
-    parser.add_argument("--one", metavar="NAME", help="survey one model here and write its row as JSON to the output")
+    parser.add_argument("names", nargs="*", help="networks, LIBRARY/NETWORK; without it, all that have no row yet")
+    parser.add_argument("--again", action="store_true", help="make the rows of all networks, also of those that have one")
     parser.add_argument("--render", action="store_true", help="only rewrite the page from the saved rows")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one network (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.one:
-        print(json.dumps(asdict(survey(options.one))))
-        return 0
+    define_operators()
+    for library in LIBRARIES:
+        importlib.import_module(library)  # once for all networks
     rows = read_rows()
-    known = [*torchvision_models().list_models(module=torchvision_models()), *(f"timm/{name}" for name in TIMM)]
-    for name in [] if options.render else options.names or known:
-        row = run_apart(name)
+    missing = [name for name in names() if options.again or name not in rows]
+    for name in [] if options.render else options.names or missing:
+        row = survey_apart(name, options.timeout)
         print(f"{name}: {verdict(row)} in {row.seconds:.0f} s {short(row.failure)}", file=sys.stderr)
-        rows = in_order([row, *(other for other in rows if other.model != name)])
-        write_rows(rows)  # after each model: an interrupted run goes on with the names that are missing
-    update_page(render(rows))
-    return int(any(verdict(row) not in ("equal", "no sites") for row in rows))
+        rows[name] = row
+        write_rows(rows)
+    update_page(render(list(read_rows().values())))
+    return int(any(verdict(row) not in ("equal", "no sites", "refused") for row in rows.values()))
 
 
 if __name__ == "__main__":

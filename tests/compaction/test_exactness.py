@@ -29,6 +29,7 @@ from nets import (
     randomise_,
     run,
     traced,
+    without,
 )
 from secateurs import compact, find_sites, load, masked, replay, rule, save, trace, verify
 from secateurs.errors import InvalidInput, NotEqual, SecateursError, Unproved, Untraceable
@@ -197,15 +198,20 @@ def test_what_an_activation_makes_of_zero_must_not_depend_on_the_image() -> None
 
 
 def test_a_network_that_takes_smaller_images_only_is_followed_there() -> None:
-    """As many groups are shuffled as the image is high: fused for 8 rows, it would be wrong for 4."""
+    """As many groups are shuffled as the image is high: fused for 8 rows, it would be wrong for 4, so it asserts 8 rows."""
 
     def body(net: Net, x: Tensor) -> Tensor:
         a = net.a(x)
         n, c, h, w = a.shape
         return net.o(a.view(n, h, -1, h, w).transpose(1, 2).reshape(n, c, h, w))
 
+    model, x = Net(body, a=conv(3, 8), o=conv(8, 2)), random_tensor(2, 3, 8, 8)
     with pytest.raises(Untraceable, match="another output than the model"):
-        traced(Net(body, a=conv(3, 8), o=conv(8, 2)), random_tensor(2, 3, 8, 8))
+        traced(model, x, engine="fx")
+    graph = traced(model, x)
+    assert_compact_is_masked(graph, {"a": without(8, 1, 5)}, (x[:1],))
+    with pytest.raises(AssertionError, match="must have length 8"):
+        run(graph.module, x[..., :4, :4])
 
 
 # ---- cuts that remove nothing, and unread channels -----------------------------------------------------------
@@ -603,6 +609,24 @@ def test_an_interrupt_while_tracing_waits_for_its_end() -> None:
 
 
 # ---- pickles ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_module_whose_buffers_take_sizes_of_the_input_can_be_pickled() -> None:
+    """torch.fx follows the code of a pickled network again; items that are written stay one node."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        y = net.a(x) + net.shift.expand(x.size(0), -1, -1, -1)
+        y[:, 0] = 1.0
+        return net.o(y)
+
+    model, x = Net(body, a=conv(3, 8), o=conv(8, 2), shift=torch.zeros(1, 8, 1, 1)), random_tensor(2, 3, 8, 8)
+    graph = traced(model, x)
+    again = io.BytesIO()
+    torch.save(graph.module, again)
+    again.seek(0)
+    loaded = torch.load(again, weights_only=False)  # our own bytes
+    for batch in (x, x[:1]):
+        assert_same(run(loaded, batch), run(model, batch))
 
 
 def test_a_pruned_module_can_be_pickled_and_copied() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nets import Net, assert_compact_is_masked, assert_same, random_tensor, run, traced, without
-from secateurs import Graph, compact, find_site, find_sites, masked
+from nets import Net, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run, traced, without
+from secateurs import Graph, compact, find_site, find_sites, masked, trace
 from secateurs.data import Examples
 from secateurs.metrics import cross_entropy
 from secateurs.scoring.engine import split_for
@@ -142,3 +143,134 @@ def test_one_head_is_no_site() -> None:
 
     (refused, _) = find_sites(traced(Net(body, qkv=nn.Linear(4, 12), out=nn.Linear(4, 2)), X)).unprunable
     assert refused.reason == "it has one head only"
+
+
+def attention_module(*, itself: bool, **options: Any) -> Graph:
+    """With nn.MultiheadAttention, of one tensor or of two, the second of other widths."""
+    weights = options.pop("need_weights", True)
+    other = {} if itself else {"kdim": 6, "vdim": 6}
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        query = net.stem(x)
+        key = query if itself else net.other(x)
+        return net.out(net.attention(query, key, key, need_weights=weights, attn_mask=net.mask)[0])
+
+    attention = nn.MultiheadAttention(12, 3, **other, **options)
+    layers = {"stem": nn.Linear(4, 12), "other": nn.Linear(4, 6), "attention": attention, "out": nn.Linear(12, 3)}
+    mask = torch.ones(5 if options.get("batch_first") else 3, 5 if options.get("batch_first") else 3).triu(1).bool()
+    return traced(Net(body, **layers, mask=mask), X)
+
+
+@pytest.mark.parametrize("itself", [True, False])
+@pytest.mark.parametrize(
+    "options", [{"batch_first": True}, {"bias": False}, {"dropout": 0.1, "need_weights": False}, {"dropout": 0.1}], ids=str
+)
+def test_heads_of_multihead_attention_are_removed(itself: bool, options: dict[str, Any]) -> None:
+    graph = attention_module(itself=itself, **options)
+    site = next(site for site in find_sites(graph) if site.channels == 3)
+    assert site.layers == (("attention.in_proj",) if itself else tuple(f"attention.{c}_proj" for c in "qkv"))
+    masks = {site: without(3, 1), "stem": without(12, 0), "attention.out_proj": without(12, 4)}
+    smaller = assert_compact_is_masked(graph, masks, (X[:2],) if options.get("batch_first") else (X[:, :2],))
+    assert smaller.module.get_submodule("attention.out_proj").in_features == 8
+    last = find_site(smaller, site.name)
+    assert last.original == (0, 2)
+    alone = assert_compact_is_masked(smaller, {last: torch.tensor([False, True])})
+    assert not any(layer in site.layers for layer in last.layers for site in find_sites(alone) if site.channels > 1)
+
+
+def test_multihead_attention_computes_what_torch_does_in_train_mode() -> None:
+    """With the same random numbers, dropout drops the same weights; gradients reach the thirds of the packed weight."""
+    attention = nn.MultiheadAttention(12, 3, dropout=0.3, batch_first=True)
+    model = Net(lambda net, x: net.attention(x, x, x, need_weights=False)[0], attention=attention).double().train()
+    x = random_tensor(2, 5, 12)
+    graph = trace(model, x)
+    found = []
+    for network in (model, graph.module):
+        torch.manual_seed(3)
+        network(x).square().sum().backward()
+        found.append(dict(network.named_parameters()))
+    theirs, ours = found
+    assert_same(ours["attention.in_proj.weight"].grad, theirs["attention.in_proj_weight"].grad)
+    assert_same(ours["attention.out_proj.weight"].grad, theirs["attention.out_proj.weight"].grad)
+
+
+@pytest.mark.parametrize("changed", ["weights are read", "its result is an output", "padding", "bias_kv", "leaf"])
+def test_attention_that_is_not_of_this_form_keeps_its_heads(changed: str) -> None:
+    def body(net: Net, x: Tensor) -> Any:
+        h = net.stem(x)
+        if changed == "its result is an output":
+            return net.attention(h, h, h)
+        y, weights = net.attention(h, h, h, key_padding_mask=net.padding if changed == "padding" else None)
+        return (net.out(y), weights) if changed == "weights are read" else net.out(y)
+
+    attention = nn.MultiheadAttention(12, 3, batch_first=True, add_bias_kv=changed == "bias_kv")
+    padding = torch.tensor([[False, False, False, False, True]] * 3)
+    x = random_tensor(3, 5, 4)
+    model = randomise_(Net(body, stem=nn.Linear(4, 12), attention=attention, out=nn.Linear(12, 3), padding=padding))
+    graph = trace(model, x, leaves=["attention"] if changed == "leaf" else None)
+    assert not list(find_sites(graph))
+    assert "no rule for MultiheadAttention" in {refused.reason.split(" at ")[0] for refused in find_sites(graph).unprunable}
+
+
+def test_heads_and_hidden_layers_of_torchs_transformer_are_removed() -> None:
+    layer = nn.TransformerEncoderLayer(12, 3, 20, dropout=0.1, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    graph = traced(
+        Net(lambda net, x: net.out(net.encoder(net.stem(x))), stem=nn.Linear(4, 12), encoder=encoder, out=nn.Linear(12, 3)), X
+    )
+    sites = {site.name: site.channels for site in find_sites(graph)}
+    for i in (0, 1):
+        assert sites[f"encoder.layers.{i}.self_attn.in_proj"] == 3
+        assert sites[f"encoder.layers.{i}.linear1"] == 20
+    assert_compact_is_masked(graph, random_keep(list(find_sites(graph)), 0), (X[:2],))
+
+
+# ---- what windows of attention need: rolls, parts of an image by computed sizes, functions that torch.fx does not enter ---
+
+PARTS: dict[str, tuple[Callable[[Net, Tensor], Tensor], bool]] = {  # and whether layer `a` can lose filters
+    "rows": (lambda net, x: net.o(net.a(x)[:, :, : net.b(x).size(2) - 1].relu()), True),
+    "as many rows as channels": (lambda net, x: net.o(net.a(x)[:, :, : net.b(x).size(1) - 2]) + net.p(net.b(x)).mean(), True),
+    "as many channels": (lambda net, x: net.o(net.a(x)[:, : net.b(x).size(1)].relu()) + net.p(net.b(x)), False),
+    "rolled": (lambda net, x: net.o(torch.roll(net.a(x), (1, 2), (2, 3))), True),
+    "rolled channels": (lambda net, x: net.o(torch.roll(net.a(x), 1, 1)), False),
+    "rolled as a whole": (lambda net, x: net.o(net.a(x).roll(3)), False),
+}
+
+
+@pytest.mark.parametrize("engine", ["fx", "record"])
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_and_rolls_of_an_image(part: str, engine: Any) -> None:
+    body, prunable = PARTS[part]
+    x = random_tensor(2, 3, 10, 10)
+    graph = traced(Net(body, a=conv(3, 8), b=conv(3, 8), o=conv(8, 2), p=conv(8, 2)), x, engine=engine)
+    sites = list(find_sites(graph))
+    assert ("a" in [site.name for site in sites]) == prunable
+    assert_compact_is_masked(graph, random_keep(sites, 1), (random_tensor(3, 3, 10, 10),))
+
+
+def hidden(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.relu(net(x)) if x.dim() == 4 else x
+
+
+torch.fx.wrap("hidden")
+
+
+def test_a_function_that_torch_fx_does_not_enter_is_recorded() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        return net.o(hidden(net.b, net.a(x)))
+
+    graph = traced(Net(body, a=conv(3, 6), b=conv(6, 8), o=conv(8, 2)), random_tensor(2, 3, 8, 8))
+    assert [site.name for site in find_sites(graph)] == ["a", "b"]
+    assert_compact_is_masked(graph, random_keep(list(find_sites(graph)), 0))
+
+
+def test_a_network_that_changes_its_settings_for_small_images_is_captured_as_it_is_for_the_example() -> None:
+    """Swin of transformers keeps the smaller window that it takes for a small image."""
+
+    def body(net: Any, x: Tensor) -> Tensor:
+        net.window = min(getattr(net, "window", 64), int(x.shape[-1]))
+        assert x.shape[-1] % 64 or net.window == 64, "windows of a smaller image"
+        return net.o(torch.relu(net.a(x)))
+
+    graph = traced(Net(body, a=conv(3, 6), o=conv(6, 2)), random_tensor(2, 3, 64, 64))
+    assert_compact_is_masked(graph, {"a": without(6, 2)}, (random_tensor(3, 3, 64, 64),))

@@ -803,6 +803,21 @@ def heads(w: Writer) -> None:
         w.let(f"{w.part(f'nn.Linear({h * d}, {w.channels()})')}({y})")
 
 
+def multihead(w: Writer) -> None:
+    """torch's own module for attention, of one tensor or of two; with places first, the batch is attended over."""
+    v = w.image()
+    c, h, d = w.shape(v)[1], w.pick((2, 3)), w.pick((1, 2, 3))
+    t = w.let(f"{v}.flatten(2).transpose(1, 2)")
+    query = w.let(f"{w.part(f'nn.Linear({c}, {h * d})')}({t})")
+    other, options = query, f"batch_first={w.chance(0.7)}, bias={w.chance(0.7)}"
+    if w.chance(0.4):
+        other, options = t, f"kdim={c}, vdim={c}, {options}"
+    made = w.part(f"nn.MultiheadAttention({h * d}, {h}, {options})")
+    y = w.let(f"{made}({query}, {other}, {other}, need_weights={w.chance(0.5)})[0]")
+    if w.chance(0.4):
+        w.let(f"{query} + {y}")
+
+
 def together(w: Writer) -> None:
     """Channels that become pixels, pixels that become channels, new axes."""
     v = w.image()
@@ -889,7 +904,7 @@ IMAGE_BLOCKS: list[Callable[[Writer], Any]] = [
     *[depthwise, transposed, functional_conv, linear, linear_on_channels, einsum, functional_norm, star_relu, number],
     *[narrow_with_wide, join, pool, pool, reduce_, flatten, image_from_vector, shuffle, shuffle, into_batch, permuted, squeeze],
     *[parts_of, parts_of, parts_of, concatenate, concatenate, residual, residual, residual, projection, option_a, gate, gate],
-    *[glu, shared, unread, attention, heads, together, in_place, matrix_mlp],
+    *[glu, shared, unread, attention, heads, multihead, together, in_place, matrix_mlp],
 ]
 VECTOR_BLOCKS: list[Callable[[Writer], Any]] = [
     *[linear, linear, linear, linear, linear, activation, norm, broadcast_term, broadcast_term, star_relu, number, join],

@@ -131,8 +131,8 @@ def normalise_(module: fx.GraphModule) -> None:
 
 def _delete_unused_tensors_(module: fx.GraphModule) -> None:
     """Delete parameters that no node reads: those of functional layers belong to the new modules."""
-    called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
-    read = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}
+    read = {str(n.target) for n in module.graph.nodes if n.op == "get_attr"}  # also modules that a function gets
+    called = read | {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
     parameters, buffers = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     for name in [name for name, _ in [*parameters, *buffers]]:
         parents = name.split(".")

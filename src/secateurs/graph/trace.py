@@ -20,16 +20,17 @@ from torch import Tensor, fx, nn
 
 from secateurs._util.modules import eval_mode, unwrapped
 from secateurs.errors import InvalidInput, NonFinite, Untraceable
+from secateurs.graph.attention import expand_attention_
 from secateurs.graph.capture.calls import ByPosition, Call, call_for, check_model
 from secateurs.graph.capture.calls import Example as Example
 from secateurs.graph.capture.calls import as_example as as_example
 from secateurs.graph.capture.calls import tensors_in as tensors_in
 from secateurs.graph.capture.export import export
 from secateurs.graph.capture.leaves import RULED as RULED
-from secateurs.graph.capture.leaves import Leaf, Leaves
+from secateurs.graph.capture.leaves import Leaf, Leaves, is_ruled
 from secateurs.graph.capture.leaves import ruled_class as ruled_class
 from secateurs.graph.capture.record import buffers_restored, record
-from secateurs.graph.capture.symbolic import trace_symbolically
+from secateurs.graph.capture.symbolic import Unpickler, trace_symbolically
 from secateurs.graph.channels import Kept, call_word, module_path
 from secateurs.graph.node_info import Shape as Shape
 from secateurs.graph.node_info import called_module, copy_info_, info, keep_facts_, kept_facts
@@ -109,7 +110,8 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     others = [(example, expected)] if example[0].shape[:1] == (1,) else []
     for doubled, found in other_batches(reference, example, 2) if others else []:
         example, expected = doubled, found  # an axis of length 1 looks like an axis that is not there
-    others = [*(others if others and others[0][0] is not example else []), *other_sizes(reference, example, expected)]
+    probe = copy.deepcopy(reference)  # some networks change their own settings when they see another image size
+    others = [*(others if others and others[0][0] is not example else []), *other_sizes(probe, example, expected)]
     checks = _Checks(reference, example, expected, tuple(others), name)
     refusals: list[Untraceable] = []
     module: fx.GraphModule | None = None
@@ -121,8 +123,8 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
             if module is not None or (isinstance(error, AnotherPath) and chosen != "fx"):
                 break
             continue
-        if chosen != "fx" or not any("_tensor_constant" in str(node.target) for node in module.graph.nodes):
-            break  # otherwise torch.fx has computed with buffers, which then are constants: try to record it
+        if chosen != "fx" or not any(map(_is_recorded_better, module.graph.nodes)):
+            break
     if module is None:
         if len(refusals) == 1:
             raise refusals[0]
@@ -130,6 +132,14 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     copy_modes_(model, module)
     origin = f"{type(model).__module__}.{type(model).__qualname__}"
     return Graph(module, example, Plan(model=origin), within.chosen(copied))
+
+
+def _is_recorded_better(node: fx.Node) -> bool:
+    """Whether torch.fx has computed with a buffer, a constant then, or has not entered a function (`torch.fx.wrap`)."""
+    if node.op != "call_function":
+        return "_tensor_constant" in str(node.target)
+    package = str(getattr(node.target, "__module__", None) or "torch").split(".")[0]
+    return package not in ("torch", "_operator", "builtins", "math", "secateurs") and not is_ruled(node.target)
 
 
 @dataclass(frozen=True)
@@ -154,10 +164,14 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
         follow = functools.partial(export, copied, call, checks.example, leaves)
     example, name = checks.example, checks.name
     copied.train().eval()  # a change of mode clears what some layers computed from their weights and keep
-    module = fx.GraphModule(copied, follow(), class_name=name)
+    graph = follow()
+    graph._tracer_cls = Unpickler
+    module = fx.GraphModule(copied, graph, class_name=name)
     record_shapes_(module, example)
     copied.train()
     aligned = align_train_and_eval_(module, follow, demanded=demanded)
+    if expand_attention_(module, leaves):
+        record_shapes_(module, example)
     normalise_(module)
     _record_origins_(module)
     module.eval()

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from secateurs.errors import Untraceable
 from secateurs.graph.capture.calls import Call, erase_unused_, kind_of_input, place_of, put_together, tensors_in
-from secateurs.graph.capture.leaves import Leaves
+from secateurs.graph.capture.leaves import Leaves, is_ruled
 from secateurs.graph.layers import Fixed
 from secateurs.graph.node_info import info
 
@@ -103,8 +103,11 @@ class _Ratio(float):
         return -(-self.parts[0] // self.parts[1])
 
 
-def with_item(tensor: Tensor, index: Any, value: Any) -> Tensor:
-    """Return a copy of `tensor` in which `tensor[index]` is `value`."""
+def with_item(tensor: Tensor, index: Any, value: Any) -> Any:
+    """Return a copy of `tensor` in which `tensor[index]` is `value`; a node of its own when torch.fx unpickles a network."""
+    for proxy in (tensor, value):
+        if isinstance(proxy, fx.Proxy):
+            return proxy.tracer.create_proxy("call_function", with_item, (tensor, index, value), {})
     tensor = tensor.clone()
     tensor[index] = value
     return tensor
@@ -306,7 +309,7 @@ class _Recorder(TorchFunctionMode):
                 return original(module, *args, **kwargs)
             self.stack.append(module)
             try:
-                if not path or not self.leaves(module, path):
+                if not path or not (self.leaves(module, path) or is_ruled(type(module))):
                     return original(module, *args, **kwargs)
                 run = functools.partial(self.as_whole, original, module, args, kwargs)
                 return self.call(run, functools.partial(self.graph.call_module, path), args, kwargs)

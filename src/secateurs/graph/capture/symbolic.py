@@ -28,13 +28,18 @@ class _Tracer(fx.Tracer):
         return self.leaves(m, module_qualified_name)
 
 
+class Unpickler(fx.Tracer):
+    """The tracer that torch.fx follows a GraphModule's code with when it is unpickled: buffers may be called with its sizes."""
+
+    proxy_buffer_attributes = True
+
+
 def trace_symbolically(model: nn.Module, call: Call, leaves: Leaves) -> fx.Graph:
     """Run `model` on proxies of the inputs; arguments that the call leaves out have their defaults, not proxies."""
     arguments = _fixed_arguments(model, call)
     try:
         with _interrupts_deferred():
             graph = _Tracer(leaves).trace(model, concrete_args=arguments or None)
-        graph._tracer_cls = None  # our tracer takes arguments, but unpickling a GraphModule makes a tracer without any
         _erase_arguments_(graph, arguments)
         for node in graph.nodes:
             node.type = None if isinstance(node.type, str) else node.type  # a GraphModule with such a type cannot be pickled

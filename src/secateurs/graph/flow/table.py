@@ -61,6 +61,8 @@ class Op:
             if isinstance(value, fx.Node):
                 shape = self.shape_of(value)
                 return value if shape.is_tensor else shape.value
+            if isinstance(value, slice):
+                return slice(*map(resolved, (value.start, value.stop, value.step)))
             return tuple(map(resolved, value)) if isinstance(value, tuple | list) else value
 
         return resolved(node.args[position] if len(node.args) > position else node.kwargs.get(name, default))
@@ -106,8 +108,8 @@ def opaque(op: Op, why: str) -> Opaque:
 
 Rule = Callable[[Op], Flow]
 Key = type[nn.Module] | Callable[..., Any] | str
-"""The op that a rule is for: a module class, a function, the name of a tensor method, or 'package.module:function' for a
-function of a package that need not be installed."""
+"""The op that a rule is for: a module class, a function, the name of a tensor method, or 'package.module:name' for a
+function or class of a package that need not be installed."""
 
 RULES: dict[Key, Rule] = {}
 
@@ -125,7 +127,7 @@ def rule(*keys: Key) -> Callable[[Rule], Rule]:
     def register(function: Rule) -> Rule:
         for key in keys:
             RULES[key] = function
-            if isinstance(key, type):
+            if not isinstance(key, str) or ":" in key:
                 RULED.add(key)
         return function
 
@@ -139,7 +141,7 @@ def rule_for(node: fx.Node, module: nn.Module | None) -> Rule | None:
     """
     if module is not None:
         kind = ruled_class(type(module))
-        return None if kind is None else RULES[kind]
+        return RULES.get(f"{type(module).__module__}:{type(module).__name__}") if kind is None else RULES[kind]
     if node.op == "call_method":
         return RULES.get(str(node.target))
     found = RULES.get(node.target)

@@ -14,7 +14,8 @@ from torch import fx, nn
 
 from secateurs.graph.flow.kinds import Blocks, Channelwise, Flow, Moved, ResizeArgs
 from secateurs.graph.flow.table import Op, channelwise, opaque, rule
-from secateurs.graph.node_info import Shape, shape_of
+from secateurs.graph.node_info import Shape, called_module, info, shape_of
+from secateurs.graph.normalise import FollowsMode
 
 
 @rule(nn.Flatten, torch.flatten, "flatten", torch.reshape, "reshape", "view")
@@ -52,7 +53,9 @@ def _heads(op: Op, place: int) -> Flow | None:
     before, after, axis = op.shapes[0], op.shape, op.axis
     parts = next((k for k in (3, 2) if math.prod(after[place : place + k]) == op.width and len(after) >= place + k), 0)
     divided = after[place : place + parts]
-    if not parts or axis is None or op.module is not None or before[:axis] != after[:place] or op.width in divided:
+    if not parts or axis is None or op.module is not None or before[:axis] != after[:place]:
+        return None
+    if op.width in divided and info(op.node).get("original_channels", 1) == 1:  # a cut can leave one head
         return None
     if not any(map(_is_attended, _followed(op.node))):
         return None
@@ -81,7 +84,10 @@ ATTENTION_STEPS = (
 
 
 def _is_attended(node: fx.Node) -> bool:
-    return node.target in (F.scaled_dot_product_attention, torch.matmul, operator.matmul, "matmul", "__matmul__", torch.einsum)
+    owner = node.graph.owning_module
+    called = None if owner is None else called_module(owner, node)
+    target = called.function if isinstance(called, FollowsMode) else node.target
+    return target in (F.scaled_dot_product_attention, torch.matmul, operator.matmul, "matmul", "__matmul__", torch.einsum)
 
 
 def _axis_after(dims: Sequence[int], ahead: int) -> int | None:
@@ -112,6 +118,16 @@ def _resizer(place: int) -> ResizeArgs:
         target.args = (target.args[0], tuple(sizes)) if listed else (target.args[0], *sizes)
 
     return resize
+
+
+@rule(torch.roll, "roll")
+def roll(op: Op) -> Flow:
+    """Along other axes than the channels', each channel is treated alone."""
+    given = op.argument(2, "dims", ())
+    dims = {d % len(op.shape) for d in ((given,) if isinstance(given, int) else given)}
+    if op.axis is None or not dims or op.axis in dims:
+        return opaque(op, "moves channels")
+    return channelwise(op, keeps_zero=True)
 
 
 @rule("expand", torch.broadcast_to)
@@ -206,10 +222,12 @@ def getitem(op: Op) -> Flow:
     chosen = items[position]
     if not isinstance(chosen, slice):
         return opaque(op, "picks a single channel")
+    written = _expanded(op.node.args[1], len(op.shapes[0]))  # sizes that were computed stay computed
+    if any(isinstance(end, fx.Node) for end in (written[position].start, written[position].stop, written[position].step)):
+        return opaque(op, "takes as many channels as another tensor has")
     picked = torch.arange(op.width)[chosen]
     if len(picked) == op.width:
         return Channelwise(out_axis, op.axis, op.width, keeps_zero=True)
-    written = _expanded(op.node.args[1], len(op.shapes[0]))  # sizes that were computed stay computed
     plain = tuple(slice(None) if place == position else item for place, item in enumerate(written))
 
     def whole(node: fx.Node, width: int) -> None:

@@ -70,7 +70,7 @@ def prelu(op: Op) -> Flow:
 @rule(
     *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
-    *("contiguous", "clone", "detach", "to", "float", "double", "half", "type_as", torch.clone, torch.detach),
+    *("contiguous", "clone", "detach", "to", "float", "double", "half", "type_as", torch.clone, torch.detach, torch.as_tensor),
 )
 def leaves_values(op: Op) -> Flow:
     """Values are unchanged (dropout in eval mode), so zeros stay."""
@@ -83,7 +83,7 @@ def alpha_dropout(op: Op) -> Flow:
     return channelwise(op, keeps_zero=False, pointwise=True)
 
 
-@rule("torchvision.ops.stochastic_depth:stochastic_depth")
+@rule("torchvision.ops.stochastic_depth:stochastic_depth", "torchvision.ops.stochastic_depth:StochasticDepth")
 def stochastic_depth(op: Op) -> Flow:
     """Drops whole examples of a batch while training; the identity in eval mode."""
     return channelwise(op, keeps_zero=True, pointwise=False)
@@ -163,7 +163,7 @@ def matrix_product(op: Op) -> Flow:
 
     Rows of the first factor and columns of the second stay apart, too; where products are summed, all channels are needed.
     """
-    attention = op.node.target is F.scaled_dot_product_attention
+    attention = F.scaled_dot_product_attention in (op.node.target, getattr(op.module, "function", None))
     from_right = [None if a is None else len(s) - a for s, a in zip(op.shapes, op.axes, strict=True)]
     rows, columns = from_right[0] == 2, len(from_right) > 1 and from_right[1] == 1
     if not attention and len(op.inputs) == 2 and (rows or columns) and len(set(map(len, op.shapes))) == 1:
