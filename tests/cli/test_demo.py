@@ -41,7 +41,7 @@ def test_the_demo_ends_with_lines_of_python_that_work(
     small = {"max_drop": 0.5, "masks_per_filter": 1, "scoring_examples": 16, "rounds": 1}
     monkeypatch.setattr(demo_command, "DEMO_OPTIONS", {"in_channels": 1, "widths": [8, 12, 16]})
     recipe = recipes.chosen_recipe
-    monkeypatch.setattr(recipes, "chosen_recipe", lambda name, given: recipe(None, {**small, **given}))
+    monkeypatch.setattr(recipes, "chosen_recipe", lambda name, given: recipe("fast", {**small, **given}))
     monkeypatch.setattr(recipes, "chosen_settings", lambda name, given: TrainSettings(epochs=1, batch=256, lr=0.1, **given))
     assert execute(["demo", "--seed", "3"]) == 0
     said = capsys.readouterr().out

@@ -38,7 +38,12 @@ QUICK = Recipe.paper(max_drop=0.1, masks_per_filter=4, scoring_examples=64, sear
 
 @pytest.mark.parametrize(
     ("recipe", "kills", "moments"),
-    [("paper", 25, {"masks", "epoch finetune", "epoch retrain"}), ("allocated", 8, {"masks"})],
+    [
+        ("paper", 8, {"masks"}),
+        ("allocated", 4, {"masks"}),
+        pytest.param("paper", 25, {"masks", "epoch finetune", "epoch retrain"}, marks=pytest.mark.slow),
+        pytest.param("allocated", 8, {"masks"}, marks=pytest.mark.slow),
+    ],
 )
 def test_killed_runs_resume_to_the_same_files(tmp_path: Path, recipe: str, kills: int, moments: set[str]) -> None:
     driver = Path(__file__).parents[1] / "kill_driver.py"
