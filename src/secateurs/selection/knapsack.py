@@ -107,7 +107,7 @@ def _undominated(reachable: Sequence[int], losses: Tensor) -> list[int]:
 
 
 def _spaced(buckets: Sequence[int], most: int) -> list[int]:
-    """At most so many of the buckets, evenly spaced in what they save; the last is one of them."""
+    """At most `most` of the buckets, evenly spaced in what they save; the last is one of them."""
     if len(buckets) <= most:
         return list(buckets)
     wanted = torch.linspace(buckets[0], buckets[-1], most, dtype=torch.float64)
