@@ -39,8 +39,8 @@ QUICK = Recipe.paper(max_drop=0.1, masks_per_filter=4, scoring_examples=64, sear
 @pytest.mark.parametrize(
     ("recipe", "kills", "moments"),
     [
-        ("paper", 8, {"masks"}),
-        ("allocated", 4, {"masks"}),
+        ("paper", 8, set()),
+        ("allocated", 4, set()),
         pytest.param("paper", 25, {"masks", "epoch finetune", "epoch retrain"}, marks=pytest.mark.slow),
         pytest.param("allocated", 8, {"masks"}, marks=pytest.mark.slow),
     ],
