@@ -53,7 +53,7 @@ docs: .venv-docs/.installed ## Build the documentation into build/docs: warnings
 	@touch $@
 
 test-docs: $(STAMP) ## Run every Python block of README, tutorial and how-to pages, and the examples
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_docs.py tests/test_readme.py tests/test_tutorial.py tests/test_examples.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" tests/test_docs.py tests/test_readme.py tests/test_tutorial.py tests/test_examples.py
 
 # Built without isolation, so that the pinned backend is used; tried in an environment that has nothing else.
 wheel: $(STAMP) ## Build dist/*.whl, install it into a clean environment and try it there

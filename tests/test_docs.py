@@ -69,6 +69,7 @@ def model() -> nn.Module:
     return trained(digits_loaders()[0])
 
 
+@pytest.mark.docs
 @pytest.mark.usefixtures("own_criteria")
 @pytest.mark.parametrize("page", HOWTO, ids=lambda page: page.stem)
 def test_how_to_runs(page: Path, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from pages import ROOT
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example_prunes_within_its_metric(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
