@@ -161,11 +161,11 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
     elif engine == "record":
         follow = functools.partial(record, copied, call, checks.example, leaves)
     else:
-        for inputs, _ in checks.others[-1:]:  # what a layer has cached for the example's shape would fix that shape
-            attempt(checks.reference, inputs)
         follow = functools.partial(export, copied, call, checks.example, leaves)
     example, name = checks.example, checks.name
     copied.train().eval()  # a change of mode clears what some layers computed from their weights and keep
+    for inputs, _ in checks.others[:1]:  # another batch: what a layer keeps for the example's shape would be a constant
+        attempt(checks.reference, inputs)
     graph = follow()
     graph._tracer_cls = Unpickler
     module = fx.GraphModule(copied, graph, class_name=name)
