@@ -235,7 +235,7 @@ def apply_allocation(
         # the repairs of the original network are a start: what each layer really sees comes with the refit
         graph = prepare(graph, cut)
         write_(graph, solve_together({name: survey.reconstructions[name] for name in cut}, cut))
-        masks: dict[str | Site, Tensor] = {**cut}
+        masks: dict[str | Site, Tensor] = dict(cut.items())
         return context.refit(compact(graph, masks, verify=verify))
     for name, curve in curves.items():
         m = allocation.removed.get(name, 0)
