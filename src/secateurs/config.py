@@ -404,6 +404,11 @@ class Recipe(EnsembleSettings):
         "pruning",
     )
     largest_share: float = setting(0.9, "Largest share of a site's filters that one cut may remove.", "pruning", low=0, high=1)
+    branches: bool = setting(
+        True,
+        "Where all sites are weighed together: a branch of a sum may also go as a whole, whatever largest_share says.",
+        "pruning",
+    )
     round_to: int | Literal["auto"] = setting(
         "auto",
         "The number of kept filters is a multiple of this; auto: of 8 or 16, which a short measurement of the engine decides, "

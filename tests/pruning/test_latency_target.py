@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nets import seeded
-from secateurs import Graph, Pruner, Recipe, compact, find_sites, resume, trace
+from nets import assert_compact_is_masked, randomise_, seeded
+from secateurs import Graph, Pruner, Recipe, compact, cost, find_sites, resume, trace
 from secateurs.cli import execute
 from secateurs.errors import InvalidInput, RecipeError, RunError
 from secateurs.graph.engine import MeasureEngine, TorchEngine, in_rounds
@@ -22,6 +23,7 @@ from secateurs.graph.latency import median
 from secateurs.graph.layers import Align, SumInto
 from secateurs.models import build, example_input
 from secateurs.pruning import latency_tables
+from secateurs.pruning.context import PruningContext
 from secateurs.pruning.latency_tables import LatencyModel, TableFile, fast_widths, spread
 from secateurs.pruning.results import ChosenAllocation, SiteCurve, SiteWidths, TimeTable
 from torture.runs import few_digits
@@ -314,6 +316,38 @@ def test_cuts_whose_alignment_costs_more_than_they_save_are_not_made(
     assert result.latency.predicted == pytest.approx(result.latency.pruned, rel=0.05)
     alone = Pruner(Residual().eval(), few_digits(128), recipe=recipe(target_latency=0.99, sites=("conv2",)))
     assert (alone.finish().macs.removed == 0) == (price > 0)
+
+
+@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("name", ["resnet8", "resnet8-b", "mobilenet-small"])
+def test_branches_that_may_go_as_a_whole_are_equal_to_masked_ones(name: str, shortcut: Any) -> None:
+    graph = trace(randomise_(build(name)), example_input(name).double())
+    context = PruningContext(graph, None, recipe(shortcut=shortcut), None)  # type: ignore[arg-type]
+    branches = context.branches([site.name for site in find_sites(graph, shortcut)])
+    assert branches
+    for branch in branches:
+        smaller = assert_compact_is_masked(graph, {branch.site: torch.zeros(branch.channels, dtype=torch.bool)})
+        left = {site.name for site in find_sites(smaller, shortcut)}
+        assert left.isdisjoint({branch.site, *branch.gone})
+        assert cost(smaller).macs < cost(graph).macs
+    assert not PruningContext(graph, None, recipe(branches=False), None).folding_sites  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("repair", ["none", "least-squares"])
+def test_a_branch_goes_as_a_whole_where_that_is_the_only_way_to_save_time(
+    with_engine: Callable[[FakeEngine], FakeEngine], tmp_path: Path, repair: Any
+) -> None:
+    engine, data = with_engine(FakeEngine(16)), few_digits(128)  # 16 channels are one block: fewer save nothing
+    asked = recipe(target_latency=0.6, repair=repair, criterion="l1")
+    run = Pruner(Residual().eval(), data, recipe=asked, folder=tmp_path / "run")
+    result = run.finish()
+    assert [(step.site, step.kept) for step in result.steps] == [("conv1", 0)]
+    assert engine.whole(result.graph) == pytest.approx(0.5 * engine.whole(run.original))  # two layers of four remain
+    assert result.latency is not None
+    assert result.latency.predicted == pytest.approx(result.latency.pruned, rel=0.05)
+    assert resume(tmp_path / "run", Residual().eval(), data).finish().plan == result.plan
+    alone = Pruner(Residual().eval(), data, recipe=replace(asked, branches=False)).finish()
+    assert alone.macs.removed == 0
 
 
 @pytest.mark.parametrize("seed", range(2))

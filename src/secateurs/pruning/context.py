@@ -6,7 +6,7 @@ The context has no state of its own: the same network and site give the same ans
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -23,9 +23,12 @@ from secateurs.criteria.ranking import Ranker, Ranking, rank
 from secateurs.data.dataset import Examples, class_labels, derive
 from secateurs.data.splits import Data, subset
 from secateurs.data.stream import Stream
+from secateurs.errors import EmptyLayer
+from secateurs.graph.channels import none_of
 from secateurs.graph.cost import Cost, cost
 from secateurs.graph.engine import Engine, Timer, TorchEngine
 from secateurs.graph.masking import copied
+from secateurs.graph.structure import is_bypassed
 from secateurs.graph.sites import Site, find_site, find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, evaluate, loss, values, with_answers
@@ -46,6 +49,7 @@ from secateurs.repair import Reconstruction, Repair, apply_, observe, prepare, r
 from secateurs.scoring import OnScored
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.evaluator import SiteEvaluator
+from secateurs.selection.allocation import Branch
 from secateurs.selection.contract import Contract, Verdict
 from secateurs.selection.widths import candidates, multiple_at
 from secateurs.training import carry_momentum
@@ -231,6 +235,35 @@ class PruningContext:
         """The site as it is in `graph`: an earlier cut may have narrowed it; None where nothing is left to remove."""
         found = next((site for site in find_sites(graph, self.recipe.shortcut) if site.name == name), None)
         return found if found is not None and found.channels > 1 else None
+
+    @cached_property
+    def folding_sites(self) -> dict[str, tuple[str, ...]]:
+        """The sites that may lose all filters, each with the sites that are gone then: a branch of a sum is folded away.
+
+        Of the sites of one branch, the first that can be emptied.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        if not self.recipe.branches or self.recipe.allocation != "global":
+            return found
+        sites = find_sites(self.original, self.recipe.shortcut)
+        nodes = {node.name: node for node in self.original.module.graph.nodes}
+        known: set[str] = set()
+        for site in sites:
+            if site.name in known or not is_bypassed(self.original.module.graph, nodes[site.node]):
+                continue
+            masks: dict[str | Site, Tensor] = {site.name: none_of(site.channels)}
+            try:
+                left = {other.name for other in find_sites(compact(self.original, masks, verify=False), self.recipe.shortcut)}
+            except EmptyLayer:
+                continue
+            found[site.name] = tuple(other.name for other in sites if other.name not in left and other is not site)
+            known |= {site.name, *found[site.name]}
+        return found
+
+    def branches(self, sites: Collection[str]) -> tuple[Branch, ...]:
+        """The branches that may be folded away, by those of `sites` that can do it."""
+        found = self.folding_sites
+        return tuple(Branch(name, self._channels[name], found[name]) for name in found if name in sites)
 
     def prepare(self, graph: Graph, site: Site) -> PreparedSite:
         """The site with what a repair of it needs, if the recipe repairs."""

@@ -32,12 +32,18 @@ FINE = 1.06  # saving of the next allocation that is certified, relative to the 
 COARSE = 1.3  # the same where training follows, which a refusal makes harder to certify
 
 
-def counts_of(channels: int, largest_share: float, round_to: int, widths: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Numbers of filters at which a curve is measured, from 0 on; kept ones are multiples of `round_to`, and in `widths`."""
+def counts_of(
+    channels: int, largest_share: float, round_to: int, widths: Sequence[int] | None = None, *, folds: bool = False
+) -> tuple[int, ...]:
+    """Numbers of filters at which a curve is measured, from 0 on; kept ones are multiples of `round_to`, and in `widths`.
+
+    Where the site's branch `folds`, all filters are the last of them.
+    """
     most = min(math.floor(round(largest_share * channels, 12)), channels - 1)
     wanted = {round(channels * step / _GRID) for step in range(1, _GRID)}
     allowed = [m for m in range(1, most + 1) if (channels - m) % round_to == 0 and (widths is None or channels - m in widths)]
-    return (0, *sorted({min(allowed, key=lambda m: abs(m - want)) for want in wanted} if allowed else ()))
+    found = {min(allowed, key=lambda m: abs(m - want)) for want in wanted} if allowed else set()
+    return (0, *sorted({*found, channels} if folds else found))
 
 
 def measure_curve(
@@ -45,7 +51,8 @@ def measure_curve(
 ) -> SiteCurve:
     """Measure the held-out loss along the ranking, and what the cuts save."""
     recipe, site = context.recipe, prepared.site
-    counts = counts_of(site.channels, recipe.largest_share, context.round_to(site.name), widths)
+    folds = site.name in context.folding_sites
+    counts = counts_of(site.channels, recipe.largest_share, context.round_to(site.name), widths, folds=folds)
     measured = context.evaluator(prepared, context.held_out.loss_fn).on(context.held_out.examples)
     losses = measured.means(cuts_along(ranking.order, counts)).tolist()
     if not math.isfinite(losses[0]):
@@ -62,12 +69,19 @@ def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequ
         cuts = cuts_along(ranking.order, counts)
         seconds = [context.latency_model.seconds({site.name: keep}) for keep in cuts]
         return tuple((seconds[0] - each) / seconds[0] for each in seconds)
+    partial, *whole = (counts[:-1], counts[-1]) if counts[-1] == site.channels else (counts,)
+    most = _saved_alone(context, site, ranking, partial[-1])
+    found = [most * count / max(partial[-1], 1) for count in partial]
+    return (*found, *(_saved_alone(context, site, ranking, count) for count in whole))
+
+
+def _saved_alone(context: PruningContext, site: Site, ranking: Ranking, count: int) -> float:
+    """The share of the MACs, or of the parameters if they alone are the target, that a cut of one site saves."""
     recipe = context.recipe
-    masks: dict[str | Site, Tensor] = {site.name: cuts_along(ranking.order, counts[-1:])[0]}
+    masks: dict[str | Site, Tensor] = {site.name: cuts_along(ranking.order, [count])[0]}
     parameters, macs = context.shares_removed(compact(context.original, masks, verify=False))
     by_parameters = recipe.target_macs is None and recipe.target_parameters is not None
-    most = parameters if by_parameters else macs
-    return tuple(most * count / max(counts[-1], 1) for count in counts)
+    return parameters if by_parameters else macs
 
 
 def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str, SiteCurve]) -> ChosenAllocation:
@@ -76,7 +90,7 @@ def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[st
     Every trial is journaled, and so is the choice: a killed run repeats none of them.
     """
     found = context.journal.once(ChosenAllocation, lambda: _choose(context, budget, curves))
-    wrong = [name for name, m in found.removed.items() if name not in curves or m >= len(curves[name].original)]
+    wrong = [name for name, m in found.removed.items() if name not in curves or m not in curves[name].curve.removed]
     if wrong:
         raise RunError(
             f"journal.jsonl: the allocation does not fit site {brief(repr(wrong[0]))}. Restore the run from a copy, or start a "
@@ -208,7 +222,11 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
     if not curves:
         return (Allocation({}, 0.0, 0.0),)
     by_time, recipe = context.by_time, context.recipe
-    allocations = timed_allocations(context, curves) if by_time else frontier([curve.curve for curve in curves.values()])
+    allocations = (
+        timed_allocations(context, curves)
+        if by_time
+        else frontier([curve.curve for curve in curves.values()], context.branches(curves))
+    )
     share = target_share(context) if by_time else None
     if recipe.target_macs is None and recipe.target_parameters is None and share is None:
         return allocations

@@ -144,7 +144,7 @@ class _Solver:
 
     def price_alignment(self) -> None:
         """Time the network with all those sites cut whose cuts alone make channels of sums differ, as round 1; if any."""
-        most = {name: curve.curve.removed[-1] for name, curve in self.curves.items()}
+        most = {name: max(m for m in curve.curve.removed if m < len(curve.original)) for name, curve in self.curves.items()}
         aligning = {name: m for name, m in most.items() if m and self.model.aligned(self.masks({name: m}))}
         if aligning:
             timed = self.time(1, Allocation(aligning, self.saved(aligning), 0.0))
@@ -158,7 +158,12 @@ class _Solver:
         for name, curve in self.curves.items():
             points = [self.saved({**self.around, name: m}) for m in curve.curve.removed]
             curves.append(replace(curve.curve, saved=tuple(point - points[0] for point in points)))
-        first, *others = best_allocations(curves)
+
+        def together(removed: Mapping[str, int]) -> float:
+            """What cuts of the sites of one branch save together."""
+            return self.saved({**self.around, **removed}) - self.saved({**self.around, **dict.fromkeys(removed, 0)})
+
+        first, *others = best_allocations(curves, self.context.branches(self.curves), saved=together)
         return ascending([first, *(replace(one, saved=self.saved(one.removed)) for one in others)])
 
     def time(self, number: int, chosen: Allocation) -> TimedAllocation:
