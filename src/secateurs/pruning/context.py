@@ -28,8 +28,8 @@ from secateurs.graph.channels import none_of
 from secateurs.graph.cost import Cost, cost
 from secateurs.graph.engine import Engine, Timer, TorchEngine
 from secateurs.graph.masking import copied
-from secateurs.graph.structure import is_bypassed
 from secateurs.graph.sites import Site, find_site, find_sites
+from secateurs.graph.structure import is_bypassed
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, evaluate, loss, values, with_answers
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
