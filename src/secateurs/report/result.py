@@ -63,15 +63,26 @@ class Result(RunResult):
         """Save the network as safetensors, to be loaded by `secateurs.load`."""
         return save(self.graph, path)
 
-    def export(self, path: str | Path) -> Path:
-        """Write the network for use without secateurs: NAME.onnx, NAME.pt2, or a folder of plain source."""
+    def deploy(self, *, batch: int = 1) -> nn.Module:
+        """The network as it is to be served: plain torch in eval mode, BatchNorms folded into the layers before them, channels
+        last in memory if that is measured to be faster for batches of `batch` examples. It cannot be trained further.
+        """
+        from secateurs.export import deploy  # seconds to import, which most runs do not need
+
+        return deploy(self.graph, batch=batch).module
+
+    def export(self, path: str | Path, *, pad_to: int = 1) -> Path:
+        """Write the network for use without secateurs: NAME.onnx, NAME.pt2, or a folder of plain source.
+
+        With `pad_to`, widths are padded to multiples of it by filters of zero weights, where an engine runs those faster.
+        """
         from secateurs.export import to_onnx, to_pt2, to_source  # seconds to import, which most runs do not need
 
         path = Path(path)
         write = {".onnx": to_onnx, ".pt2": to_pt2, "": to_source}.get(path.suffix)
         if write is None:
             raise InvalidInput(f"export: got {path.name!r}, wanted a name that ends in .onnx or .pt2, or a folder for source.")
-        write(self.graph, path)
+        write(self.graph, path, pad_to=pad_to)
         return path
 
     def report(self) -> Path | None:
