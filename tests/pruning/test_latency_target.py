@@ -134,7 +134,7 @@ def test_an_engine_without_steps_leaves_all_widths_and_a_flat_one_none(tmp_path:
     assert fast_widths(model_of(graph, FakeEngine(64), tmp_path / "b"), site, 1)[0] == ()
 
 
-@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("shortcut", ["before", "after", "stream"])
 @pytest.mark.parametrize("name", ["mlp", "resnet8", "resnet8-b", "unet-small", "mobilenet-small", "resnext-small"])
 def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: Any) -> None:
     graph = trace(build(name), example_input(name))
