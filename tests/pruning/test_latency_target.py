@@ -25,7 +25,7 @@ from secateurs.models import build, example_input
 from secateurs.pruning import latency_tables
 from secateurs.pruning.context import PruningContext
 from secateurs.pruning.latency_tables import LatencyModel, TableFile, fast_widths, spread
-from secateurs.pruning.results import ChosenAllocation, SiteCurve, SiteWidths, TimeTable
+from secateurs.pruning.results import ChosenAllocation, ChosenShortcut, SiteCurve, SiteWidths, TimeTable
 from torture.runs import few_digits
 
 NAMES = count()
@@ -350,6 +350,28 @@ def test_a_branch_goes_as_a_whole_where_that_is_the_only_way_to_save_time(
     assert alone.macs.removed == 0
 
 
+@pytest.mark.parametrize("target", [0.7, None])
+def test_the_shortcut_position_of_least_loss_is_taken(
+    with_engine: Callable[[FakeEngine], FakeEngine], tmp_path: Path, target: float | None
+) -> None:
+    engine, data = with_engine(FakeEngine(4)), few_digits(128)
+    asked = recipe(target_latency=target, engine="torch", shortcut="auto", max_drop=1.0)
+    run = Pruner(Residual().eval(), data, recipe=asked, folder=tmp_path / "run")
+    result = run.finish()
+    (chosen,) = records(run, ChosenShortcut)
+    assert [one.shortcut for one in chosen.tried] == ["before", "after", "stream"]
+    assert chosen.shortcut == min(chosen.tried, key=lambda one: one.loss).shortcut
+    assert f"Shortcut '{chosen.shortcut}' was taken" in str(result)
+    alone = Pruner(Residual().eval(), data, recipe=replace(asked, shortcut=chosen.shortcut)).finish()
+    assert result.plan == alone.plan
+    inner = [found for found in records(run, SiteCurve) if found.site == "conv1"]
+    assert len(inner) == 1  # the same site at all positions
+    again = resume(tmp_path / "run", Residual().eval(), data)
+    loaded = engine.loaded.copy()
+    assert again.finish().plan == result.plan
+    assert engine.loaded["layer"] == loaded["layer"]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_noise_does_not_flip_a_choice_beyond_its_interval(with_engine: Callable[[FakeEngine], FakeEngine], seed: int) -> None:
     engine = with_engine(FakeEngine(8, noise=0.02))
@@ -407,6 +429,8 @@ def test_a_function_of_the_users_own_is_an_engine(tmp_path: Path) -> None:
 def test_a_target_in_time_needs_all_sites_weighed_together() -> None:
     with pytest.raises(RecipeError, match="set allocation = 'global'"):
         Recipe(target_latency=0.5)
+    with pytest.raises(RecipeError, match="shortcut = 'auto': allocations are compared"):
+        Recipe(shortcut="auto")
     with pytest.raises(RecipeError, match="target_latency"):
         recipe(target_latency=1.5)
 

@@ -18,7 +18,7 @@ from secateurs._util.journal import Journal
 from secateurs._util.modules import BatchLimit, Device
 from secateurs._util.tensors import digest
 from secateurs.compaction import compact
-from secateurs.config import REFITTED, Recipe
+from secateurs.config import REFITTED, Recipe, Shortcut
 from secateurs.criteria.ranking import Ranker, Ranking, rank
 from secateurs.data.dataset import Examples, class_labels, derive
 from secateurs.data.splits import Data, subset
@@ -148,6 +148,7 @@ class PruningContext:
     journal: Journal = field(default_factory=lambda: Journal(None, {}))
     progress: ProgressReporter = field(default_factory=ProgressReporter)
     clock: Stopwatch = field(default_factory=Stopwatch)
+    position: Shortcut | None = None  # of those that `shortcut = "auto"` compares
 
     # ---- examples ----------------------------------------------------------------------------------------------------
 
@@ -231,9 +232,26 @@ class PruningContext:
 
     # ---- sites -------------------------------------------------------------------------------------------------------
 
+    @property
+    def shortcut(self) -> Shortcut:
+        """Where masks lie."""
+        if self.recipe.shortcut != "auto":
+            return self.recipe.shortcut
+        assert self.position is not None
+        return self.position
+
+    @property
+    def of_position(self) -> dict[str, str]:
+        """What records of this position have besides: nothing, unless several are compared."""
+        return {"shortcut": self.shortcut} if self.recipe.shortcut == "auto" else {}
+
+    def at_node(self, site: Site) -> dict[str, str]:
+        """What records of a site have besides: where it lies, if several positions are compared. Some share it."""
+        return {"node": site.node} if self.recipe.shortcut == "auto" else {}
+
     def site(self, graph: Graph, name: str) -> Site | None:
         """The site as it is in `graph`: an earlier cut may have narrowed it; None where nothing is left to remove."""
-        found = next((site for site in find_sites(graph, self.recipe.shortcut) if site.name == name), None)
+        found = next((site for site in find_sites(graph, self.shortcut) if site.name == name), None)
         return found if found is not None and found.channels > 1 else None
 
     @cached_property
@@ -245,7 +263,7 @@ class PruningContext:
         found: dict[str, tuple[str, ...]] = {}
         if not self.recipe.branches or self.recipe.allocation != "global":
             return found
-        sites = find_sites(self.original, self.recipe.shortcut)
+        sites = find_sites(self.original, self.shortcut)
         nodes = {node.name: node for node in self.original.module.graph.nodes}
         known: set[str] = set()
         for site in sites:
@@ -253,7 +271,7 @@ class PruningContext:
                 continue
             masks: dict[str | Site, Tensor] = {site.name: none_of(site.channels)}
             try:
-                left = {other.name for other in find_sites(compact(self.original, masks, verify=False), self.recipe.shortcut)}
+                left = {other.name for other in find_sites(compact(self.original, masks, verify=False), self.shortcut)}
             except EmptyLayer:
                 continue
             found[site.name] = tuple(other.name for other in sites if other.name not in left and other is not site)
@@ -360,7 +378,7 @@ class PruningContext:
     @cached_property
     def _channels(self) -> dict[str, int]:
         """Filters of every site of the original network."""
-        return {site.name: site.channels for site in find_sites(self.original, self.recipe.shortcut)}
+        return {site.name: site.channels for site in find_sites(self.original, self.shortcut)}
 
     def round_to(self, site: str) -> int:
         """What the number of filters kept at a site is a multiple of; 1 for one that the original has not."""
@@ -387,7 +405,7 @@ class PruningContext:
     @cached_property
     def latency_model(self) -> LatencyModel | NetworkModel:
         """What the network takes at other widths, from measured tables that are journaled."""
-        sites = [site for site in find_sites(self.original, self.recipe.shortcut) if site.channels > 1]
+        sites = [site for site in find_sites(self.original, self.shortcut) if site.channels > 1]
         widths = {site.name: candidates(site.channels, self.round_to(site.name)) for site in sites}
         if self.engine.runs_layers:
             model = LatencyModel(self.original, sites, self.engine.batch)
@@ -413,7 +431,10 @@ class PruningContext:
         )
 
     def _journaled(self, number: int, of: str, compute: Callable[[], Mapping[Size, Rounds]]) -> Mapping[Size, Rounds]:
-        found = self.journal.once(TimeTable, lambda: TimeTable(of, number, tuple(compute().items())), of=of, round=number)
+        own = self.of_position
+        found = self.journal.once(
+            TimeTable, lambda: TimeTable(of, number, tuple(compute().items()), **own), of=of, round=number, **own
+        )
         return dict(found.seconds)
 
     # ---- whole networks ----------------------------------------------------------------------------------------------
@@ -433,6 +454,13 @@ class PruningContext:
         loss_fn, metric, device = self.runtime.loss_fn, self.runtime.metric, self.runtime.device
         return self._batched(
             lambda batch: evaluate(graph.module, examples, loss_fn=loss_fn, metric=metric, batch=batch, device=device)
+        )
+
+    def loss(self, graph: Graph, held_out: HeldOut) -> float:
+        """The mean loss of a network on held-out examples."""
+        device = self.runtime.device
+        return self._batched(
+            lambda batch: loss(graph.module, held_out.examples, loss_fn=held_out.loss_fn, batch=batch, device=device)
         )
 
     def measured(self, state: NetworkState) -> NetworkState:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from secateurs._util.decode import brief
 from secateurs.compaction import compact
+from secateurs.config import Shortcut
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import NonFinite, RunError
 from secateurs.graph.sites import Site
@@ -22,7 +23,7 @@ from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PreparedSite, PruningContext
 from secateurs.pruning.latency_target import target_share, timed_allocations
-from secateurs.pruning.results import ChosenAllocation, SiteCurve, Trial
+from secateurs.pruning.results import ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
 from secateurs.selection.allocation import Allocation, Curve, frontier
 
 _TINY = 1e-12  # sums of shares are rounded
@@ -247,6 +248,30 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
         return macs >= (recipe.target_macs or 0.0) and parameters >= (recipe.target_parameters or 0.0)
 
     return allocations[: bisect_left(range(len(allocations) - 1), True, key=reaches) + 1]
+
+
+def compare_shortcuts(
+    found: Mapping[Shortcut, tuple[PruningContext, Mapping[str, SiteCurve], Sequence[Allocation]]],
+) -> ChosenShortcut:
+    """Make one allocation of each position, all with about the same saving, and take the position of the least loss.
+
+    The saving is that of the target; without one, half of the most that every position can save. A position that cannot save
+    as much is only taken if none can.
+    """
+    half = min(allocations[-1].saved for _, _, allocations in found.values()) / 2
+    tried = []
+    for shortcut, (context, curves, allocations) in found.items():
+        recipe = context.recipe
+        target = target_share(context) if recipe.has_time_target and context.by_time else None
+        bounded = recipe.target_macs is not None or recipe.target_parameters is not None
+        wanted = 1 - target if target is not None else allocations[-1].saved if bounded else half
+        reached = (i for i, one in enumerate(allocations) if one.saved >= wanted - _TINY)
+        chosen = allocations[next(reached, len(allocations) - 1)]
+        held_out, graph = context.held_out, apply_allocation(context, curves, chosen)
+        rise = context.loss(graph, held_out) - context.loss(context.original, held_out)
+        tried.append((chosen.saved < wanted - _TINY, rise, TriedShortcut(shortcut, chosen.saved, rise)))
+    best = min(tried, key=lambda one: one[:2])[2]
+    return ChosenShortcut(best.shortcut, tuple(one for _, _, one in tried))
 
 
 def _largest(count: int, accepted: Callable[[int], bool]) -> int:

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from secateurs._util.journal import records_of
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput
 from secateurs.graph.plan import Plan
-from secateurs.pruning.results import Change, RunResult, Step, promised_bound
+from secateurs.pruning.results import Change, ChosenShortcut, RunResult, Step, promised_bound
 from secateurs.report.charts import Plots, plots
 from secateurs.report.page import write_report
 
@@ -103,6 +104,7 @@ class Result(RunResult):
             *([] if self.latency is None else [f"{self.latency.headline()}."]),
             f"{self.summary()}.",
             promise(self.recipe, self.steps, self.bound, self.metric),
+            *(f"{found.summary().capitalize()}." for found in records_of(self.records, ChosenShortcut)),
             f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
         ]
         return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
