@@ -437,7 +437,8 @@ def _without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ign
             )
             raise InvalidInput(f"ignore: no layer of the network is {what}.")
         ignored |= {f"{name}.{inner}".strip(".") for name, module in found for inner, _ in module.named_modules()}
-    sites = [site for site in find_sites(graph, recipe.shortcut) if not ignored.intersection(site.layers)]
+    positions = [site for shortcut in recipe.shortcuts for site in find_sites(graph, shortcut)]
+    sites = [site for site in positions if not ignored.intersection(site.layers)]
     if not sites:
         raise InvalidInput("ignore: no site is left to prune.")
     return replace(recipe, sites=tuple(glob.escape(site.name) for site in sites))

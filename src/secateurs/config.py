@@ -23,7 +23,7 @@ from secateurs._util.decode import MAX_TOML_BYTES, Malformed, brief, decode_toml
 from secateurs._util.files import write_text
 from secateurs.errors import InvalidInput, RecipeError, suggest
 
-Shortcut = Literal["before", "after"]
+Shortcut = Literal["before", "after", "stream"]
 Transform = Literal["linear", "log", "rank"]
 Design = Literal["exact", "bernoulli", "balanced"]
 Method = Literal["bisect", "paper", "scan"]
@@ -364,8 +364,11 @@ class Recipe(EnsembleSettings):
         "pruning",
     )
     direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
-    shortcut: Shortcut = setting(
-        "before", "Where the last filters of a residual block are masked: before or after the add.", "pruning"
+    shortcut: Shortcut | Literal["auto"] = setting(
+        "before",
+        "Where the last filters of a residual block are masked: before or after the add, or all of a stage's with one mask; "
+        "auto: where the same saving costs least, with all sites weighed together.",
+        "pruning",
     )
     rounds: int = setting(1, "Largest number of passes over the sites.", "pruning", low=1)
     sites: tuple[str, ...] = setting((), "Only sites whose names match this pattern, such as 'layer3.*'.", "pruning")
@@ -404,6 +407,11 @@ class Recipe(EnsembleSettings):
         "pruning",
     )
     largest_share: float = setting(0.9, "Largest share of a site's filters that one cut may remove.", "pruning", low=0, high=1)
+    branches: bool = setting(
+        True,
+        "Where all sites are weighed together: a branch of a sum may also go as a whole, whatever largest_share says.",
+        "pruning",
+    )
     round_to: int | Literal["auto"] = setting(
         "auto",
         "The number of kept filters is a multiple of this; auto: of 8 or 16, which a short measurement of the engine decides, "
@@ -488,6 +496,8 @@ class Recipe(EnsembleSettings):
             )
         if everywhere and (self.rounds > 1 or self.direction == "backward"):
             raise RecipeError("allocation = 'global': all cuts are weighed together: set rounds = 1 and direction = 'forward'.")
+        if self.shortcut == "auto" and not everywhere:
+            raise RecipeError("shortcut = 'auto': allocations are compared: set allocation = 'global', or a shortcut.")
         if self.repair == "none" and by_repair:
             raise RecipeError(
                 "criterion = 'obs': it ranks filters by what a repair cannot make up for: set repair = 'least-squares'."
@@ -500,6 +510,11 @@ class Recipe(EnsembleSettings):
             raise RecipeError("target_latency and max_ms: cuts are weighed by the time they save: set allocation = 'global'.")
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
             raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")
+
+    @property
+    def shortcuts(self) -> tuple[Shortcut, ...]:
+        """The positions that are compared, or the one that is taken."""
+        return get_args(Shortcut) if self.shortcut == "auto" else (self.shortcut,)
 
     @property
     def has_time_target(self) -> bool:

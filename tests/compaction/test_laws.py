@@ -70,7 +70,7 @@ cases = st.builds(
     Case,
     blocks=st.lists(st.sampled_from(sorted(BLOCKS)), min_size=1, max_size=3).map(tuple),
     head=st.sampled_from(HEADS),
-    shortcut=st.sampled_from(["before", "after"]),
+    shortcut=st.sampled_from(["before", "after", "stream"]),
     share=st.sampled_from([0.2, 0.4, 0.7]),
     seed=st.integers(0, 10_000),
 )
@@ -175,7 +175,7 @@ def test_compact_equals_masked_while_training(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in names() if n not in ("resnet32", "resnet44", "resnet56", "resnet110", "vgg16")])
-@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("shortcut", ["before", "after", "stream"])
 def test_compact_equals_masked_on_the_built_in_networks(name: str, shortcut: Shortcut) -> None:
     if name.endswith("-b") and name != "resnet14-b":
         return

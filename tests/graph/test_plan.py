@@ -160,7 +160,7 @@ def with_few_blocks(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["resnet8", "mobilenet-small", "resnext-small", "split-small"])
-@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("shortcut", ["before", "after", "stream"])
 def test_site_by_site_in_two_rounds(name: str, shortcut: Shortcut) -> None:
     batch = example_input(name).double()[..., :16, :16]
     start = trace(randomise_(with_few_blocks(name), 0), batch)

@@ -43,7 +43,7 @@ def test_resnet20_after_the_add(resnet20: Graph) -> None:
     assert sites[2].layers == ("layer1.0.conv2",)
 
 
-@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("shortcut", ["before", "after", "stream"])
 def test_masks_lie_where_the_figure_has_them(resnet20: Graph, shortcut: Shortcut) -> None:
     """Behind the ReLU, but before the add or behind its ReLU for a block's second convolution."""
     places = {site.name: site.node for site in find_sites(resnet20, shortcut)}
@@ -110,7 +110,7 @@ def test_the_obstacle_that_locks_the_most_comes_first_with_a_remedy() -> None:
     assert str(second).startswith("no rule for cumsum (1 layer, 1,024 MACs). Add a rule for cumsum with @secateurs.rule")
 
 
-@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("shortcut", ["before", "after", "stream"])
 def test_names_survive_cuts_and_channels_keep_their_ids(resnet20: Graph, shortcut: Shortcut) -> None:
     sites = find_sites(resnet20, shortcut)
     keep = random_keep(sites, seed=4)
@@ -172,7 +172,7 @@ def test_a_site_names_all_layers_that_shrink_with_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["resnet20", "resnet8-b", "vgg16", "mobilenet-small", "resnext-small", "densenet-small"])
-@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("shortcut", ["before", "after", "stream"])
 def test_every_layer_has_a_site_or_a_reason(name: str, shortcut: Shortcut) -> None:
     model = build(name)
     sites = find_sites(trace(model, example_input(name)), shortcut)

@@ -274,7 +274,8 @@ def test_a_repaired_network_reloads_to_what_was_reported(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "shortcut"), [("resnet8", {"widths": (4, 4, 6)}, "after"), ("split-small", {}, "before")]
+    ("name", "options", "shortcut"),
+    [("resnet8", {"widths": (4, 4, 6)}, "after"), ("resnet8", {"widths": (4, 4, 6)}, "stream"), ("split-small", {}, "before")],
 )
 def test_what_the_search_measures_is_what_the_run_makes(name: str, options: dict[str, Any], shortcut: Any) -> None:
     """One repaired cut after another, from the last site to the first: under a mask, and made."""

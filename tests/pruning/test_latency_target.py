@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nets import seeded
-from secateurs import Graph, Pruner, Recipe, compact, find_sites, resume, trace
+from nets import assert_compact_is_masked, randomise_, seeded
+from secateurs import Graph, Pruner, Recipe, compact, cost, find_sites, resume, trace
 from secateurs.cli import execute
 from secateurs.errors import InvalidInput, RecipeError, RunError
 from secateurs.graph.engine import MeasureEngine, TorchEngine, in_rounds
@@ -22,8 +23,9 @@ from secateurs.graph.latency import median
 from secateurs.graph.layers import Align, SumInto
 from secateurs.models import build, example_input
 from secateurs.pruning import latency_tables
+from secateurs.pruning.context import PruningContext
 from secateurs.pruning.latency_tables import LatencyModel, TableFile, fast_widths, spread
-from secateurs.pruning.results import ChosenAllocation, SiteCurve, SiteWidths, TimeTable
+from secateurs.pruning.results import ChosenAllocation, ChosenShortcut, SiteCurve, SiteWidths, TimeTable
 from torture.runs import few_digits
 
 NAMES = count()
@@ -132,7 +134,7 @@ def test_an_engine_without_steps_leaves_all_widths_and_a_flat_one_none(tmp_path:
     assert fast_widths(model_of(graph, FakeEngine(64), tmp_path / "b"), site, 1)[0] == ()
 
 
-@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("shortcut", ["before", "after", "stream"])
 @pytest.mark.parametrize("name", ["mlp", "resnet8", "resnet8-b", "unet-small", "mobilenet-small", "resnext-small"])
 def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: Any) -> None:
     graph = trace(build(name), example_input(name))
@@ -316,6 +318,60 @@ def test_cuts_whose_alignment_costs_more_than_they_save_are_not_made(
     assert (alone.finish().macs.removed == 0) == (price > 0)
 
 
+@pytest.mark.parametrize("shortcut", ["before", "after"])
+@pytest.mark.parametrize("name", ["resnet8", "resnet8-b", "mobilenet-small"])
+def test_branches_that_may_go_as_a_whole_are_equal_to_masked_ones(name: str, shortcut: Any) -> None:
+    graph = trace(randomise_(build(name)), example_input(name).double())
+    context = PruningContext(graph, None, recipe(shortcut=shortcut), None)  # type: ignore[arg-type]
+    branches = context.branches([site.name for site in find_sites(graph, shortcut)])
+    assert branches
+    for branch in branches:
+        smaller = assert_compact_is_masked(graph, {branch.site: torch.zeros(branch.channels, dtype=torch.bool)})
+        left = {site.name for site in find_sites(smaller, shortcut)}
+        assert left.isdisjoint({branch.site, *branch.gone})
+        assert cost(smaller).macs < cost(graph).macs
+    assert not PruningContext(graph, None, recipe(branches=False), None).folding_sites  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("repair", ["none", "least-squares"])
+def test_a_branch_goes_as_a_whole_where_that_is_the_only_way_to_save_time(
+    with_engine: Callable[[FakeEngine], FakeEngine], tmp_path: Path, repair: Any
+) -> None:
+    engine, data = with_engine(FakeEngine(16)), few_digits(128)  # 16 channels are one block: fewer save nothing
+    asked = recipe(target_latency=0.6, repair=repair, criterion="l1")
+    run = Pruner(Residual().eval(), data, recipe=asked, folder=tmp_path / "run")
+    result = run.finish()
+    assert [(step.site, step.kept) for step in result.steps] == [("conv1", 0)]
+    assert engine.whole(result.graph) == pytest.approx(0.5 * engine.whole(run.original))  # two layers of four remain
+    assert result.latency is not None
+    assert result.latency.predicted == pytest.approx(result.latency.pruned, rel=0.05)
+    assert resume(tmp_path / "run", Residual().eval(), data).finish().plan == result.plan
+    alone = Pruner(Residual().eval(), data, recipe=replace(asked, branches=False)).finish()
+    assert alone.macs.removed == 0
+
+
+@pytest.mark.parametrize("target", [0.7, None])
+def test_the_shortcut_position_of_least_loss_is_taken(
+    with_engine: Callable[[FakeEngine], FakeEngine], tmp_path: Path, target: float | None
+) -> None:
+    engine, data = with_engine(FakeEngine(4)), few_digits(128)
+    asked = recipe(target_latency=target, engine="torch", shortcut="auto", max_drop=1.0)
+    run = Pruner(Residual().eval(), data, recipe=asked, folder=tmp_path / "run")
+    result = run.finish()
+    (chosen,) = records(run, ChosenShortcut)
+    assert [one.shortcut for one in chosen.tried] == ["before", "after", "stream"]
+    assert chosen.shortcut == min(chosen.tried, key=lambda one: one.loss).shortcut
+    assert f"Shortcut '{chosen.shortcut}' was taken" in str(result)
+    alone = Pruner(Residual().eval(), data, recipe=replace(asked, shortcut=chosen.shortcut)).finish()
+    assert result.plan == alone.plan
+    inner = [found for found in records(run, SiteCurve) if found.site == "conv1"]
+    assert len(inner) == 1  # the same site at all positions
+    again = resume(tmp_path / "run", Residual().eval(), data)
+    loaded = engine.loaded.copy()
+    assert again.finish().plan == result.plan
+    assert engine.loaded["layer"] == loaded["layer"]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_noise_does_not_flip_a_choice_beyond_its_interval(with_engine: Callable[[FakeEngine], FakeEngine], seed: int) -> None:
     engine = with_engine(FakeEngine(8, noise=0.02))
@@ -373,6 +429,8 @@ def test_a_function_of_the_users_own_is_an_engine(tmp_path: Path) -> None:
 def test_a_target_in_time_needs_all_sites_weighed_together() -> None:
     with pytest.raises(RecipeError, match="set allocation = 'global'"):
         Recipe(target_latency=0.5)
+    with pytest.raises(RecipeError, match="shortcut = 'auto': allocations are compared"):
+        Recipe(shortcut="auto")
     with pytest.raises(RecipeError, match="target_latency"):
         recipe(target_latency=1.5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise, product
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secateurs.errors import InvalidInput
-from secateurs.selection.allocation import Curve, frontier
+from secateurs.selection.allocation import MOST_OPTIONS, Branch, Curve, Option, frontier, options
 from secateurs.selection.knapsack import best_allocations
 
 counts = st.lists(st.tuples(st.integers(-2, 12), st.integers(-3, 30)), min_size=0, max_size=4)
@@ -83,3 +84,54 @@ def test_many_allocations_are_thinned_evenly() -> None:
 def test_sites_must_differ() -> None:
     with pytest.raises(InvalidInput, match="wanted one curve for each"):
         best_allocations([curve("a", []), curve("a", [])])
+
+
+def whole_branch(site: str, *gone: str) -> Branch:
+    """The third cut of a site is all of it."""
+    return Branch(site, 3, gone)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=3, max_size=3), min_size=3, max_size=3))
+def test_a_branch_is_folded_or_its_sites_are_cut_never_both(points: list[list[tuple[int, int]]]) -> None:
+    """Sites a and b lie in one branch, which saves more than the two together would; against all combinations."""
+    curves = [curve(name, each) for name, each in zip("abc", points, strict=True)]
+
+    def together(removed: Mapping[str, int]) -> float:
+        a, b = (c.saved[removed[c.site]] for c in curves[:2])
+        return 0.25 if removed["a"] == 3 else a + b - 0.1 * min(a, b)  # two cuts of one branch save less than their sum
+
+    picks = [p for p in product(range(4), repeat=3) if not (p[0] == 3 and p[1])]
+    all_of_them = [
+        (
+            together({"a": p[0], "b": p[1]}) + curves[2].saved[p[2]],
+            sum(c.loss[i] - c.loss[0] for c, i in zip(curves, p, strict=True)),
+        )
+        for p in picks
+    ]
+    found = best_allocations(curves, [whole_branch("a", "b")], saved=together, buckets=10_000)
+    assert all(not one.removed["b"] for one in found if one.removed["a"] == 3)
+    for one in found[1:]:
+        assert one.saved == pytest.approx(
+            together({"a": one.removed["a"], "b": one.removed["b"]}) + curves[2].saved[one.removed["c"]]
+        )
+    for saved, _ in all_of_them:
+        if saved > 0.001:  # reached up to a bucket for each site
+            least = min(loss for other, loss in all_of_them if other >= saved)
+            reaching = [one.predicted_loss for one in found[1:] if one.saved >= saved - 0.001]
+            assert min(reaching) <= least + 1e-9
+    for one in frontier(curves, [whole_branch("a", "b")]):
+        assert not (one.removed["a"] == 3 and one.removed["b"])
+
+
+def test_a_large_branch_keeps_its_best_options() -> None:
+    curves = [
+        Curve(str(i), tuple(range(8)), tuple(0.1 * k**2 for k in range(8)), tuple(0.01 * k for k in range(8))) for i in range(6)
+    ]
+    branch = Branch("0", 7, tuple("12345"))
+    (found,) = options(curves, [branch])
+    assert len(found) <= 6 * MOST_OPTIONS
+    assert found[0] == Option(0.0, 0.0, dict.fromkeys("012345", 0))
+    # 0.12 saved by two filters at each site is cheapest; alone, the branch saves 0.07
+    best = min(one.loss for one in found if one.saved >= 0.12 - 1e-9)
+    assert best == pytest.approx(6 * 0.4, rel=0.1)

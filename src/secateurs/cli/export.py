@@ -32,6 +32,7 @@ def export(
     data: inputs.OptionalDataName = None,
     model_option: inputs.ModelOptions = (),
     data_option: inputs.DataOptions = (),
+    pad_to: int = 1,
     tolerance: float = 1e-4,
     repeats: int = 30,
     as_json: inputs.Json = False,
@@ -64,6 +65,9 @@ def export(
         For a file, or a run started from Python: the network that was pruned, as in `secateurs prune`.
     data
         For a file: the data set whose test examples outputs are compared on. Default: random inputs.
+    pad_to
+        Pad the widths of layers to multiples of this with filters of zero weights, where the engine runs multiples faster:
+        the outputs are the same.
     tolerance
         The largest difference allowed, as a share of the largest output.
     repeats
@@ -88,7 +92,7 @@ def export(
     if origin.data:
         data_set = inputs.load_data(origin)
         examples = (data_set.test or data_set.search).batch(slice(0, _EXAMPLES)).inputs
-    pruned, unpruned = prepared(network, examples), prepared(trace(original, network.example), examples)
+    pruned, unpruned = prepared(network, examples, pad_to), prepared(trace(original, network.example), examples)
     targets: dict[str, tuple[Callable[..., Exported], str]] = {
         "onnx": (to_onnx, "model.onnx"),
         "pt2": (to_pt2, "model.pt2"),

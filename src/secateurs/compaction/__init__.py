@@ -241,6 +241,8 @@ def _compared(
 ) -> tuple[float, float]:
     """Return the largest difference between the outputs of two networks and the largest output; checks the tolerance."""
     networks = [copy.deepcopy(module).eval() for module in (wanted, got)]
+    if any(isinstance(layer, Constant) for layer in got.modules()):  # what a branch was folded into is rounded once
+        tolerance = max(tolerance, 100 * torch.finfo(dtype_of(got)).eps)
     try:
         worst, scale = _differences([n.double() for n in networks], probes, torch.float64)
     except (RuntimeError, TypeError):  # the network casts to a fixed dtype, or the device has no float64

@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import none_of
-from secateurs.graph.flow import Flows, Layer, find_flows
+from secateurs.graph.flow import Flows, Join, Layer, find_flows
+from secateurs.graph.flow.liveness import activation_behind
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 
@@ -59,8 +60,10 @@ def filter_weights(layer: nn.Module) -> Tensor:
 def _walk_back(graph: Graph, site: Site) -> tuple[Flows, dict[fx.Node, Tensor]]:
     """For the nodes between the site and the nearest layers: which of their channels each channel of the site needs."""
     flows = find_flows(spread_sums(graph.module))
-    place = next(node for node in flows.of if node.name == site.node)
-    reached = {place: torch.eye(site.channels, dtype=torch.bool)}
+    sums = {activation_behind(flows, node).name for node, flow in flows.of.items() if isinstance(flow, Join)}
+    points = {point.node: point.source() for point in site.points if point.node in {site.node, *sums}}  # all of a stream's
+    each = torch.arange(site.channels)[:, None]
+    reached = {node: points[node.name] == each for node in flows.of if node.name in points}
     for node in reversed(list(flows.of)):
         if node in reached and _hands_on(flows, node):
             for source, needed in _needed(flows, node, reached[node]):

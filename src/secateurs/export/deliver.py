@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from secateurs._util.files import sync_folder
 from secateurs._util.modules import eval_mode
 from secateurs.errors import ArtefactError, InvalidInput, NotEqual, UnsupportedOp
+from secateurs.export.pad import padded
 from secateurs.export.plain import alignments, plain_module
 from secateurs.graph.latency import NodeTimer, SpeedUp, in_turns, median, speedup, undisturbed
 from secateurs.graph.node_info import forget_source_
@@ -163,11 +164,11 @@ class Prepared:
         return Alignment(gathers, max(first - gathers, 0), float(torch.tensor(shares).median()), PROFILED_BATCH)
 
 
-def prepared(graph: Graph | Prepared, inputs: Example | None = None) -> Prepared:
+def prepared(graph: Graph | Prepared, inputs: Example | None = None, pad_to: int = 1) -> Prepared:
     """Prepare a traced network for several exports; a prepared one is returned unchanged.
 
     Outputs are compared on `inputs`, at best real ones; by default on random ones like the graph's example. The first axis of
-    every input counts the examples.
+    every input counts the examples. With `pad_to`, widths are padded to multiples of it by filters of zero weights.
     """
     if isinstance(graph, Prepared):
         return graph
@@ -177,7 +178,8 @@ def prepared(graph: Graph | Prepared, inputs: Example | None = None) -> Prepared
         wanted = tuple([t.detach().cpu() for t in tensors_in(graph.module(*batch))] for batch in batches)
     name = graph.plan.model.rpartition(".")[2] or "Network"
     on_cpu = tuple(tuple(t.cpu() for t in batch) for batch in batches)
-    return Prepared(name, plain_module(graph).cpu(), on_cpu, wanted, inputs is not None)
+    written = graph if pad_to == 1 else padded(graph, pad_to)
+    return Prepared(name, plain_module(written).cpu(), on_cpu, wanted, inputs is not None)
 
 
 def _checked_inputs(graph: Graph, inputs: Example | None) -> Inputs:
@@ -222,13 +224,15 @@ class ExportOptions(TypedDict, total=False):
 
     Its outputs for `inputs` (by default random ones like the graph's example) may differ from the network's by `tolerance`
     times the largest output; otherwise `NotEqual`, and nothing is written. With `original`, the unpruned network, the sizes
-    and speeds of both are compared over `repeats` interleaved runs.
+    and speeds of both are compared over `repeats` interleaved runs. `pad_to` pads widths to multiples, which some engines run
+    faster, by filters of zero weights.
     """
 
     inputs: Example | None
     original: Graph | nn.Module | Prepared | None
     tolerance: float
     repeats: int
+    pad_to: int
 
 
 def deliver(
@@ -242,6 +246,7 @@ def deliver(
     original: Graph | nn.Module | Prepared | None = None,
     tolerance: float = TOLERANCE,
     repeats: int = 30,
+    pad_to: int = 1,
 ) -> Exported:
     """Write an export, check it, compare it with the unpruned network's, and put it in place; on any error write nothing."""
     if not tolerance >= 0:
@@ -249,7 +254,7 @@ def deliver(
     if repeats < 5:
         raise InvalidInput(f"repeats is {repeats}, wanted at least 5: fewer give no interval.")
     path = Path(path)
-    network = prepared(graph, inputs)
+    network = prepared(graph, inputs, pad_to)
     with _staged(path, folder=kind == "source") as draft:
         write(network, draft)
         if kind == "onnx":

@@ -19,6 +19,7 @@ from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.flow import ELSEWHERE, Blocks, Channelwise, Concat, Flow, Flows, Join, Layer, Moved, analyse, find_flows
 from secateurs.graph.flow.kinds import elsewhere
+from secateurs.graph.flow.liveness import activation_behind
 from secateurs.graph.layers import Offset
 from secateurs.graph.node_info import called_module, info, label_of
 from secateurs.graph.sites import Site
@@ -76,10 +77,12 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
     sums: list[SumConsumer] = []
     others: dict[str, str] = {}
     calls = Counter(str(node.target) for node in flows.of if node.op == "call_module")
+    points = {point.node: point.source() for point in site.points}
     for node, flow in flows.of.items():
         ins = [source.get(i) for i in flows.inputs[node]]
-        if node.name == site.node:
-            source[node] = torch.arange(site.channels)
+        end = activation_behind(flows, node) if isinstance(flow, Join) else node  # of a sum that is masked with the site
+        if end.name in points:
+            source[node] = points[end.name]
         elif all(i is None or bool((i == ELSEWHERE).all()) for i in ins):
             continue
         elif isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise):

@@ -69,9 +69,7 @@ class Factor(nn.Module):
     def __init__(self, point: MaskPoint) -> None:
         super().__init__()
         self.axis = point.axis
-        source = torch.full((point.width,), -1)  # the last of the padded factors, which is 1
-        source[list(point.channels)] = torch.tensor(point.sources)
-        self.register_buffer("source", source)
+        self.register_buffer("source", point.source())  # -1 is the last of the padded factors, which is 1
 
     def forward(self, x: Tensor, factors: Tensor) -> Tensor:
         """Of the shape of `x`; `factors` is (1, C) or (n, C). A factor of 0 gives 0, even of infinite values."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+import torch
 from torch import Tensor
 
 from secateurs.graph.channels import all_of
@@ -26,6 +27,12 @@ class MaskPoint:
         mask = all_of(self.width)
         mask[list(self.channels)] = keep[list(self.sources)]
         return mask
+
+    def source(self) -> Tensor:
+        """Return the site's channel of each of the node's channels, -1 for one from elsewhere, (width,)."""
+        source = torch.full((self.width,), -1)
+        source[list(self.channels)] = torch.tensor(self.sources)
+        return source
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor, fx
 
 from secateurs.config import Shortcut
 from secateurs.graph.add_fusion import spread_sums
-from secateurs.graph.channels import ids
+from secateurs.graph.channels import ids, none_of
 from secateurs.graph.cost import count_macs
 from secateurs.graph.flow import (
     ELSEWHERE,
@@ -34,6 +36,7 @@ from secateurs.graph.flow.liveness import Revivals
 from secateurs.graph.layers import Align
 from secateurs.graph.node_info import called_module, dims_of, info, shape_of
 from secateurs.graph.site import MaskPoint, Site, Sites, Unprunable
+from secateurs.graph.streams import find_streams
 from secateurs.graph.trace import Graph
 
 FUNCTIONAL: dict[Any, bool] = {  # layers in functional form, and whether they are transposed
@@ -55,14 +58,17 @@ def search_sites(graph: Graph, shortcut: Shortcut) -> Sites:
             calls.setdefault(str(node.target), []).append(node)
             weight: Any = graph.module.get_submodule(str(node.target)).weight
             macs[str(node.target)] += _macs(weight.shape, node, flow.transposed)
-    sites: list[Site] = []
-    groups, reasons = search.groups(calls)
+    sites = search.streams() if shortcut == "stream" else []
+    replaced = search.covered_by(sites)
+    groups, reasons = search.groups({path: nodes for path, nodes in calls.items() if not replaced.issuperset(nodes)})
     for layers, places in groups:
-        found = search.site(layers[0], places)
+        found = search.site(places, partial(search.name_of, layers[0]))
         if isinstance(found, Site):
             sites.append(found)
         else:
             reasons |= {str(layer.target): found for layer in layers}
+    places_by_name = {node.name: place for node, place in order.items()}
+    sites.sort(key=lambda site: places_by_name[site.node])
     sites = [site for site in sites if not _goes_with_another(site, sites, flows)]
     refused = [Unprunable(path, calls[path][0].name, reason, macs[path]) for path, reason in reasons.items()]
     covered = {layer for site in sites for layer in site.layers}
@@ -268,8 +274,33 @@ class _Search:
         users = self.flows.users.get(node, ())
         return (users[0], self.flows.of[users[0]]) if len(users) == 1 else (None, None)
 
-    def site(self, layer: fx.Node, places: Sequence[fx.Node]) -> Site | str:
-        """Return the site of `layer` behind `places`, or why there is none."""
+    def streams(self) -> list[Site]:
+        """Return the sites of the streams: one mask for all the tensors that the sums of a stage join."""
+        sites: list[Site] = []
+        for stream in find_streams(self.flows):
+            taken = {site.name for site in sites}
+            names = (stream.name if not number else f"{stream.name}_{number}" for number in count())
+            name = next(name for name in names if name not in taken)
+            found = self.site(stream.places, lambda layers, name=name: name)  # type: ignore[misc]
+            if isinstance(found, Site) and found.layers:
+                sites.append(found)
+        return sites
+
+    def covered_by(self, sites: Sequence[Site]) -> set[fx.Node]:
+        """Return the layers all of whose filters go with channels of `sites`."""
+        nodes = {node.name: node for node in self.flows.of}
+        covered: dict[fx.Node, Tensor] = {}
+        for site in sites:
+            for left in (0, site.channels - 1):  # without any channel left, whole branches would be dead
+                keep = torch.arange(site.channels) == left
+                need = analyse(self.flows, {nodes[point.node]: point.mask(keep) for point in site.points}).need
+                for node, needed in need.items():
+                    if isinstance(self.flows.of[node], Layer) and str(node.target) in site.layers:
+                        covered[node] = covered.get(node, none_of(len(needed))) | ~needed
+        return {node for node, filters in covered.items() if bool(filters.all())}
+
+    def site(self, places: Sequence[fx.Node], named: Callable[[tuple[str, ...]], str]) -> Site | str:
+        """Return the site behind `places`, or why there is none; `named` gives its name from those of its layers."""
         own = {place: self.graph.ids.get(place.name, torch.arange(self.flows.width(place))) for place in places}
         original = torch.tensor(
             sorted({i for kept in own.values() for i in kept.tolist()})
@@ -291,7 +322,7 @@ class _Search:
             return "its filters are read elsewhere, too, such as for the statistics of a BatchNorm that is called several times"
         wide = max(map(self._original, places))
         names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
-        name = next((name for name in names if name), None) or self._name(layer, layers)
+        name = next((name for name in names if name), None) or named(layers)
         points_of = tuple(self._point(node, source) for node, source in points.items())
         return Site(name, len(original), layers, tuple(original.tolist()), wide, points_of)
 
@@ -300,7 +331,7 @@ class _Search:
         assert axis is not None
         return MaskPoint(node.name, axis, len(source), tuple(channels.tolist()), tuple(source[channels].tolist()))
 
-    def _name(self, layer: fx.Node, layers: tuple[str, ...]) -> str:
+    def name_of(self, layer: fx.Node, layers: tuple[str, ...]) -> str:
         """Return the path of the layer that loses filters; for a site behind an add, the name of the add."""
         add = self._sum_behind(self._chain(layer))
         if add is not None and self.shortcut == "after":

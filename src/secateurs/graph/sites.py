@@ -1,9 +1,10 @@
 """Step 2 of 9: find the `Site`s of a Graph in network order: places where a zeroed channel stays zero until it is read.
 
 A layer's site lies behind the activation that follows it. In a residual block the last layer's site lies before the add, or
-behind the add's activation (the two shortcut positions of the paper). Where an op makes something else of a zero before it is
-read (BatchNorm, a depthwise filter with a bias), the mask is applied again behind that op. A layer that is called several times
-has one site over all its calls. A layer without a site is listed with the reason.
+behind the add's activation (the two shortcut positions of the paper), or all adds of a stage have one site: its stream. Where
+an op makes something else of a zero before it is read (BatchNorm, a depthwise filter with a bias), the mask is applied again
+behind that op. A layer that is called several times has one site over all its calls. A layer without a site is listed with the
+reason.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def find_sites(
 ) -> Sites:
     """Find all sites of a traced network, or of a module that is traced with `example_input`.
 
-    `shortcut` says whether the end of a residual block is masked before or after the add; for a graph it may come second.
+    `shortcut` says whether the end of a residual block is masked before or after the add, or with the whole stage ("stream");
+    for a graph it may come second.
     """
     if isinstance(example_input, str):
         shortcut = example_input
@@ -56,8 +58,10 @@ def find_sites(
             f"graph: got {type(graph).__name__} without an example, wanted a Graph, or a module and an example input: "
             f"find_sites(model, example_input)."
         )
-    if shortcut not in ("before", "after"):
-        raise InvalidInput(f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add).")
+    if shortcut not in get_args(Shortcut):
+        raise InvalidInput(
+            f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add), or 'stream' (one mask for a stage)."
+        )
     known = _KNOWN.setdefault(graph, {})
     if shortcut not in known:
         known[shortcut] = search_sites(graph, shortcut)
@@ -78,7 +82,7 @@ def remember_names_(graph: Graph, module: fx.GraphModule) -> None:
 
 
 def find_site(graph: Graph, name: str) -> Site:
-    """Find the site called `name`, at either shortcut position; `UnknownSite` names similar ones, or the reason."""
+    """Find the site called `name`, at any shortcut position; `UnknownSite` names similar ones, or the reason."""
     return resolve(graph, [name])[name]
 
 
@@ -87,8 +91,9 @@ def resolve(graph: Graph, names: Iterable[str | Site]) -> dict[str, Site]:
     wanted = [n.name if isinstance(n, Site) else n for n in names]
     before = find_sites(graph, "before")
     known = {site.name: site for site in before}
-    if any(name not in known for name in wanted):
-        known |= {site.name: site for site in find_sites(graph, "after") if site.name not in known}
+    for position in get_args(Shortcut)[1:]:
+        if any(name not in known for name in wanted):
+            known |= {site.name: site for site in find_sites(graph, position) if site.name not in known}
     for name in wanted:
         if name not in known:
             reasons = [u.reason for u in before.unprunable if u.name == name]

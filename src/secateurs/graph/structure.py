@@ -68,3 +68,12 @@ def _described(graph: Graph, node: fx.Node, read: tuple[int, ...], macs: dict[st
     if len(read) > 1 and node.op != "output" and shape_of(node).is_tensor:
         return {"name": info(node).get("name", node.name), "kind": "join", "sources": list(read)}
     return None
+
+
+def is_bypassed(graph: fx.Graph, place: fx.Node) -> bool:
+    """Whether the output can be reached from an input without passing through `place`."""
+    reached = set[fx.Node]()
+    for node in graph.nodes:
+        if node is not place and (node.op == "placeholder" or not reached.isdisjoint(node.all_input_nodes)):
+            reached.add(node)
+    return any(node.op == "output" for node in reached)

@@ -6,7 +6,7 @@ The context has no state of its own: the same network and site give the same ans
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -18,15 +18,18 @@ from secateurs._util.journal import Journal
 from secateurs._util.modules import BatchLimit, Device
 from secateurs._util.tensors import digest
 from secateurs.compaction import compact
-from secateurs.config import REFITTED, Recipe
+from secateurs.config import REFITTED, Recipe, Shortcut
 from secateurs.criteria.ranking import Ranker, Ranking, rank
 from secateurs.data.dataset import Examples, class_labels, derive
 from secateurs.data.splits import Data, subset
 from secateurs.data.stream import Stream
+from secateurs.errors import EmptyLayer
+from secateurs.graph.channels import none_of
 from secateurs.graph.cost import Cost, cost
 from secateurs.graph.engine import Engine, Timer, TorchEngine
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site, find_site, find_sites
+from secateurs.graph.structure import is_bypassed
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, drawn_labels, evaluate, loss, values, with_answers
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
@@ -46,6 +49,7 @@ from secateurs.repair import Reconstruction, Repair, Survey, apply_, observe, pr
 from secateurs.scoring import OnScored
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.evaluator import SiteEvaluator
+from secateurs.selection.allocation import Branch
 from secateurs.selection.contract import Contract, Verdict
 from secateurs.selection.widths import candidates, multiple_at
 from secateurs.training import carry_momentum
@@ -145,6 +149,7 @@ class PruningContext:
     journal: Journal = field(default_factory=lambda: Journal(None, {}))
     progress: ProgressReporter = field(default_factory=ProgressReporter)
     clock: Stopwatch = field(default_factory=Stopwatch)
+    position: Shortcut | None = None  # of those that `shortcut = "auto"` compares
 
     # ---- examples ----------------------------------------------------------------------------------------------------
 
@@ -269,10 +274,56 @@ class PruningContext:
 
     # ---- sites -------------------------------------------------------------------------------------------------------
 
+    @property
+    def shortcut(self) -> Shortcut:
+        """Where masks lie."""
+        if self.recipe.shortcut != "auto":
+            return self.recipe.shortcut
+        assert self.position is not None
+        return self.position
+
+    @property
+    def of_position(self) -> dict[str, str]:
+        """What records of this position have besides: nothing, unless several are compared."""
+        return {"shortcut": self.shortcut} if self.recipe.shortcut == "auto" else {}
+
+    def at_node(self, site: Site) -> dict[str, str]:
+        """What records of a site have besides: where it lies, if several positions are compared. Some share it."""
+        return {"node": site.node} if self.recipe.shortcut == "auto" else {}
+
     def site(self, graph: Graph, name: str) -> Site | None:
         """The site as it is in `graph`: an earlier cut may have narrowed it; None where nothing is left to remove."""
-        found = next((site for site in find_sites(graph, self.recipe.shortcut) if site.name == name), None)
+        found = next((site for site in find_sites(graph, self.shortcut) if site.name == name), None)
         return found if found is not None and found.channels > 1 else None
+
+    @cached_property
+    def folding_sites(self) -> dict[str, tuple[str, ...]]:
+        """The sites that may lose all filters, each with the sites that are gone then: a branch of a sum is folded away.
+
+        Of the sites of one branch, the first that can be emptied.
+        """
+        found: dict[str, tuple[str, ...]] = {}
+        if not self.recipe.branches or self.recipe.allocation != "global":
+            return found
+        sites = find_sites(self.original, self.shortcut)
+        nodes = {node.name: node for node in self.original.module.graph.nodes}
+        known: set[str] = set()
+        for site in sites:
+            if site.name in known or not is_bypassed(self.original.module.graph, nodes[site.node]):
+                continue
+            masks: dict[str | Site, Tensor] = {site.name: none_of(site.channels)}
+            try:
+                left = {other.name for other in find_sites(compact(self.original, masks, verify=False), self.shortcut)}
+            except EmptyLayer:
+                continue
+            found[site.name] = tuple(other.name for other in sites if other.name not in left and other is not site)
+            known |= {site.name, *found[site.name]}
+        return found
+
+    def branches(self, sites: Collection[str]) -> tuple[Branch, ...]:
+        """The branches that may be folded away, by those of `sites` that can do it."""
+        found = self.folding_sites
+        return tuple(Branch(name, self._channels[name], found[name]) for name in found if name in sites)
 
     def prepare(self, graph: Graph, site: Site) -> PreparedSite:
         """The site with what a repair of it needs, if the recipe repairs."""
@@ -374,7 +425,7 @@ class PruningContext:
     @cached_property
     def _channels(self) -> dict[str, int]:
         """Filters of every site of the original network."""
-        return {site.name: site.channels for site in find_sites(self.original, self.recipe.shortcut)}
+        return {site.name: site.channels for site in find_sites(self.original, self.shortcut)}
 
     def round_to(self, site: str) -> int:
         """What the number of filters kept at a site is a multiple of; 1 for one that the original has not."""
@@ -401,7 +452,7 @@ class PruningContext:
     @cached_property
     def latency_model(self) -> LatencyModel | NetworkModel:
         """What the network takes at other widths, from measured tables that are journaled."""
-        sites = [site for site in find_sites(self.original, self.recipe.shortcut) if site.channels > 1]
+        sites = [site for site in find_sites(self.original, self.shortcut) if site.channels > 1]
         widths = {site.name: candidates(site.channels, self.round_to(site.name)) for site in sites}
         if self.engine.runs_layers:
             model = LatencyModel(self.original, sites, self.engine.batch)
@@ -427,7 +478,10 @@ class PruningContext:
         )
 
     def _journaled(self, number: int, of: str, compute: Callable[[], Mapping[Size, Rounds]]) -> Mapping[Size, Rounds]:
-        found = self.journal.once(TimeTable, lambda: TimeTable(of, number, tuple(compute().items())), of=of, round=number)
+        own = self.of_position
+        found = self.journal.once(
+            TimeTable, lambda: TimeTable(of, number, tuple(compute().items()), **own), of=of, round=number, **own
+        )
         return dict(found.seconds)
 
     # ---- whole networks ----------------------------------------------------------------------------------------------
@@ -447,6 +501,13 @@ class PruningContext:
         loss_fn, metric, device = self.runtime.loss_fn, self.runtime.metric, self.runtime.device
         return self._batched(
             lambda batch: evaluate(graph.module, examples, loss_fn=loss_fn, metric=metric, batch=batch, device=device)
+        )
+
+    def loss(self, graph: Graph, held_out: HeldOut) -> float:
+        """The mean loss of a network on held-out examples."""
+        device = self.runtime.device
+        return self._batched(
+            lambda batch: loss(graph.module, held_out.examples, loss_fn=held_out.loss_fn, batch=batch, device=device)
         )
 
     def measured(self, state: NetworkState) -> NetworkState:

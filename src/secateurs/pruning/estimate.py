@@ -65,7 +65,8 @@ def estimate(context: PruningContext) -> Estimate:
     """Time one batch, and count the passes that the recipe may need at all sites, and the bytes."""
     recipe, held_out = context.recipe, len(context.held_out.examples)
     chosen = chosen_sites(recipe, context.original)
-    sites = [site for site in find_sites(context.original, recipe.shortcut) if site.name in chosen and site.channels > 1]
+    every = {(site.name, site.node): site for shortcut in recipe.shortcuts for site in find_sites(context.original, shortcut)}
+    sites = [site for site in every.values() if site.name in chosen and site.channels > 1]
     criteria = recipe.portfolio if recipe.criterion == "portfolio" else (recipe.criterion,)
     pool, validation = len(context.ranker.pool), len(context.validation)
     repairs = 0 if recipe.repair == "none" else 2 * len(context.repair_examples)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from secateurs._util.decode import brief
 from secateurs.compaction import compact
-from secateurs.config import REFITTED
+from secateurs.config import REFITTED, Shortcut
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import NonFinite, RunError
 from secateurs.graph.sites import Site
@@ -24,7 +24,7 @@ from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PreparedSite, PruningContext
 from secateurs.pruning.latency_target import target_share, timed_allocations
-from secateurs.pruning.results import ChosenAllocation, SiteCurve, Trial
+from secateurs.pruning.results import ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
 from secateurs.repair import prepare, solve_together, write_
 from secateurs.selection.allocation import Allocation, Curve, calibrated, frontier
 
@@ -42,17 +42,19 @@ def counts_of(
     round_to: int,
     widths: Sequence[int] | None = None,
     at: Sequence[int] | None = tuple(range(1, _GRID)),
+    *,
+    folds: bool = False,
 ) -> tuple[int, ...]:
     """Numbers of filters at which a curve is known, from 0 on; kept ones are multiples of `round_to`, and in `widths`.
 
-    They are those nearest to some eighths of the filters, `at`; None: all.
+    They are those nearest to some eighths of the filters, `at`; None: all. Where the site's branch `folds`, all filters are the
+    last of them.
     """
     most = min(math.floor(round(largest_share * channels, 12)), channels - 1)
     allowed = [m for m in range(1, most + 1) if (channels - m) % round_to == 0 and (widths is None or channels - m in widths)]
-    if at is None or not allowed:
-        return (0, *allowed)
-    wanted = {round(channels * step / _GRID) for step in at}
-    return (0, *sorted({min(allowed, key=lambda m: abs(m - want)) for want in wanted}))
+    wanted = {round(channels * step / _GRID) for step in at or ()}
+    found = allowed if at is None or not allowed else sorted({min(allowed, key=lambda m: abs(m - want)) for want in wanted})
+    return (0, *found, *([channels] if folds else ()))
 
 
 def measure_curve(
@@ -60,34 +62,39 @@ def measure_curve(
 ) -> SiteCurve:
     """The held-out loss along the ranking, and what the cuts save: predicted and measured at two points, else all measured."""
     recipe, site = context.recipe, prepared.site
-    counts_at = partial(counts_of, site.channels, recipe.largest_share, context.round_to(site.name), widths)
+    folds = site.name in context.folding_sites
+    counts_at = partial(counts_of, site.channels, recipe.largest_share, context.round_to(site.name), widths, folds=folds)
     counts = counts_at(at=None)
-    losses = _predicted_losses(context, prepared, ranking, counts_at(at=_CALIBRATED_AT)) if ranking.predicted else ()
+    losses = _predicted_losses(context, prepared, ranking, counts_at(at=_CALIBRATED_AT)) if ranking.predicted else {}
     if losses:
-        losses = tuple(losses[m] for m in counts)
+        losses_at = tuple(losses[m] for m in counts)
     else:
         counts = counts_at()
         measured = context.evaluator(prepared, context.held_out.loss_fn).on(context.held_out.examples)
-        losses = tuple(measured.means(cuts_along(ranking.order, counts)).tolist())
-    if not math.isfinite(losses[0]):
+        losses_at = tuple(measured.means(cuts_along(ranking.order, counts)).tolist())
+    if not math.isfinite(losses_at[0]):
         raise NonFinite(
             f"site {site.name!r}: the loss of the uncut network on {len(context.held_out.examples)} validation examples is "
-            f"{losses[0]}. Check its outputs and the examples for NaN."
+            f"{losses_at[0]}. Check its outputs and the examples for NaN."
         )
-    return SiteCurve(ranking, site.original, Curve(site.name, counts, losses, _savings(context, site, ranking, counts)))
+    return SiteCurve(ranking, site.original, Curve(site.name, counts, losses_at, _savings(context, site, ranking, counts)))
 
 
 def _predicted_losses(
     context: PruningContext, prepared: PreparedSite, ranking: Ranking, counts: Sequence[int]
-) -> tuple[float, ...]:
-    """The loss without 0, 1, 2, … filters as predicted, brought to what is measured at `counts`; empty if that cannot be."""
+) -> dict[int, float]:
+    """The loss without 0, 1, 2, … filters as predicted, brought to what is measured at `counts`; empty if that cannot be.
+
+    Without any filter nothing is left to solve for, so that the loss of a folded branch is the measured one.
+    """
     few, start = context.held_out_few, context.loss_of_few
     measured = context.evaluator(prepared, few.loss_fn).on(few.examples)
     if not math.isfinite(start) or len(counts) < 2:
-        return ()
-    losses = measured.means(cuts_along(ranking.order, counts[1:])).tolist()
-    found = calibrated(ranking.predicted, {m: loss - start for m, loss in zip(counts[1:], losses, strict=True)})
-    return tuple(start + increase for increase in found)
+        return {}
+    losses = dict(zip(counts[1:], measured.means(cuts_along(ranking.order, counts[1:])).tolist(), strict=True))
+    folded = {m: loss for m, loss in losses.items() if m == prepared.site.channels}
+    found = calibrated(ranking.predicted, {m: loss - start for m, loss in losses.items() if m not in folded})
+    return {m: start + increase for m, increase in enumerate(found)} | folded if found else {}
 
 
 def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequence[int]) -> tuple[float, ...]:
@@ -96,12 +103,19 @@ def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequ
         cuts = cuts_along(ranking.order, counts)
         seconds = [context.latency_model.seconds({site.name: keep}) for keep in cuts]
         return tuple((seconds[0] - each) / seconds[0] for each in seconds)
+    some, *whole = (counts[:-1], counts[-1]) if counts[-1] == site.channels else (counts,)
+    most = _saved_alone(context, site, ranking, some[-1])
+    found = [most * count / max(some[-1], 1) for count in some]
+    return (*found, *(_saved_alone(context, site, ranking, count) for count in whole))
+
+
+def _saved_alone(context: PruningContext, site: Site, ranking: Ranking, count: int) -> float:
+    """The share of the MACs, or of the parameters if they alone are the target, that a cut of one site saves."""
     recipe = context.recipe
-    masks: dict[str | Site, Tensor] = {site.name: cuts_along(ranking.order, counts[-1:])[0]}
+    masks: dict[str | Site, Tensor] = {site.name: cuts_along(ranking.order, [count])[0]}
     parameters, macs = context.shares_removed(compact(context.original, masks, verify=False))
     by_parameters = recipe.target_macs is None and recipe.target_parameters is not None
-    most = parameters if by_parameters else macs
-    return tuple(most * count / max(counts[-1], 1) for count in counts)
+    return parameters if by_parameters else macs
 
 
 def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str, SiteCurve]) -> ChosenAllocation:
@@ -110,7 +124,7 @@ def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[st
     Every trial is journaled, and so is the choice: a killed run repeats none of them.
     """
     found = context.journal.once(ChosenAllocation, lambda: _choose(context, budget, curves))
-    wrong = [name for name, m in found.removed.items() if name not in curves or m >= len(curves[name].original)]
+    wrong = [name for name, m in found.removed.items() if name not in curves or m not in curves[name].curve.removed]
     if wrong:
         raise RunError(
             f"journal.jsonl: the allocation does not fit site {brief(repr(wrong[0]))}. Restore the run from a copy, or start a "
@@ -250,7 +264,11 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
     if not curves:
         return (Allocation({}, 0.0, 0.0),)
     by_time, recipe = context.by_time, context.recipe
-    allocations = timed_allocations(context, curves) if by_time else frontier([curve.curve for curve in curves.values()])
+    allocations = (
+        timed_allocations(context, curves)
+        if by_time
+        else frontier([curve.curve for curve in curves.values()], context.branches(curves))
+    )
     share = target_share(context) if by_time else None
     if recipe.target_macs is None and recipe.target_parameters is None and share is None:
         return allocations
@@ -271,6 +289,30 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
         return macs >= (recipe.target_macs or 0.0) and parameters >= (recipe.target_parameters or 0.0)
 
     return allocations[: bisect_left(range(len(allocations) - 1), True, key=reaches) + 1]
+
+
+def compare_shortcuts(
+    found: Mapping[Shortcut, tuple[PruningContext, Mapping[str, SiteCurve], Sequence[Allocation]]],
+) -> ChosenShortcut:
+    """Make one allocation of each position, all with about the same saving, and take the position of the least loss.
+
+    The saving is that of the target; without one, half of the most that every position can save. A position that cannot save
+    as much is only taken if none can.
+    """
+    half = min(allocations[-1].saved for _, _, allocations in found.values()) / 2
+    tried = []
+    for shortcut, (context, curves, allocations) in found.items():
+        recipe = context.recipe
+        target = target_share(context) if recipe.has_time_target and context.by_time else None
+        bounded = recipe.target_macs is not None or recipe.target_parameters is not None
+        wanted = 1 - target if target is not None else allocations[-1].saved if bounded else half
+        reached = (i for i, one in enumerate(allocations) if one.saved >= wanted - _TINY)
+        chosen = allocations[next(reached, len(allocations) - 1)]
+        held_out, graph = context.held_out, apply_allocation(context, curves, chosen)
+        rise = context.loss(graph, held_out) - context.loss(context.original, held_out)
+        tried.append((chosen.saved < wanted - _TINY, rise, TriedShortcut(shortcut, chosen.saved, rise)))
+    best = min(tried, key=lambda one: one[:2])[2]
+    return ChosenShortcut(best.shortcut, tuple(one for _, _, one in tried))
 
 
 def _largest(count: int, accepted: Callable[[int], bool]) -> int:

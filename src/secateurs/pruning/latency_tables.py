@@ -32,7 +32,7 @@ from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.engine import Engine, in_rounds, machine
 from secateurs.graph.flow import Join, Layer, analyse, find_flows
-from secateurs.graph.sites import Site
+from secateurs.graph.sites import Site, node_masks
 from secateurs.graph.trace import Graph, shape_of
 from secateurs.selection.widths import PROBED, candidates, edges, multiple_at, preferred
 
@@ -195,15 +195,14 @@ class LatencyModel:
     def __init__(self, graph: Graph, sites: Sequence[Site], batch: int) -> None:
         self.graph, self.sites, self.batch = graph, {site.name: site for site in sites}, batch
         self.flows = find_flows(spread_sums(graph.module))
-        nodes = {node.name: node for node in self.flows.of}
-        self.nodes = {name: nodes[site.node] for name, site in self.sites.items()}
+        self.nodes = {node.name: node for node in self.flows.of}
         self.layers = self.narrowed({})
         self.keys = {node: self._key(node, layer) for node, layer in self.layers.items()}
         self.times: dict[str, LayerTimes] = {}
 
     def narrowed(self, masks: Masks) -> dict[fx.Node, NarrowedLayer]:
         """All layers as compaction leaves them under the masks."""
-        live = analyse(self.flows, {self.nodes[name]: keep for name, keep in masks.items()}).live
+        live = self._live(masks)
         found = {}
         for node, flow in self.flows.of.items():
             if isinstance(flow, Layer) and isinstance(self._module(node), nn.Linear | nn.modules.conv._ConvNd):
@@ -213,6 +212,11 @@ class LatencyModel:
                     inputs, outputs, groups = balanced(flow, inputs, outputs)
                 found[node] = NarrowedLayer(flow, inputs, outputs, groups)
         return found
+
+    def _live(self, masks: Masks) -> Callable[[fx.Node, int], Tensor]:
+        """The live channels of each node under the masks, which are applied behind all points of their sites."""
+        behind = node_masks((self.sites[name], keep) for name, keep in masks.items())
+        return analyse(self.flows, {self.nodes[name]: mask for name, (_, mask) in behind.items()}).live
 
     def _module(self, node: fx.Node) -> nn.Module | None:
         return self.graph.module.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -304,7 +308,7 @@ class LatencyModel:
 
     def aligned(self, masks: Masks) -> float:
         """Elements of sums, for one example, with terms that carry other channels than the sum: these have to be aligned."""
-        live, found = analyse(self.flows, {self.nodes[name]: keep for name, keep in masks.items()}).live, 0.0
+        live, found = self._live(masks), 0.0
         for node, flow in self.flows.of.items():
             dims = shape_of(node).dims
             if isinstance(flow, Join) and flow.width > 1 and dims is not None:

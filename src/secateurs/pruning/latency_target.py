@@ -42,7 +42,7 @@ def timed_allocations(context: PruningContext, curves: Mapping[str, SiteCurve]) 
     solver.price_alignment()
     found = solver.solve()
     for number in range(2, CORRECTIONS + 2):
-        chosen = found[_aimed(found, target_share(context, number - 1))]
+        chosen = found[aimed(found, target_share(context, number - 1))]
         if not any(chosen.removed.values()):
             break
         timed = solver.time(number, chosen)
@@ -63,7 +63,9 @@ def target_share(context: PruningContext, rounds: int = CORRECTIONS + 1) -> floa
     wanted = [recipe.target_latency] if recipe.target_latency is not None else []
     if recipe.max_ms is not None:
         _original(context)
-        times = [timed.original for timed in context.journal.of(TimedAllocation) if timed.round <= rounds]
+        times = [
+            timed.original for timed in context.journal.of(TimedAllocation, **context.of_position) if timed.round <= rounds
+        ]
         wanted.append(recipe.max_ms / 1e3 / median(times))
     return min(wanted, default=None)
 
@@ -73,9 +75,9 @@ def _original(context: PruningContext) -> TimedAllocation:
 
     def measure() -> TimedAllocation:
         (seconds,) = network_seconds(context, context.original)
-        return TimedAllocation(0, {}, seconds, seconds, seconds)
+        return TimedAllocation(0, {}, seconds, seconds, seconds, **context.of_position)
 
-    return context.journal.once(TimedAllocation, measure, round=0)
+    return context.journal.once(TimedAllocation, measure, round=0, **context.of_position)
 
 
 def network_seconds(context: PruningContext, *graphs: Graph) -> tuple[float, ...]:
@@ -105,7 +107,7 @@ def measured_speed(context: PruningContext, graph: Graph, inputs: tuple[Tensor, 
     return MeasuredSpeed(found.ratio, found.low, found.high, engine.batch, aligning, engine.name, original, pruned, predicted)
 
 
-def _aimed(allocations: Sequence[Allocation], wanted: float | None) -> int:
+def aimed(allocations: Sequence[Allocation], wanted: float | None) -> int:
     """The index of the allocation that reaches the target first; without one, of the one with half of the largest saving."""
     saving = allocations[-1].saved / 2 if wanted is None else 1 - wanted
     return next((i for i, one in enumerate(allocations) if one.saved >= saving), len(allocations) - 1)
@@ -120,7 +122,7 @@ class _Solver:
         # what a second saved in the tables saves of the whole: less than its share where other work takes time too
         self.scale = 1 / max(_original(context).original, self.model.seconds({}))
         self.price = 0.0  # share of the time that an aligned element of a sum costs
-        for timed in context.journal.of(TimedAllocation):
+        for timed in context.journal.of(TimedAllocation, **context.of_position):
             if timed.round and any(name not in curves for name in timed.removed):
                 raise RunError(
                     "journal.jsonl: a timed network does not fit the sites of this one. Restore the run from a copy, or start "
@@ -144,7 +146,7 @@ class _Solver:
 
     def price_alignment(self) -> None:
         """Time the network with all those sites cut whose cuts alone make channels of sums differ, as round 1; if any."""
-        most = {name: curve.curve.removed[-1] for name, curve in self.curves.items()}
+        most = {name: max(m for m in curve.curve.removed if m < len(curve.original)) for name, curve in self.curves.items()}
         aligning = {name: m for name, m in most.items() if m and self.model.aligned(self.masks({name: m}))}
         if aligning:
             timed = self.time(1, Allocation(aligning, self.saved(aligning), 0.0))
@@ -158,7 +160,12 @@ class _Solver:
         for name, curve in self.curves.items():
             points = [self.saved({**self.around, name: m}) for m in curve.curve.removed]
             curves.append(replace(curve.curve, saved=tuple(point - points[0] for point in points)))
-        first, *others = best_allocations(curves)
+
+        def together(removed: Mapping[str, int]) -> float:
+            """What cuts of the sites of one branch save together."""
+            return self.saved({**self.around, **removed}) - self.saved({**self.around, **dict.fromkeys(removed, 0)})
+
+        first, *others = best_allocations(curves, self.context.branches(self.curves), saved=together)
         return ascending([first, *(replace(one, saved=self.saved(one.removed)) for one in others)])
 
     def time(self, number: int, chosen: Allocation) -> TimedAllocation:
@@ -171,9 +178,9 @@ class _Solver:
             smaller = structure(context, masks)
             original, seconds = network_seconds(context, context.original, smaller)
             removed = {name: m for name, m in chosen.removed.items() if m}
-            return TimedAllocation(number, removed, original * (1 - chosen.saved), original, seconds)
+            return TimedAllocation(number, removed, original * (1 - chosen.saved), original, seconds, **context.of_position)
 
-        return context.journal.once(TimedAllocation, measure, round=number)
+        return context.journal.once(TimedAllocation, measure, round=number, **context.of_position)
 
     def correct(self, timed: TimedAllocation) -> None:
         """Time the layers at the sizes of that network, and scale savings to what was measured."""

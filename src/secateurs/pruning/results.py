@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from secateurs._util.journal import records_of
+from secateurs.config import Shortcut
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.cost import Cost
 from secateurs.graph.latency import SpeedUp
@@ -66,6 +67,7 @@ class SiteOrder:
 
     round: Count
     sites: tuple[str, ...]
+    shortcut: str = ""  # the position that they are of, if several are compared
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class SiteWidths:
     channels: Count
     widths: tuple[Count, ...]
     seconds: tuple[tuple[Count, float], ...]
+    node: str = ""  # where the site lies, if several positions are compared
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class TimeTable:
     of: str
     round: Count  # 0: before any choice; later ones add the sizes that were chosen
     seconds: tuple[tuple[tuple[Count, Count, Count], tuple[float, ...]], ...]
+    shortcut: str = ""  # the position that it was measured for, if several are compared
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class TimedAllocation:
     predicted: float  # seconds
     original: float  # seconds, measured
     seconds: float  # measured
+    shortcut: str = ""  # the position that it was measured for, if several are compared
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,28 @@ class ChosenAllocation:
     seconds: Seconds = 0.0  # besides those of the trials
 
 
+@dataclass(frozen=True)
+class TriedShortcut:
+    """An allocation of one shortcut position, made and measured to compare positions."""
+
+    shortcut: Shortcut
+    saved: float  # predicted share
+    loss: float  # measured rise on the held-out examples
+
+
+@dataclass(frozen=True)
+class ChosenShortcut:
+    """The shortcut position that `shortcut = "auto"` took, and what it was compared by."""
+
+    shortcut: Shortcut
+    tried: tuple[TriedShortcut, ...]
+
+    def summary(self) -> str:
+        """One sentence."""
+        each = ", ".join(f"{one.shortcut} {one.loss:.3g} ({one.saved:.0%} saved)" for one in self.tried)
+        return f"shortcut {self.shortcut!r} was taken: the rise of the loss was {each}"
+
+
 @dataclass(frozen=True, eq=False)
 class SiteCurve:
     """A site's ranking, and what cuts along it cost and save at this site alone. Ids are positions in the original site."""
@@ -222,6 +249,7 @@ class SiteCurve:
     original: tuple[Count, ...]  # the site's original channel ids, by position
     curve: Curve
     seconds: Seconds = 0.0  # for the ranking and the curve
+    node: str = ""  # where the site lies, if several positions are compared
 
     def __post_init__(self) -> None:
         if sorted(self.ranking.order.tolist()) != list(range(len(self.original))):
@@ -419,6 +447,7 @@ KINDS = {
     "kept": KeptWeights,
     "retrained": Retrained,
     "curve": SiteCurve,
+    "shortcut": ChosenShortcut,
     "trial": Trial,
     "division": ChosenAllocation,
     "end": ResultFigures,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from secateurs._util.decode import brief
 from secateurs.compaction.serialization import save
-from secateurs.config import Recipe
+from secateurs.config import Recipe, Shortcut
 from secateurs.criteria.ranking import Ranking
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, RunError, suggest
@@ -35,13 +35,14 @@ from secateurs.pruning.folder import (
     save_start,
     save_step,
 )
-from secateurs.pruning.global_allocation import allocate, measure_curve
+from secateurs.pruning.global_allocation import allocate, allocations_for, compare_shortcuts, measure_curve
 from secateurs.pruning.latency_tables import fast_widths
 from secateurs.pruning.latency_target import measured_speed, target_share
 from secateurs.pruning.results import (
     NO_TEST,
     Change,
     ChosenAllocation,
+    ChosenShortcut,
     ClassAccuracies,
     MeasuredSpeed,
     ResultFigures,
@@ -59,9 +60,13 @@ _TIMED, _TIMINGS = 64, 12  # examples at once, and how often, when the speed is 
 _MEASUREMENTS = 3  # at the end: on the test set, on the validation set, of the speed
 
 
-def chosen_sites(recipe: Recipe, graph: Graph) -> list[str]:
-    """The sites of `graph` that the recipe's patterns fit, in network order; without patterns, all."""
-    names = [site.name for site in find_sites(graph, recipe.shortcut)]
+def chosen_sites(recipe: Recipe, graph: Graph, shortcut: Shortcut | None = None) -> list[str]:
+    """The sites of `graph` that the recipe's patterns fit, in network order; without patterns, all.
+
+    Of all positions that the recipe compares, or of one.
+    """
+    positions = recipe.shortcuts if shortcut is None else (shortcut,)
+    names = list(dict.fromkeys(site.name for position in positions for site in find_sites(graph, position)))
     chosen = [name for name in names if not recipe.sites or any(fnmatch(name, pattern) for pattern in recipe.sites)]
     if recipe.sites and not chosen:
         wanted = ", ".join(recipe.sites)
@@ -162,6 +167,8 @@ class Run:
 
     def _allocated_sites(self) -> Iterator[PreparedSite]:
         """All sites compared first: measure every curve, choose an allocation, then visit its sites in network order."""
+        if self.recipe.shortcut == "auto":
+            self.context = replace(self.context, position=self._best_shortcut())
         self._curves = self._measure_curves()
         self._allocation = allocate(self.context, self.budget, self._curves)
         chosen = [name for name in self._curves if self._allocation.removed.get(name, 0)]
@@ -180,6 +187,20 @@ class Run:
             if wanted:
                 self.stopped += "; no larger one is within the allowed drop, so the target is not reached"
 
+    def _best_shortcut(self) -> Shortcut:
+        """The position whose allocation has the least loss, measured, where all save as much; journaled."""
+
+        def compare() -> ChosenShortcut:
+            found, context = {}, self.context
+            for position in self.recipe.shortcuts:
+                self.context = replace(context, position=position)
+                curves = self._measure_curves()
+                found[position] = (self.context, curves, allocations_for(self.context, curves))
+            self.context = context
+            return compare_shortcuts(found)
+
+        return self.journal.once(ChosenShortcut, compare).shortcut
+
     def _entered_site(self, name: str) -> Iterator[PreparedSite]:
         """The site, prepared; nothing if the current network no longer has it."""
         site = self.context.site(self.state.graph, name)
@@ -191,15 +212,16 @@ class Run:
         """The names of the sites that a round visits, in turn: those that the network has when the round begins."""
 
         def choose() -> SiteOrder:
-            chosen = chosen_sites(self.recipe, self.state.graph)
-            return SiteOrder(number, tuple(chosen if self.recipe.direction == "forward" else chosen[::-1]))
+            chosen = chosen_sites(self.recipe, self.state.graph, self.context.shortcut)
+            order = tuple(chosen if self.recipe.direction == "forward" else chosen[::-1])
+            return SiteOrder(number, order, **self.context.of_position)
 
-        return self.journal.once(SiteOrder, choose, round=number).sites
+        return self.journal.once(SiteOrder, choose, round=number, **self.context.of_position).sites
 
     def _measure_curves(self) -> dict[str, SiteCurve]:
         """The ranking and the curve of every site of the original network, by name, in network order."""
         context, progress = self.context, self.context.progress
-        places = [site.name for site in find_sites(self.original, self.recipe.shortcut)]
+        places = [site.name for site in find_sites(self.original, self.context.shortcut)]
         listed = self._sites_of_round(0)
         unknown = [name for name in listed if name not in places]
         if unknown:
@@ -213,7 +235,8 @@ class Run:
             site = context.site(self.original, name)
             if site is not None:
                 progress.report("curve", number - 1, len(listed), site)
-                found[name] = self.journal.once(SiteCurve, partial(self._measure_curve, site), site=name)
+                measure = partial(self._measure_curve, site)
+                found[name] = self.journal.once(SiteCurve, measure, site=name, **context.at_node(site))
                 if found[name].original != site.original:
                     raise RunError(
                         f"journal.jsonl: the curve of site {name!r} does not fit its {site.channels} channels. Restore the "
@@ -224,9 +247,9 @@ class Run:
     def _measure_curve(self, site: Site) -> SiteCurve:
         number = self.context.progress.number
         prepared = self.context.prepare(self.original, site)
-        ranking = self._ranked(prepared, number, f"curve-{number:04d}")
+        ranking = self._ranked(prepared, number, f"curve-{site.node}")
         found = measure_curve(self.context, prepared, ranking, self._allowed_widths(site))
-        return replace(found, seconds=self.context.clock.lap())
+        return replace(found, seconds=self.context.clock.lap(), **self.context.at_node(site))
 
     def _done(self, number: int, name: str) -> bool:
         return any(step.round == number and step.site == name for step in self.steps)
@@ -296,9 +319,10 @@ class Run:
         def measure() -> SiteWidths:
             widths, seconds = fast_widths(self.context.latency_model, site, step)
             allowed = tuple(width for width in widths if width < site.channels)
-            return SiteWidths(site.name, site.channels, allowed, tuple(seconds.items()))
+            return SiteWidths(site.name, site.channels, allowed, tuple(seconds.items()), **self.context.at_node(site))
 
-        return self.journal.once(SiteWidths, measure, site=site.name, channels=site.channels).widths
+        known = {"site": site.name, "channels": site.channels, **self.context.at_node(site)}
+        return self.journal.once(SiteWidths, measure, **known).widths
 
     def remove(self, prepared: PreparedSite, cut: Cut) -> Cut:
         """Make the cut; returns it with the accuracy of the smaller network.
@@ -337,7 +361,9 @@ class Run:
         """Journal the step, with a checkpoint if the network changed."""
         site, before = prepared.site, self._before
         if self._allocation is not None:
-            copy_ranking(self.journal, f"curve-{self.context.progress.number:04d}", f"{self.step_number:04d}")
+            place = self.context.site(self.original, site.name)
+            assert place is not None
+            copy_ranking(self.journal, f"curve-{place.node}", f"{self.step_number:04d}")
         parameters, macs = self.context.shares_removed(self.state.graph)
         repair = self.state.repair if cut.m else None
         step = Step(

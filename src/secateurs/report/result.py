@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import nn
 
+from secateurs._util.journal import records_of
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput
 from secateurs.graph.plan import Plan
-from secateurs.pruning.results import Change, RunResult, Step, promised_bound
+from secateurs.pruning.results import Change, ChosenShortcut, RunResult, Step, promised_bound
 from secateurs.report.charts import Plots, plots
 from secateurs.report.page import write_report
 
@@ -63,15 +64,26 @@ class Result(RunResult):
         """Save the network as safetensors, to be loaded by `secateurs.load`."""
         return save(self.graph, path)
 
-    def export(self, path: str | Path) -> Path:
-        """Write the network for use without secateurs: NAME.onnx, NAME.pt2, or a folder of plain source."""
+    def deploy(self, *, batch: int = 1) -> nn.Module:
+        """The network as it is to be served: plain torch in eval mode, BatchNorms folded into the layers before them, channels
+        last in memory if that is measured to be faster for batches of `batch` examples. It cannot be trained further.
+        """
+        from secateurs.export import deploy  # seconds to import, which most runs do not need
+
+        return deploy(self.graph, batch=batch).module
+
+    def export(self, path: str | Path, *, pad_to: int = 1) -> Path:
+        """Write the network for use without secateurs: NAME.onnx, NAME.pt2, or a folder of plain source.
+
+        With `pad_to`, widths are padded to multiples of it by filters of zero weights, where an engine runs those faster.
+        """
         from secateurs.export import to_onnx, to_pt2, to_source  # seconds to import, which most runs do not need
 
         path = Path(path)
         write = {".onnx": to_onnx, ".pt2": to_pt2, "": to_source}.get(path.suffix)
         if write is None:
             raise InvalidInput(f"export: got {path.name!r}, wanted a name that ends in .onnx or .pt2, or a folder for source.")
-        write(self.graph, path)
+        write(self.graph, path, pad_to=pad_to)
         return path
 
     def report(self) -> Path | None:
@@ -92,6 +104,7 @@ class Result(RunResult):
             *([] if self.latency is None else [f"{self.latency.headline()}."]),
             f"{self.summary()}.",
             promise(self.recipe, self.steps, self.bound, self.metric),
+            *(f"{found.summary().capitalize()}." for found in records_of(self.records, ChosenShortcut)),
             f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
         ]
         return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])

@@ -7,13 +7,14 @@ over the sites covers every budget: `frontier` gives the whole trade-off of pred
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from secateurs.errors import InvalidInput
 
 _POWERS = (0.7, 2.0)  # of a measured loss over the predicted one: beyond these it is noise
+MOST_OPTIONS = 1024  # of a group of sites that are chosen together
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,21 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class _Point:
-    """One entry of a curve."""
+class Branch:
+    """A branch that is folded away when `site` loses all its `channels`; the sites `gone` are then gone too, uncut."""
+
+    site: str
+    channels: int
+    gone: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Option:
+    """Cuts of the sites of one group, made together."""
 
     saved: float
     loss: float  # increase
-    removed: int
+    removed: Mapping[str, int]  # every site of the group
 
 
 def calibrated(predicted: Sequence[float], measured: Mapping[int, float]) -> tuple[float, ...]:
@@ -76,39 +86,97 @@ def calibrated(predicted: Sequence[float], measured: Mapping[int, float]) -> tup
     return (0.0, *(factor * max(guess, 0.0) ** power for guess in predicted))
 
 
-def frontier(curves: Sequence[Curve]) -> tuple[Allocation, ...]:
-    """Allocations that no mixture of two others beats, from nothing removed to the most; each removes more than the last.
+def options(
+    curves: Sequence[Curve],
+    branches: Sequence[Branch] = (),
+    saved: Callable[[Mapping[str, int]], float] | None = None,
+) -> list[list[Option]]:
+    """All that can be removed, by groups of sites that are chosen together; the first option of a group removes nothing.
 
-    Every site's curve is replaced by its lower convex hull, and the hulls' steps are taken in the order of loss per unit
-    saved (steps that lower the loss come first). Along the frontier a site's saving never falls.
+    Sites of one branch make a group, any other site is one of its own. Losses add up, and so do savings, unless `saved` gives
+    that of cuts made together. A cut of unknown loss is no option, nor is one of a site that a folded branch takes with it.
     """
     sites = [curve.site for curve in curves]
     if not sites or len(set(sites)) < len(sites):
         raise InvalidInput(f"curves: got sites {sites}, wanted one curve for each of one or more sites.")
-    hulls = {curve.site: _hull(curve) for curve in curves}
-    steps = [(_slope(here, there), there.saved, site, there) for site, hull in hulls.items() for here, there in pairwise(hull)]
-    at = {site: hull[0] for site, hull in hulls.items()}
-    found = [_allocation(at)]
-    for _, _, site, there in sorted(steps, key=lambda step: step[:3]):
-        at[site] = there
-        found.append(_allocation(at))
+    groups = [{site} for site in sites]
+    for branch in branches:
+        together = {branch.site, *branch.gone} & {*sites}
+        joined = [group for group in groups if group & together]
+        groups = [group for group in groups if not group & together] + [set().union(*joined)]
+    order = {site: place for place, site in enumerate(sites)}
+    found = []
+    for group in sorted(groups, key=lambda group: min(order[site] for site in group)):
+        merged = [Option(0.0, 0.0, {})]
+        for curve in (curve for curve in curves if curve.site in group):
+            merged = _fewer([_both(one, other) for one in merged for other in _points(curve)], branches)
+        if saved is not None and len(group) > 1:
+            merged = [merged[0], *(replace(one, saved=saved(one.removed)) for one in merged[1:])]
+        found.append(merged)
+    return found
+
+
+def _points(curve: Curve) -> list[Option]:
+    """The options of a single site; nothing removed comes first."""
+    entries = zip(curve.saved, curve.loss, curve.removed, strict=True)
+    return [Option(saved, loss - curve.loss[0], {curve.site: m}) for saved, loss, m in entries if math.isfinite(loss)]
+
+
+def _both(one: Option, other: Option) -> Option:
+    return Option(one.saved + other.saved, one.loss + other.loss, {**one.removed, **other.removed})
+
+
+def _fewer(merged: Sequence[Option], branches: Sequence[Branch]) -> list[Option]:
+    """Without what cuts a part of a folded branch; where there are many, only those of least loss for evenly spaced savings."""
+
+    def possible(one: Option) -> bool:
+        return not any(
+            one.removed.get(b.site) == b.channels and any(one.removed.get(site) for site in b.gone) for b in branches
+        )
+
+    first, *others = filter(possible, merged)
+    if len(others) < MOST_OPTIONS:
+        return [first, *others]
+    largest, best = max(one.saved for one in others), dict[int, Option]()
+    for one in others:
+        place = math.ceil(MOST_OPTIONS * one.saved / largest) if largest > 0 else 0
+        if place not in best or one.loss < best[place].loss:
+            best[place] = one
+    return [first, *best.values()]
+
+
+def frontier(curves: Sequence[Curve], branches: Sequence[Branch] = ()) -> tuple[Allocation, ...]:
+    """Allocations that no mixture of two others beats, from nothing removed to the most; each removes more than the last.
+
+    The options of every site, or group of sites, are replaced by their lower convex hull, and the hulls' steps are taken in
+    the order of loss per unit saved (steps that lower the loss come first). Along the frontier no saving of a group falls.
+    """
+    hulls = [_hull(found) for found in options(curves, branches)]
+    steps = [
+        (_slope(here, there), there.saved, number, there) for number, hull in enumerate(hulls) for here, there in pairwise(hull)
+    ]
+    at = [hull[0] for hull in hulls]
+    found = [allocated(at)]
+    for _, _, number, there in sorted(steps, key=lambda step: step[:3]):
+        at[number] = there
+        found.append(allocated(at))
     return tuple(found)
 
 
-def _allocation(at: Mapping[str, _Point]) -> Allocation:
+def allocated(picks: Sequence[Option]) -> Allocation:
+    """The allocation that makes the cuts of all options."""
     return Allocation(
-        removed={site: point.removed for site, point in at.items()},
-        saved=math.fsum(point.saved for point in at.values()),
-        predicted_loss=math.fsum(point.loss for point in at.values()),
+        removed={site: m for pick in picks for site, m in pick.removed.items()},
+        saved=math.fsum(pick.saved for pick in picks),
+        predicted_loss=math.fsum(pick.loss for pick in picks),
     )
 
 
-def _hull(curve: Curve) -> list[_Point]:
+def _hull(found: Sequence[Option]) -> list[Option]:
     """Lower convex hull of loss over saving, from nothing removed: slopes ascend from each point to the next."""
-    entries = zip(curve.saved, curve.loss, curve.removed, strict=True)
-    start, *others = (_Point(saved, loss - curve.loss[0], removed) for saved, loss, removed in entries)
+    start, *others = found
     hull = [start]
-    for point in sorted((p for p in others if math.isfinite(p.loss)), key=lambda p: (p.saved, p.loss)):
+    for point in sorted(others, key=lambda p: (p.saved, p.loss)):
         if point.saved <= hull[-1].saved:  # sorted by loss within a saving: this one is worse
             continue
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
@@ -117,5 +185,5 @@ def _hull(curve: Curve) -> list[_Point]:
     return hull
 
 
-def _slope(here: _Point, there: _Point) -> float:
+def _slope(here: Option, there: Option) -> float:
     return (there.loss - here.loss) / (there.saved - here.saved)

@@ -7,43 +7,41 @@ frontier of `allocation`, it also finds choices that lie inside a site's hull, a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from secateurs.errors import InvalidInput
-from secateurs.selection.allocation import Allocation, Curve
+from secateurs.selection.allocation import Allocation, Branch, Curve, Option, allocated, options
 
 BUCKETS = 4096  # of the largest saving
 MOST = 256  # allocations: a bisection asks about eight of them
 
 
-def best_allocations(curves: Sequence[Curve], *, buckets: int = BUCKETS, most: int = MOST) -> tuple[Allocation, ...]:
+def best_allocations(
+    curves: Sequence[Curve],
+    branches: Sequence[Branch] = (),
+    *,
+    saved: Callable[[Mapping[str, int]], float] | None = None,
+    buckets: int = BUCKETS,
+    most: int = MOST,
+) -> tuple[Allocation, ...]:
     """The allocations of least predicted loss for every saving, from nothing removed on; each saves more than the last.
 
-    Savings add up over the sites, and so do losses. A choice that saves nothing, or whose loss is unknown, is never made.
+    Savings add up over the sites, and so do losses; the sites of a branch are chosen together, with the saving that `saved`
+    gives, if given (see `options`). A choice that saves nothing, or whose loss is unknown, is never made.
     No allocation of the same saving has a smaller loss, up to one bucket for each site; where there are more than `most`,
     those nearest to evenly spaced savings are given, the largest saving among them.
     """
-    sites = [curve.site for curve in curves]
-    if not sites or len(set(sites)) < len(sites):
-        raise InvalidInput(f"curves: got sites {sites}, wanted one curve for each of one or more sites.")
-    choices = [_choices(curve) for curve in curves]
-    largest = math.fsum(max(saved for saved, _, _ in found) for found in choices)
+    groups = [[nothing, *(one for one in others if one.saved > 0)] for nothing, *others in options(curves, branches, saved)]
+    found = {0: allocated([group[0] for group in groups])}
+    largest = math.fsum(max(one.saved for one in group) for group in groups)
     if largest <= 0:
-        return (Allocation(dict.fromkeys(sites, 0), 0.0, 0.0),)
-    losses, chosen = _solve(choices, largest, buckets)
+        return (found[0],)
+    losses, chosen = _solve(groups, largest, buckets)
     reachable = [b for b in range(1, buckets + 1) if math.isfinite(losses[b])]
-    reachable = _undominated(reachable, losses)
-    found = {0: Allocation(dict.fromkeys(sites, 0), 0.0, 0.0)}
-    for bucket in _spaced(reachable, most - 1):
-        picks = _picked(chosen, choices, bucket, largest / buckets)
-        found[bucket] = Allocation(
-            removed={site: pick[2] for site, pick in zip(sites, picks, strict=True)},
-            saved=math.fsum(pick[0] for pick in picks),
-            predicted_loss=math.fsum(pick[1] for pick in picks),
-        )
+    for bucket in _spaced(_undominated(reachable, losses), most - 1):
+        found[bucket] = allocated(_picked(chosen, groups, bucket, largest / buckets))
     return ascending(list(found.values()))
 
 
@@ -56,42 +54,31 @@ def ascending(allocations: Sequence[Allocation]) -> tuple[Allocation, ...]:
     return (first, *reversed(kept))
 
 
-Choice = tuple[float, float, int]
-"""Saved, loss, filters removed."""
-
-
-def _choices(curve: Curve) -> list[Choice]:
-    """What a site can lose; nothing comes first."""
-    entries = zip(curve.saved, curve.loss, curve.removed, strict=True)
-    found = [(saved, loss - curve.loss[0], removed) for saved, loss, removed in entries]
-    return [found[0], *(choice for choice in found[1:] if choice[0] > 0 and math.isfinite(choice[1]))]
-
-
 def _bucket(saved: float, size: float) -> int:
     return math.floor(saved / size + 1e-9)  # rounded down: no allocation saves less than its bucket says
 
 
-def _solve(choices: Sequence[Sequence[Choice]], largest: float, buckets: int) -> tuple[Tensor, list[Tensor]]:
-    """Least losses (buckets + 1,) by saving, and for every site the choice that leads to each of them."""
+def _solve(groups: Sequence[Sequence[Option]], largest: float, buckets: int) -> tuple[Tensor, list[Tensor]]:
+    """Least losses (buckets + 1,) by saving, and for every group the option that leads to each of them."""
     losses = torch.full((buckets + 1,), math.inf, dtype=torch.float64)
     losses[0] = 0.0
     chosen = []
-    for found in choices:
-        rows = torch.full((len(found), buckets + 1), math.inf, dtype=torch.float64)
-        for row, (saved, loss, _) in zip(rows, found, strict=True):
-            by = min(_bucket(saved, largest / buckets), buckets)
-            row[by:] = losses[: buckets + 1 - by] + loss
+    for group in groups:
+        rows = torch.full((len(group), buckets + 1), math.inf, dtype=torch.float64)
+        for row, one in zip(rows, group, strict=True):
+            by = min(_bucket(one.saved, largest / buckets), buckets)
+            row[by:] = losses[: buckets + 1 - by] + one.loss
         losses, index = rows.min(0)
         chosen.append(index)
     return losses, chosen
 
 
-def _picked(chosen: Sequence[Tensor], choices: Sequence[Sequence[Choice]], bucket: int, size: float) -> list[Choice]:
-    """The choices that lead to a bucket, site by site."""
+def _picked(chosen: Sequence[Tensor], groups: Sequence[Sequence[Option]], bucket: int, size: float) -> list[Option]:
+    """The options that lead to a bucket, group by group."""
     found = []
-    for index, options in zip(reversed(chosen), reversed(choices), strict=True):
-        pick = options[int(index[bucket])]
-        bucket -= _bucket(pick[0], size)
+    for index, group in zip(reversed(chosen), reversed(groups), strict=True):
+        pick = group[int(index[bucket])]
+        bucket -= _bucket(pick.saved, size)
         found.append(pick)
     return found[::-1]
 

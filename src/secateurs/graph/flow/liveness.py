@@ -340,14 +340,14 @@ def find_revivals(flows: Flows, starts: Mapping[fx.Node, Tensor]) -> Revivals:
                 return Revivals({}, f"{label_of(node)} turns zero channels into something else")
             if bool(revived.any()):
                 found = (found | revived) & (source != ELSEWHERE)
-                node = _activation_behind(flows, node)
+                node = activation_behind(flows, node)
                 points[node] = torch.where(found, source, ELSEWHERE)
         if bool(found.any()):
             zero[node], sources[node] = found, torch.where(found, source, ELSEWHERE)
     return Revivals(points, filtered=frozenset(filtered))
 
 
-def _activation_behind(flows: Flows, node: fx.Node) -> fx.Node:
+def activation_behind(flows: Flows, node: fx.Node) -> fx.Node:
     """Return the activation that follows `node` with nothing but channelwise ops before it, or `node` itself.
 
     A mask is applied behind an activation: before a ReLU, the loss would have no slope along it where it is zero.

@@ -1,0 +1,246 @@
+"""Accuracy against milliseconds on CIFAR-10: `python -m benchmarks.faster` (public weights, no training, ONNX Runtime).
+
+For ResNet-20, 32 and 56: cuts chosen by the time that they save, and by the MACs, with the same criterion, repair and images.
+Networks of several sizes are made by each, their accuracy is that of the 5,000 images of CIFAR-10's test set that decided
+nothing, and all of a network's sizes are timed together, in turns with the dense one, at batches of 1 and 64, on one thread.
+
+Every curve, network and row is kept (`~/.cache/secateurs/bench/faster`, benchmarks/results/faster.jsonl), so a run that was
+interrupted continues. Parts of the work: `--networks resnet56 --choices "time before" --shares 0.4`. `--render` only writes
+docs/performance.md; `--again` times the networks that are there once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.conditions import conditions
+from benchmarks.render import PAGE, with_part
+from secateurs import Graph, Pruner, Recipe, cost, load, resume, save, trace
+from secateurs._util.download import home
+from secateurs._util.files import write_text
+from secateurs.data import Data, subset
+from secateurs.data import load as load_data
+from secateurs.export.engines import OnnxEngine
+from secateurs.graph.engine import in_rounds
+from secateurs.graph.latency import SpeedUp, speedup
+from secateurs.metrics import evaluate
+from secateurs.models import example_input, load_public
+from secateurs.pruning.global_allocation import allocations_for, apply_allocation
+
+ROWS = Path(__file__).parent / "results" / "faster.jsonl"
+FOLDER = home() / "bench" / "faster"
+COMMAND = "python -m benchmarks.faster"
+NETWORKS = ("resnet20", "resnet32", "resnet56")
+CHOICES = ("macs before", "time before", "macs after", "time after")
+SHARES = {"macs": (0.3, 0.4, 0.5, 0.6), "time": (0.25, 0.35, 0.42, 0.5)}  # removed by prediction
+BATCHES = (1, 64)
+POINT = 0.01
+
+
+def rows(kind: str) -> list[dict[str, Any]]:
+    """The rows of a kind, of those with the same key the latest."""
+    lines = ROWS.read_text().splitlines() if ROWS.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]  # a killed run may leave half a line
+    return list({_key(row): row for row in found if row["kind"] == kind}.values())
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("kind", "network", "choice", "share", "batch"))
+
+
+def keep(row: dict[str, Any]) -> None:
+    """Append a row, in one write."""
+    ROWS.parent.mkdir(exist_ok=True)
+    with ROWS.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(row, file=sys.stderr)
+
+
+def data(images: int) -> Data:
+    """CIFAR-10 with few training images for repairs, `images` of half of the test images to choose by, and the other half."""
+    found = load_data("cifar10", split="public", download=False)
+    return Data(
+        "cifar10", subset(found.train, 2 * images, seed=0), subset(found.search, images, seed=0), found.test, found.classes
+    )
+
+
+def pruner(network: str, choice: str, images: int, engine_batch: int) -> Pruner:
+    """The run of a choice, continued if it was begun; its curves are in its folder."""
+    by, shortcut = choice.split()
+    folder, model, given = FOLDER / f"{network}-{choice.replace(' ', '-')}", load_public(int(network[6:])), data(images)
+    recipe = Recipe(
+        max_drop=POINT,
+        confidence=0.0,
+        criterion="obs",
+        repair="every-layer",
+        repair_examples=images,
+        allocation="global",
+        shortcut=shortcut,  # type: ignore[arg-type]
+        batch=64,
+        **({"engine": "onnxruntime", "latency_threads": 1, "latency_batch": engine_batch} if by == "time" else {}),  # type: ignore[arg-type]
+    )
+    return resume(folder, model, given) if folder.exists() else Pruner(model, given, recipe=recipe, folder=folder)
+
+
+def make(network: str, choice: str, shares: Sequence[float], images: int, engine_batch: int) -> None:
+    """Make a network for each share that is not there yet, and measure its accuracy."""
+    known = {row["share"] for row in rows("network") if (row["network"], row["choice"]) == (network, choice)}
+    if known.issuperset(shares):
+        return
+    began, run = time.monotonic(), pruner(network, choice, images, engine_batch)
+    run.measure_original()
+    curves = run._measure_curves()
+    allocations = allocations_for(run.context, curves)
+    seconds, dense = time.monotonic() - began, cost(run.original)
+    for share in shares:
+        if share in known:
+            continue
+        began = time.monotonic()
+        # by MACs, predictions count the weights between two cut layers twice: the share is that of the network itself
+        chosen = next((one for one in allocations if _removed(run, curves, one, choice) >= share), None)
+        if chosen is None:
+            continue
+        graph = apply_allocation(run.context, curves, chosen)
+        path = save(graph, FOLDER / f"{network}-{choice.replace(' ', '-')}-{share:g}.safetensors")
+        assert run.data.test is not None
+        before, after = (evaluate(g.module, run.data.test, batch=64).accuracy for g in (run.original, graph))
+        keep(
+            {
+                "kind": "network",
+                "network": network,
+                "choice": choice,
+                "share": share,
+                "file": str(path),
+                "macs": cost(graph).macs / dense.macs,
+                "before": before,
+                "after": after,
+                "predicted": chosen.saved,
+                "branches": [s for s, m in chosen.removed.items() if m == len(curves[s].original)],
+                "removed": {s: m for s, m in chosen.removed.items() if m},
+                "seconds": round(time.monotonic() - began),
+                "curves": round(seconds),
+                "images": images,
+                "conditions": conditions().sentence(),
+            }
+        )
+    run.close()
+
+
+def _removed(run: Pruner, curves: Any, allocation: Any, choice: str) -> float:
+    if choice.startswith("time"):
+        return float(allocation.saved)
+    from secateurs.pruning.latency_target import structure
+
+    masks: Any = {
+        name: curves[name].keep(m, site)
+        for name, m in allocation.removed.items()
+        if m and (site := run.context.site(run.original, name)) is not None
+    }
+    return run.context.shares_removed(structure(run.context, masks))[1] if masks else 0.0
+
+
+def time_all(network: str, rounds: int, again: bool) -> None:
+    """Time all sizes of a network in turns with the dense one."""
+    found = [row for row in rows("network") if row["network"] == network]
+    timed = {_key({**row, "kind": "network", "batch": None}) for row in rows("speed")}
+    if not found or (not again and timed.issuperset(map(_key, found))):
+        return
+    dense = trace(load_public(int(network[6:])), example_input(network))
+    graphs: dict[int, Graph] = {-1: dense}
+    graphs |= {i: load(load_public(int(network[6:])), row["file"]) for i, row in enumerate(found)}
+    for batch in BATCHES:
+        engine = OnnxEngine(batch, 1)
+        seconds = in_rounds({i: engine.network(graph) for i, graph in graphs.items()}, threads=1, rounds=rounds)
+        for i, row in enumerate(found):
+            faster = speedup(*(torch.tensor(seconds[j], dtype=torch.float64) for j in (-1, i)))
+            medians = {name: float(torch.tensor(seconds[j]).median()) for name, j in (("dense", -1), ("pruned", i))}
+            same = {name: row[name] for name in ("network", "choice", "share")}
+            figures = {"ratio": faster.ratio, "low": faster.low, "high": faster.high, **medians}
+            keep({"kind": "speed", **same, "batch": batch, **figures, "conditions": conditions().sentence()})
+
+
+def at_one_point(found: Sequence[tuple[float, float]]) -> float | None:
+    """Speed at one point of accuracy lost, interpolated between the two nearest (drop, speed); None where not bracketed."""
+    below = [pair for pair in found if pair[0] <= POINT]
+    above = [pair for pair in found if pair[0] > POINT]
+    if not below:
+        return None
+    low = max(below, key=lambda pair: pair[1])
+    if not above:
+        return low[1]
+    high = min(above, key=lambda pair: pair[0])
+    if high[1] <= low[1]:
+        return low[1]
+    return low[1] + (high[1] - low[1]) * (POINT - low[0]) / (high[0] - low[0])
+
+
+def page() -> str:
+    """The part of the page."""
+    networks, speeds = rows("network"), {_key({**row, "kind": "network"}): row for row in rows("speed")}
+    lines = [
+        "CIFAR-10, public weights, no training; criterion `obs`, every layer repaired; accuracy of the 5,000 test images that "
+        "decided nothing. ONNX Runtime, one thread, in turns with the dense network, 95 % intervals. At one point: speed at "
+        "one point of test accuracy lost, interpolated between the two nearest networks.",
+        "",
+        "| network | cuts chosen by | masks | MACs left | test accuracy | batch 1 | batch 64 | branches gone |",
+        "| --- | --- | --- | ---: | --- | --- | --- | ---: |",
+    ]
+    summary = []
+    for network in dict.fromkeys(row["network"] for row in networks):
+        for choice in dict.fromkeys(row["choice"] for row in networks if row["network"] == network):
+            points: dict[int, list[tuple[float, float]]] = {batch: [] for batch in BATCHES}
+            for row in sorted(
+                (r for r in networks if (r["network"], r["choice"]) == (network, choice)), key=lambda r: -r["macs"]
+            ):
+                shown = []
+                for batch in BATCHES:
+                    timed = speeds.get(_key({**row, "batch": batch}))
+                    shown.append("–" if timed is None else SpeedUp(timed["ratio"], timed["low"], timed["high"]).summary())
+                    if timed is not None:
+                        points[batch].append((row["before"] - row["after"], timed["ratio"]))
+                by, shortcut = choice.split()
+                accuracy = f"{100 * row['before']:.2f} → {100 * row['after']:.2f} %"
+                lines.append(
+                    f"| {network} | {by} | {shortcut} | {row['macs']:.2f} | {accuracy} | {' | '.join(shown)} | "
+                    f"{len(row['branches'])} |"
+                )
+            reached = [at_one_point(points[batch]) for batch in BATCHES]
+            words = " and ".join(
+                f"{speed:.2f}× at batch {batch}" for speed, batch in zip(reached, BATCHES, strict=True) if speed is not None
+            )
+            summary.append(f"- {network}, by {choice.split()[0]}, masks {choice.split()[1]}: {words or 'not reached'}.")
+    measured = dict.fromkeys(row["conditions"] for row in speeds.values())
+    return "\n".join([*lines, "", "At one point:", "", *summary, "", *(f"Timed on: {where}." for where in measured)])
+
+
+def main() -> None:
+    """Make, time, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--render", action="store_true", help="only write the page")
+    parser.add_argument("--again", action="store_true", help="time all networks once more")
+    parser.add_argument("--networks", nargs="+", default=NETWORKS)
+    parser.add_argument("--choices", nargs="+", default=CHOICES)
+    parser.add_argument("--shares", nargs="+", type=float, help="of the time or MACs that are to go")
+    parser.add_argument("--images", type=int, default=512, help="to choose by, and to repair on")
+    parser.add_argument("--engine-batch", type=int, default=64, help="batch that cuts are chosen for")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if not options.render:
+        for network in options.networks:
+            for choice in options.choices:
+                make(network, choice, options.shares or SHARES[choice.split()[0]], options.images, options.engine_batch)
+            time_all(network, options.rounds, options.again)
+    write_text(PAGE, with_part(PAGE.read_text(), COMMAND, page()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Streams: the sums that hand one another the same channels, as those of a stage of residual blocks do.
+
+At the shortcut position "stream" all of them have one mask. It is applied behind each sum and behind what enters the stream
+from outside, so that a removed channel is nowhere written and nowhere read, and nothing has to be aligned inside the stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from secateurs.graph.flow import Channelwise, Flows, Join
+from secateurs.graph.flow.liveness import activation_behind
+from secateurs.graph.node_info import label_of
+
+
+@dataclass(frozen=True)
+class ResidualStream:
+    """Sums with the same channels, in network order, and the nodes behind which their mask goes."""
+
+    sums: tuple[fx.Node, ...]
+    places: tuple[fx.Node, ...]
+
+    @property
+    def name(self) -> str:
+        """The path of the innermost module that holds all the sums, and "stream": 'layer1.stream'."""
+        paths = [label_of(node).split(".")[:-1] for node in self.sums]
+        common = []
+        for parts in zip(*paths, strict=False):
+            if len(set(parts)) > 1:
+                break
+            common.append(parts[0])
+        return ".".join([*common, "stream"])
+
+
+def find_streams(flows: Flows) -> list[ResidualStream]:
+    """Find all streams of a network, in its order.
+
+    Two sums belong together if ops that keep every channel in its place lead from one to the other. A sum of a tensor and a
+    parameter (an embedding of positions), or a concatenation along another axis, belongs to a stream but does not make one.
+    """
+    varying = _depending_on_inputs(flows)
+    groups: dict[fx.Node, set[fx.Node]] = {}
+    for node in flows.of:
+        own = groups.setdefault(node, {node})
+        for source in _same_channels(flows, node):
+            other = groups[source]
+            if other is not own:
+                own |= other
+                groups |= dict.fromkeys(other, own)
+    streams = []
+    for group in {id(group): group for group in groups.values() if len(group) > 1}.values():
+        members = [node for node in flows.of if node in group]
+        joins = [node for node in members if _is_sum(flows, node)]
+        sums = [n for n in joins if flows.of[n].broadcasts and len(_wide(flows, n) & varying) > 1]  # type: ignore[union-attr]
+        if sums and flows.width(sums[0]) > 1 and not any(_multiplies_matrices(flows, node) for node in members):
+            order = {node: place for place, node in enumerate(members)}
+            places = {*_behind(flows, joins, group), *_entries(flows, joins, group, varying)}
+            streams.append(ResidualStream(tuple(sums), tuple(sorted(places, key=order.__getitem__))))
+    return streams
+
+
+def _depending_on_inputs(flows: Flows) -> set[fx.Node]:
+    """The nodes whose values depend on the network's inputs, not on parameters alone."""
+    found: set[fx.Node] = set()
+    for node in flows.of:
+        if node.op == "placeholder" or not found.isdisjoint(flows.inputs[node]):
+            found.add(node)
+    return found
+
+
+def _wide(flows: Flows, node: fx.Node) -> set[fx.Node]:
+    """The inputs of a join that have all its channels, along an axis that is known or not."""
+    flow = flows.of[node]
+    assert isinstance(flow, Join)
+    each = zip(flows.inputs[node], flow.in_axes, flow.widths, strict=True)
+    return {source for source, axis, width in each if axis is not None and width == flow.width}
+
+
+def _same_channels(flows: Flows, node: fx.Node) -> Iterator[fx.Node]:
+    """The inputs of which channel i becomes, or is part of, channel i of `node`."""
+    flow = flows.of[node]
+    if isinstance(flow, Channelwise):
+        found = {flows.inputs[node][0]}
+    elif isinstance(flow, Join) and flow.zero_if != "third" and not _multiplies_matrices(flows, node):
+        found = _wide(flows, node) if flow.zero_if in ("all", "any") else {flows.inputs[node][0]}
+    else:
+        return
+    yield from (source for source in found if flows.of[source].axis is not None)
+
+
+def _is_sum(flows: Flows, node: fx.Node) -> bool:
+    flow = flows.of[node]
+    return isinstance(flow, Join) and flow.zero_if == "all"
+
+
+def _multiplies_matrices(flows: Flows, node: fx.Node) -> bool:
+    flow = flows.of[node]
+    return isinstance(flow, Join) and flow.zero_if in ("any", "third") and not flow.broadcasts
+
+
+def _behind(flows: Flows, joins: list[fx.Node], group: set[fx.Node]) -> Iterator[fx.Node]:
+    """The places behind the sums, except for those that only another sum of the stream reads."""
+    for node in joins:
+        place = activation_behind(flows, node)
+        users = flows.users.get(place, ())
+        while len(users) == 1 and isinstance(flows.of[users[0]], Channelwise):
+            users = flows.users.get(users[0], ())
+        if not (len(users) == 1 and users[0] in group and _is_sum(flows, users[0])):
+            yield place
+
+
+def _entries(flows: Flows, joins: list[fx.Node], group: set[fx.Node], varying: set[fx.Node]) -> Iterator[fx.Node]:
+    """What enters the stream from outside and is read elsewhere too: without a mask there, its readers would keep all of it."""
+    made: dict[fx.Node, bool] = {}  # of each member: whether it is made of sums of the stream alone
+    for node in flows.of:
+        if node in group:
+            sources = list(_same_channels(flows, node))
+            flow = flows.of[node]
+            enough = any if isinstance(flow, Join) and flow.zero_if == "any" else all
+            made[node] = node in joins or (bool(sources) and enough(made[source] for source in sources))
+    for node in joins:
+        for source in _wide(flows, node) & varying & group:
+            entry = source
+            while len(flows.users[entry]) == 1 and not made[entry]:
+                sources = list(_same_channels(flows, entry))
+                if len(sources) != 1:
+                    break
+                (entry,) = sources
+            if len(flows.users[entry]) > 1 and not made[entry]:
+                yield entry
