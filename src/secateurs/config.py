@@ -23,7 +23,7 @@ from secateurs._util.decode import MAX_TOML_BYTES, Malformed, brief, decode_toml
 from secateurs._util.files import write_text
 from secateurs.errors import InvalidInput, RecipeError, suggest
 
-Shortcut = Literal["before", "after"]
+Shortcut = Literal["before", "after", "coupled"]
 Transform = Literal["linear", "log", "rank"]
 Design = Literal["exact", "bernoulli", "balanced"]
 Method = Literal["bisect", "paper", "scan"]
@@ -365,7 +365,9 @@ class Recipe(EnsembleSettings):
     )
     direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
     shortcut: Shortcut = setting(
-        "before", "Where the last filters of a residual block are masked: before or after the add.", "pruning"
+        "before",
+        "Where the last filters of a residual block are masked: before or after the add, or all that it adds up together.",
+        "pruning",
     )
     rounds: int = setting(1, "Largest number of passes over the sites.", "pruning", low=1)
     sites: tuple[str, ...] = setting((), "Only sites whose names match this pattern, such as 'layer3.*'.", "pruning")

@@ -59,8 +59,9 @@ def filter_weights(layer: nn.Module) -> Tensor:
 def _walk_back(graph: Graph, site: Site) -> tuple[Flows, dict[fx.Node, Tensor]]:
     """For the nodes between the site and the nearest layers: which of their channels each channel of the site needs."""
     flows = find_flows(spread_sums(graph.module))
-    place = next(node for node in flows.of if node.name == site.node)
-    reached = {place: torch.eye(site.channels, dtype=torch.bool)}
+    nodes = {node.name: node for node in flows.of}
+    channel = torch.arange(site.channels)[:, None]
+    reached = {nodes[point.node]: point.source() == channel for point in site.points[: site.own]}
     for node in reversed(list(flows.of)):
         if node in reached and _hands_on(flows, node):
             for source, needed in _needed(flows, node, reached[node]):

@@ -76,10 +76,11 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
     sums: list[SumConsumer] = []
     others: dict[str, str] = {}
     calls = Counter(str(node.target) for node in flows.of if node.op == "call_module")
+    starts = {point.node: point.source() for point in site.points[: site.own]}
     for node, flow in flows.of.items():
         ins = [source.get(i) for i in flows.inputs[node]]
-        if node.name == site.node:
-            source[node] = torch.arange(site.channels)
+        if node.name in starts:
+            source[node] = starts[node.name]
         elif all(i is None or bool((i == ELSEWHERE).all()) for i in ins):
             continue
         elif isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise):

@@ -69,9 +69,7 @@ class Factor(nn.Module):
     def __init__(self, point: MaskPoint) -> None:
         super().__init__()
         self.axis = point.axis
-        source = torch.full((point.width,), -1)  # the last of the padded factors, which is 1
-        source[list(point.channels)] = torch.tensor(point.sources)
-        self.register_buffer("source", source)
+        self.register_buffer("source", point.source())  # -1: the last of the padded factors, which is 1
 
     def forward(self, x: Tensor, factors: Tensor) -> Tensor:
         """Of the shape of `x`; `factors` is (1, C) or (n, C). A factor of 0 gives 0, even of infinite values."""
@@ -108,7 +106,7 @@ def split_at(graph: Graph, site: Site) -> Split:
     read = [n for n in nodes if n not in behind and n is not place and any(u in behind for u in n.users)]
     carried = [n for n in read if n.op != "get_attr"]
     inputs = {place: "activations", **{n: f"carried_{n.name}" for n in carried}}
-    several = len(points) > 1
+    several = len(points) > 1 or points[place].sources != tuple(range(points[place].width))
     suffix = _part(graph.module, {*behind, *read} - {*carried}, "Suffix", inputs=inputs, points=points if several else {})
     return Split(network_up_to(graph.module, [place, *carried], name="Prefix"), suffix, site.axis, several)
 

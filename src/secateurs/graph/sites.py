@@ -46,6 +46,8 @@ def find_sites(
     """Find all sites of a traced network, or of a module that is traced with `example_input`.
 
     `shortcut` says whether the end of a residual block is masked before or after the add; for a graph it may come second.
+    "coupled": all channels that the model's own code ties to one another go together, so that nothing has to be aligned, and
+    `cut_` can cut the model itself.
     """
     if isinstance(example_input, str):
         shortcut = example_input
@@ -56,8 +58,8 @@ def find_sites(
             f"graph: got {type(graph).__name__} without an example, wanted a Graph, or a module and an example input: "
             f"find_sites(model, example_input)."
         )
-    if shortcut not in ("before", "after"):
-        raise InvalidInput(f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add).")
+    if shortcut not in get_args(Shortcut):
+        raise InvalidInput(f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add), or 'coupled'.")
     known = _KNOWN.setdefault(graph, {})
     if shortcut not in known:
         known[shortcut] = search_sites(graph, shortcut)
@@ -87,8 +89,9 @@ def resolve(graph: Graph, names: Iterable[str | Site]) -> dict[str, Site]:
     wanted = [n.name if isinstance(n, Site) else n for n in names]
     before = find_sites(graph, "before")
     known = {site.name: site for site in before}
-    if any(name not in known for name in wanted):
-        known |= {site.name: site for site in find_sites(graph, "after") if site.name not in known}
+    for shortcut in get_args(Shortcut)[1:]:
+        if any(name not in known for name in wanted):
+            known |= {site.name: site for site in find_sites(graph, shortcut) if site.name not in known}
     for name in wanted:
         if name not in known:
             reasons = [u.reason for u in before.unprunable if u.name == name]
