@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from secateurs.api import Pruner, prune, resume
     from secateurs.compaction import Verification, compact, replay, verify
+    from secateurs.compaction.in_place import cut_
     from secateurs.compaction.serialization import load, save
     from secateurs.config import Recipe, TrainSettings, read_recipe
     from secateurs.criteria import criterion
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "api": ("Pruner", "prune", "resume"),
     "compaction": ("Verification", "compact", "replay", "verify"),
+    "compaction.in_place": ("cut_",),
     "compaction.serialization": ("load", "save"),
     "criteria": ("criterion",),
     "config": ("Recipe", "TrainSettings", "read_recipe"),
@@ -71,6 +73,7 @@ __all__ = [
     "compact",
     "cost",
     "criterion",
+    "cut_",
     "find_cut",
     "find_site",
     "find_sites",

@@ -23,7 +23,7 @@ from secateurs._util.decode import MAX_TOML_BYTES, Malformed, brief, decode_toml
 from secateurs._util.files import write_text
 from secateurs.errors import InvalidInput, RecipeError, suggest
 
-Shortcut = Literal["before", "after", "stream"]
+Shortcut = Literal["before", "after", "stream", "coupled"]
 Transform = Literal["linear", "log", "rank"]
 Design = Literal["exact", "bernoulli", "balanced"]
 Method = Literal["bisect", "paper", "scan"]
@@ -366,8 +366,9 @@ class Recipe(EnsembleSettings):
     direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
     shortcut: Shortcut | Literal["auto"] = setting(
         "before",
-        "Where the last filters of a residual block are masked: before or after the add, or all of a stage's with one mask; "
-        "auto: where the same saving costs least, with all sites weighed together.",
+        "Where the last filters of a residual block are masked: before or after the add, or all of a stage's with one mask "
+        "(stream), or all that the model's own code ties together (coupled); auto: where the same saving costs least, with all "
+        "sites weighed together.",
         "pruning",
     )
     rounds: int = setting(1, "Largest number of passes over the sites.", "pruning", low=1)
@@ -514,7 +515,7 @@ class Recipe(EnsembleSettings):
     @property
     def shortcuts(self) -> tuple[Shortcut, ...]:
         """The positions that are compared, or the one that is taken."""
-        return get_args(Shortcut) if self.shortcut == "auto" else (self.shortcut,)
+        return ("before", "after", "stream") if self.shortcut == "auto" else (self.shortcut,)
 
     @property
     def has_time_target(self) -> bool:

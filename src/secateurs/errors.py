@@ -42,6 +42,10 @@ class NotEqual(SecateursError):
     """The compacted network does not compute what the masked one does."""
 
 
+class NotInPlace(SecateursError):
+    """The model's own forward does not run with the widths of a plan, or gives something else."""
+
+
 class Unproved(SecateursError):
     """Compacted and masked network could not be compared: every output is zero, or none is finite."""
 

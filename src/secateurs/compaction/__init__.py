@@ -223,17 +223,17 @@ def _proof(
     few = [inputs for inputs, _ in other_batches(reference, example, 2)] if quick else []
     probes = [given] if given is not None else [_random_like(each, generator) for each in few or [example] * 4]
     difference, scale = _compared(reference, smaller.module, probes, tolerance)
-    changed = _perturbed(graph, generator)
+    changed = perturbed(graph, generator)
     network, like_example = masked(changed, masks).eval(), _random_like(example, generator)
     if quick:
         others = other_batches(network, like_example, 3)
     else:
         with torch.no_grad():
             others = other_sizes(network, like_example, network(*like_example)) + other_batches(network, like_example, 1)
-    perturbed = _compared(
+    compared = _compared(
         network, compact(changed, masks, verify=False).module, [inputs for inputs, _ in others] or [like_example], tolerance
     )
-    return Verification(difference, scale, sum(len(probe[0]) for probe in probes), *perturbed)
+    return Verification(difference, scale, sum(len(probe[0]) for probe in probes), *compared)
 
 
 def _compared(
@@ -289,7 +289,7 @@ def _random_like(example: tuple[Tensor, ...], generator: torch.Generator) -> tup
     )
 
 
-def _perturbed(graph: Graph, generator: torch.Generator) -> Graph:
+def perturbed(graph: Graph, generator: torch.Generator) -> Graph:
     """Return the graph with noise, a tenth of a tensor's size, on all weights and BatchNorm statistics: none stays 0 or 1."""
     changed = copied(graph)
     statistics = {

@@ -33,7 +33,7 @@ def with_additions(graph: Graph, site: Site, *, biases: Sequence[str] = (), offs
         remember_names_(graph, module)
     remaining = dict(graph.ids)
     for path in biases:
-        _add_bias_(module, path)
+        add_bias_(module, path)
     sums = {consumer.name: consumer for consumer in find_consumers(graph, site).sums} if offsets else {}
     for name in offsets:
         if name not in sums or sums[name].offset is not None:
@@ -52,7 +52,8 @@ def with_additions(graph: Graph, site: Site, *, biases: Sequence[str] = (), offs
     return replace(graph, module=module, plan=graph.plan.then([added]), ids=remaining, kept={})
 
 
-def _add_bias_(module: fx.GraphModule, path: str) -> None:
+def add_bias_(module: nn.Module, path: str) -> None:
+    """Give the layer at `path` a bias of zeros."""
     try:
         layer: Any = module.get_submodule(path)
     except AttributeError as error:

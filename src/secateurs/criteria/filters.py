@@ -61,7 +61,8 @@ def _walk_back(graph: Graph, site: Site) -> tuple[Flows, dict[fx.Node, Tensor]]:
     """For the nodes between the site and the nearest layers: which of their channels each channel of the site needs."""
     flows = find_flows(spread_sums(graph.module))
     sums = {activation_behind(flows, node).name for node, flow in flows.of.items() if isinstance(flow, Join)}
-    points = {point.node: point.source() for point in site.points if point.node in {site.node, *sums}}  # all of a stream's
+    starts = {*(point.node for point in site.points[: site.own]), *sums}  # all of a stream's, or of coupled layers
+    points = {point.node: point.source() for point in site.points if point.node in starts}
     each = torch.arange(site.channels)[:, None]
     reached = {node: points[node.name] == each for node in flows.of if node.name in points}
     for node in reversed(list(flows.of)):

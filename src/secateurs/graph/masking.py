@@ -106,7 +106,7 @@ def split_at(graph: Graph, site: Site) -> Split:
     read = [n for n in nodes if n not in behind and n is not place and any(u in behind for u in n.users)]
     carried = [n for n in read if n.op != "get_attr"]
     inputs = {place: "activations", **{n: f"carried_{n.name}" for n in carried}}
-    several = len(points) > 1
+    several = len(points) > 1 or points[place].sources != tuple(range(points[place].width))
     suffix = _part(graph.module, {*behind, *read} - {*carried}, "Suffix", inputs=inputs, points=points if several else {})
     return Split(network_up_to(graph.module, [place, *carried], name="Prefix"), suffix, site.axis, several)
 

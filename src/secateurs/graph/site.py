@@ -29,7 +29,7 @@ class MaskPoint:
         return mask
 
     def source(self) -> Tensor:
-        """Return the site's channel of each of the node's channels, -1 for one from elsewhere, (width,)."""
+        """Return the site's channel that each channel of the node goes with (width,), -1 for one of another site."""
         source = torch.full((self.width,), -1)
         source[list(self.channels)] = torch.tensor(self.sources)
         return source
@@ -40,8 +40,9 @@ class Site:
     """A place where a channel can be zeroed and stays zero until it is read.
 
     The mask goes behind the graph node `node`, along `axis`, the first of `points`: the others are the places behind the other
-    calls of the layer, and those where it is applied again. `layers` lose their filters with the removed channels. `original`
-    holds the ids, in the uncut network, of the channels that remain.
+    calls of the layer, and those where it is applied again. The first `own` points lie behind layers of their own, which lose
+    filters together: a coupled site. `layers` lose their filters with the removed channels. `original` holds the ids, in the
+    uncut network, of the channels that remain; of a coupled site, those of the first channel of each at `node`.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Site:
     original: tuple[int, ...]
     original_channels: int
     points: tuple[MaskPoint, ...]
+    own: int = 1
 
     @property
     def node(self) -> str:

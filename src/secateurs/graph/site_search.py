@@ -18,6 +18,7 @@ from secateurs.config import Shortcut
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import ids, none_of
 from secateurs.graph.cost import count_macs
+from secateurs.graph.coupling import Classes, Group, channels_of, find_classes, find_groups
 from secateurs.graph.flow import (
     ELSEWHERE,
     Blocks,
@@ -59,10 +60,16 @@ def search_sites(graph: Graph, shortcut: Shortcut) -> Sites:
             weight: Any = graph.module.get_submodule(str(node.target)).weight
             macs[str(node.target)] += _macs(weight.shape, node, flow.transposed)
     sites = search.streams() if shortcut == "stream" else []
-    replaced = search.covered_by(sites)
-    groups, reasons = search.groups({path: nodes for path, nodes in calls.items() if not replaced.issuperset(nodes)})
-    for layers, places in groups:
-        found = search.site(places, partial(search.name_of, layers[0]))
+    reasons: dict[str, str]
+    if shortcut == "coupled":
+        classes = find_classes(flows)
+        coupled, reasons = find_groups(classes)
+        tried = [(group.layers, search.coupled(classes, group)) for group in coupled]
+    else:
+        replaced = search.covered_by(sites)
+        groups, reasons = search.groups({path: nodes for path, nodes in calls.items() if not replaced.issuperset(nodes)})
+        tried = [(tuple(layers), search.site(places, partial(search.name_of, layers[0]))) for layers, places in groups]
+    for layers, found in tried:
         if isinstance(found, Site):
             sites.append(found)
         else:
@@ -307,8 +314,39 @@ class _Search:
         )  # a cut elsewhere may have removed channels of some calls only
         starts = {place: torch.searchsorted(original, kept) for place, kept in own.items()}
         found = self._revivals(places[0]) if len(places) == 1 else find_revivals(self.flows, starts)
+        return self._site_at(named, starts, found, original)
+
+    def coupled(self, classes: Classes, group: Group) -> Site | str:
+        """Return the site of classes of channels that are written by the same layers, or why there is none."""
+        alone = len({str(layer.target) for layer in group.layers}) == 1
+        places: dict[fx.Node, None] = {}
+        for layer in group.layers:
+            place = self.place(layer)[0] if alone else None
+            if place is None or not set(group.classes) <= set(classes.of(place).tolist()):
+                chain = self._chain(layer)
+                candidates = self._candidates(chain[: next((i for i, n in enumerate(chain) if self._joins(n)), len(chain))])
+                place = next((n for n in candidates if self._is_activation(n)), candidates[-1])
+            places.setdefault(place)
+        starts = {place: group.sources(classes.of(place)) for place in sorted(places, key=self.order.__getitem__)}
+        first = next(iter(starts))
+        own = self.graph.ids.get(first.name, torch.arange(self.flows.width(first)))
+        original = torch.tensor(channels_of(first, classes, group, own.tolist()))
+        whole = len(starts) == 1 and len(original) == self._original(first)
+        named = partial(self.name_of, group.layers[0], whole=whole)
+        return self._site_at(named, starts, find_revivals(self.flows, starts), original, own=len(starts))
+
+    def _site_at(
+        self,
+        named: Callable[[tuple[str, ...]], str],
+        starts: Mapping[fx.Node, Tensor],
+        found: Revivals,
+        original: Tensor,
+        own: int = 1,
+    ) -> Site | str:
+        """Return the site whose channels are zero behind the nodes `starts`, `own` of which only together are the site."""
         if found.obstacle:
             return found.obstacle
+        places = list(starts)
         points = {**starts, **found.points}
         removed: set[fx.Node] = set()
         for channel in sorted({0, *found.filtered}):
@@ -324,20 +362,24 @@ class _Search:
         names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
         name = next((name for name in names if name), None) or named(layers)
         points_of = tuple(self._point(node, source) for node, source in points.items())
-        return Site(name, len(original), layers, tuple(original.tolist()), wide, points_of)
+        return Site(name, len(original), layers, tuple(original.tolist()), wide, points_of, own)
 
     def _point(self, node: fx.Node, source: Tensor) -> MaskPoint:
         axis, channels = self.flows.of[node].axis, ids(source != ELSEWHERE)
         assert axis is not None
         return MaskPoint(node.name, axis, len(source), tuple(channels.tolist()), tuple(source[channels].tolist()))
 
-    def name_of(self, layer: fx.Node, layers: tuple[str, ...]) -> str:
-        """Return the path of the layer that loses filters; for a site behind an add, the name of the add."""
+    def name_of(self, layer: fx.Node, layers: tuple[str, ...], *, whole: bool = True) -> str:
+        """Return the path of the layer that loses filters; for a site behind an add, the name of the add.
+
+        A coupled site has a name of its own unless its channels are the `whole` of one place: then it is that layer's site.
+        """
         add = self._sum_behind(self._chain(layer))
         if add is not None and self.shortcut == "after":
             return info(add)["name"]
         path = str(layer.target)
-        return path if path in layers or not layers else layers[0]
+        path = path if path in layers or not layers else layers[0]
+        return path if self.shortcut != "coupled" or whole else f"{path}.coupled"
 
 
 def _macs(weight: Sequence[int], node: fx.Node, transposed: bool) -> int:

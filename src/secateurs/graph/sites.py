@@ -47,7 +47,8 @@ def find_sites(
     """Find all sites of a traced network, or of a module that is traced with `example_input`.
 
     `shortcut` says whether the end of a residual block is masked before or after the add, or with the whole stage ("stream");
-    for a graph it may come second.
+    for a graph it may come second. "coupled": all channels that the model's own code ties to one another go together, so that
+    nothing has to be aligned, and `cut_` can cut the model itself.
     """
     if isinstance(example_input, str):
         shortcut = example_input
@@ -60,7 +61,8 @@ def find_sites(
         )
     if shortcut not in get_args(Shortcut):
         raise InvalidInput(
-            f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add), or 'stream' (one mask for a stage)."
+            f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add), 'stream' (one mask for a stage), or 'coupled' "
+            f"(as the model's own code allows)."
         )
     known = _KNOWN.setdefault(graph, {})
     if shortcut not in known:
@@ -74,9 +76,12 @@ def share_sites(source: Graph, target: Graph) -> None:
 
 
 def remember_names_(graph: Graph, module: fx.GraphModule) -> None:
-    """Record the names of the sites in `module`, a copy of the uncut network: a cut may remove the layer that they name."""
+    """Record the names of the sites in `module`, a copy of the uncut network: a cut may remove the layer that they name.
+
+    Those of the paper's two positions, and of what else was asked for so far: to search takes time.
+    """
     nodes = {node.name: node for node in module.graph.nodes}
-    for shortcut in get_args(Shortcut):
+    for shortcut in dict.fromkeys((*get_args(Shortcut)[:2], *_KNOWN.get(graph, {}))):
         for site in find_sites(graph, shortcut):
             info(nodes[site.node]).setdefault("site_names", {})[shortcut] = site.name
 

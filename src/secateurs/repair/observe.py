@@ -223,7 +223,7 @@ def _is_current(graph: Graph, site: Site) -> bool:
     """Whether the site's node still exists, with the same number of channels."""
     for node in graph.module.graph.nodes:
         if node.name == site.node:
-            return (shape_of(node).dims or ())[site.axis : site.axis + 1] == (site.channels,)
+            return (shape_of(node).dims or ())[site.axis : site.axis + 1] == (site.points[0].width,)
     return False
 
 

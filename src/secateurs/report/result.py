@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from secateurs._util.journal import records_of
+from secateurs.compaction.in_place import cut_
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput
@@ -59,6 +60,10 @@ class Result(RunResult):
     def bound(self) -> float | None:
         """Upper bound on the drop, at `confidence`; None: nothing is promised."""
         return promised_bound(self.recipe.budget, self.records)
+
+    def cut_(self, model: nn.Module) -> nn.Module:
+        """Cut `model`, of the class that was pruned, in place to this network: widths and weights; see `secateurs.cut_`."""
+        return cut_(model, self.graph)
 
     def save(self, path: str | Path) -> Path:
         """Save the network as safetensors, to be loaded by `secateurs.load`."""

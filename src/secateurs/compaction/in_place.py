@@ -1,0 +1,436 @@
+"""Cuts inside the user's own model: `cut_` narrows its parameters, so that its class, trainer and file format stay usable.
+
+The model's forward stays as it is written, so it must allow the cut: sums add what has the same channels, and widths are read
+from tensors. Numbers that modules store are set where a trial shows that this makes the model equal to the compacted graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from secateurs._util.modules import keeping_modes, unwrapped
+from secateurs.compaction import perturbed, replay
+from secateurs.compaction.additions import add_bias_
+from secateurs.errors import InvalidInput, NotInPlace, PlanError
+from secateurs.graph.capture.calls import ByPosition, call_for, tensors_in
+from secateurs.graph.layers import Align, Constant, SumInto
+from secateurs.graph.node_info import called_module, info, label_of, shape_of
+from secateurs.graph.plan import Plan
+from secateurs.graph.trace import Example, Graph, attempt, like_network, other_batches, trace
+
+TOLERANCE = 1e-9  # of the largest value, in float64
+
+
+def cut_(model: nn.Module, plan: Plan | Graph | str | Path, example_input: Example | None = None) -> nn.Module:
+    """Narrow the layers of `model` in place as `plan` says, and return it: same class, same forward, fewer channels.
+
+    `plan` is a `Plan`, the path of one, or a compacted `Graph`, whose weights the model gets, too. `example_input` may be left
+    out for a graph. The cut model is compared with the compacted graph first, on a copy: in float64, with perturbed weights, in
+    eval and in train mode, at another batch size. Raises `NotInPlace` where the model's forward does not allow the cut; the
+    model is as it was then. Parameters that were narrowed are new: make a new optimiser.
+    """
+    network = unwrapped(model)
+    graph = plan if isinstance(plan, Graph) else None
+    cuts = graph.plan if graph is not None else plan if isinstance(plan, Plan) else _loaded(plan)
+    if example_input is None:
+        if graph is None:
+            raise InvalidInput("example_input: got none, wanted an input that the model accepts. A plan does not hold one.")
+        example_input = _example_of(graph, network)
+    _check_plan(cuts, network)
+    with keeping_modes(network):
+        before = trace(network.eval(), example_input)
+    after = replay(before, cuts, verify=graph is None)
+    if graph is not None:
+        try:
+            after.module.load_state_dict(graph.module.state_dict())
+        except RuntimeError as error:
+            raise PlanError(f"the graph's weights do not fit the {type(network).__name__}: {error}") from error
+    trial = _Trial(network, example_input, before, after)
+    attributes = trial.prove()
+    _write_(network, [*_writes(network, before, after, everything=graph is not None), *attributes], cuts)
+    return model
+
+
+def _loaded(plan: Any) -> Plan:
+    if not isinstance(plan, str | Path):
+        raise PlanError(f"plan: got {type(plan).__name__}, wanted a Plan, its path, or a compacted Graph.")
+    return Plan.load(plan)
+
+
+def _example_of(graph: Graph, network: nn.Module) -> Example:
+    """Return the graph's example as the model takes it: by position where its arguments come first, else by name."""
+    names = [str(node.target) for node in graph.module.graph.nodes if node.op == "placeholder"]
+    known = list(inspect.signature(network.forward).parameters)
+    tensors = like_network(network, graph.example)
+    if len(names) == 1 or known[: len(names)] == names or not set(names) <= set(known):
+        return tensors
+    return dict(zip(names, tensors, strict=True))
+
+
+def _check_plan(plan: Plan, network: nn.Module) -> None:
+    ours = f"{type(network).__module__}.{type(network).__qualname__}"
+    if plan.model not in ("", ours):
+        raise PlanError(f"plan: it was made for a {plan.model}, but the model is a {ours}. Use a model of that class.")
+    for cut in itertools.chain(*plan.steps):
+        if cut.offsets:
+            raise NotInPlace(
+                f"the plan adds an offset behind the sum {cut.offsets[0]!r}, which the forward of {type(network).__name__} does "
+                f"not have. Prune with shortcut='coupled', or with repair='none'."
+            )
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A tensor or an attribute of the submodule at `path` that gets another value."""
+
+    path: str
+    name: str
+    value: Any
+
+
+def _writes(network: nn.Module, before: Graph, after: Graph, *, everything: bool) -> list[_Write]:
+    """List what a cut changes in the modules of the graph: narrower tensors (or all), and the attributes that count them."""
+    homes = _homes(network, before.module)
+    writes: list[_Write] = []
+    for path, part in after.module.named_modules():
+        old = _submodule(before.module, path)
+        if old is None:
+            continue  # an alignment, which the model has no need of if the trial succeeds
+        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
+            there = getattr(old, name, None)
+            same = isinstance(there, Tensor) and there.shape == tensor.shape
+            home = homes.get(f"{path}.{name}".lstrip("."), (path, name) if there is None else None)
+            if home is None and not (same and name in part._buffers):  # a constant, which the model computes
+                raise NotInPlace(
+                    f"{type(network).__name__} cannot be cut in place: it has no parameter {path}.{name} that could be narrowed; "
+                    f"its forward computes it. Leave that layer alone (ignore=...), or use the compacted network itself."
+                )
+            if home is not None and not same and isinstance(_submodule(network, home[0]), nn.MultiheadAttention):
+                raise NotInPlace(
+                    f"{type(network).__name__} cannot be cut in place: {home[0]!r} is an nn.MultiheadAttention, which computes the "
+                    f"width of a head from embed_dim and num_heads. Leave it alone (ignore=...), or use the compacted network."
+                )
+            if home is not None and (everything or not same):
+                writes.append(_Write(*home, tensor.detach()))
+        owner = _submodule(network, path)
+        for name, value in vars(part).items():
+            changed = isinstance(value, int | tuple) and name in vars(old) and vars(old)[name] != value
+            if changed and name != "training" and hasattr(owner, name):
+                writes.append(_Write(path, name, value))
+    return writes
+
+
+def _submodule(network: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return network.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _homes(network: nn.Module, traced: nn.Module) -> dict[str, tuple[str, str]]:
+    """Return where the model holds each tensor of the traced network: under the same name, or the only one of equal values.
+
+    Tracing makes layers of functions that are called with parameters, and parts of torch's attention.
+    """
+    state = {
+        n: t for n, t in [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]
+    }
+    ours = dict([*traced.named_parameters(remove_duplicate=False), *traced.named_buffers(remove_duplicate=False)])
+    names = {name: name for name in ours if name in state}
+    for name in ours.keys() - names.keys():
+        alike = [
+            n for n in state.keys() - names.keys() if state[n].shape == ours[name].shape and torch.equal(state[n], ours[name])
+        ]
+        if len(alike) == 1:
+            names[name] = alike[0]
+    return {name: (home.rpartition(".")[0], home.rpartition(".")[2]) for name, home in names.items()}
+
+
+def _write_(network: nn.Module, writes: list[_Write], plan: Plan) -> None:
+    """Write tensors and attributes into the model; one of the same shape is copied into the old one, which may be shared."""
+    for cut in itertools.chain(*plan.steps):
+        for path in cut.biases:
+            add_bias_(network, path)
+    for write in writes:
+        owner: Any = network.get_submodule(write.path)
+        old = getattr(owner, write.name, None)
+        if not isinstance(write.value, Tensor):
+            setattr(owner, write.name, write.value)
+        elif isinstance(old, Tensor) and old.shape == write.value.shape:
+            with torch.no_grad():
+                old.copy_(write.value)
+        elif isinstance(old, nn.Parameter):
+            narrower = write.value.to(old.device, old.dtype, copy=True)
+            setattr(owner, write.name, nn.Parameter(narrower, requires_grad=old.requires_grad))
+        else:
+            narrower = write.value.to(old.device, old.dtype, copy=True)
+            owner.register_buffer(write.name, narrower, persistent=write.name not in owner._non_persistent_buffers_set)
+
+
+class _Trial:
+    """A copy of the model that is cut, compared with the compacted graph, and thrown away."""
+
+    def __init__(self, network: nn.Module, example_input: Example, before: Graph, after: Graph) -> None:
+        self.original, self.before, self.after = network, before, after
+        self.call, example = call_for(network, example_input)
+        generator = torch.Generator().manual_seed(0)
+        self.noisy = perturbed(after, generator)
+        self.copy = copy.deepcopy(network).eval()
+        _write_(self.copy, _writes(network, before, self.noisy, everything=True), after.plan)
+        self.wanted = copy.deepcopy(self.noisy.module).eval()
+        self.dtype = torch.float64
+        probe = tuple(t.double() if t.is_floating_point() else t for t in example)
+        if attempt(self.wanted.double(), probe) is None:  # the network casts to a fixed dtype, or the device has no float64
+            probe, self.dtype = example, next(t.dtype for t in example if t.is_floating_point())
+            self.wanted = copy.deepcopy(self.noisy.module).eval()
+        self.copy.to(self.dtype)
+        self.tolerance = TOLERANCE if self.dtype == torch.float64 else 1e-3
+        batch = example[0].shape[0] if example[0].dim() else 0
+        others = [inputs for inputs, _ in other_batches(self.wanted, probe, batch + 1)]
+        self.probes = [
+            tuple(torch.randn(t.shape, generator=generator).to(t) if t.is_floating_point() else t for t in inputs)
+            for inputs in [probe, *others]
+        ]
+
+    def prove(self) -> list[_Write]:
+        """Return the attributes that have to be set besides those of layers, such as a width that a module stores."""
+        chosen: list[_Write] = []
+        failure = self._run()
+        while failure is not None and failure.error is not None:
+            found = next(filter(None, (self._further(each, failure) for each in self._choices(failure))), None)
+            if found is None:
+                break
+            set_now, failure = found
+            chosen += set_now
+        if failure is not None:
+            raise self._refusal(failure)
+        self._check_train_mode()
+        return chosen
+
+    def _run(self) -> _Failure | None:
+        """Run the cut copy on all probes; None if it gives what the compacted graph gives."""
+        calls: list[str] = []
+        names = {part: path for path, part in self.copy.named_modules()}
+        hooks = [part.register_forward_hook(lambda part, *_: calls.append(names[part])) for part in self.copy.modules()]
+        network = ByPosition(self.copy, self.call)
+        try:
+            for probe in self.probes:
+                with torch.no_grad():
+                    wanted = tensors_in(self.wanted(*copy.deepcopy(probe)))
+                    try:
+                        got = tensors_in(network(*copy.deepcopy(probe)))
+                    except Exception as error:  # a forward with a width that does not fit may raise anything
+                        return _Failure(len(calls), error, self._modules_of(error))
+                    if not _same(got, wanted, self.tolerance):
+                        return _Failure(len(calls), None, [])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return None
+
+    def _modules_of(self, error: Exception) -> list[str]:
+        """Return the paths of the submodules in whose forward the error was raised, innermost first."""
+        names = {id(part): path for path, part in self.copy.named_modules()}
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        found = [names[id(f.f_locals["self"])] for f in reversed(frames) if id(f.f_locals.get("self")) in names]
+        return list(dict.fromkeys(found))
+
+    def _choices(self, failure: _Failure) -> Iterator[list[_Write]]:
+        """Yield attributes to set: single ones of the modules that failed, innermost first, then several of a module."""
+        for path in failure.modules:
+            single = list(self._numbers_in(path))
+            yield from ([write] for write in single)
+            names = {write.name for write in single}
+            if 1 < len(names) == len(single):
+                yield single
+            yield from (
+                [one, other] for one, other in itertools.combinations(single, 2) if one.name != other.name and len(names) > 2
+            )
+
+    def _numbers_in(self, path: str) -> Iterator[_Write]:
+        """Yield the numbers that a submodule stores which equal a width that the cut has changed, with the new width."""
+        changes = self._changes(path)
+        for name, value in vars(self.copy.get_submodule(path)).items():
+            several = isinstance(value, tuple | list) and all(type(v) is int for v in value)
+            for old, new in sorted(changes):
+                if type(value) is int and value == old:
+                    yield _Write(path, name, new)
+                elif several and old in value:
+                    yield _Write(path, name, type(value)(new if v == old else v for v in value))
+
+    def _changes(self, path: str) -> set[tuple[int, int]]:
+        """Return old and new sizes, where they differ, of what is computed inside a submodule and of its layers."""
+
+        def inside(where: str) -> bool:
+            return path == "" or where == path or where.startswith(f"{path}.")
+
+        found: set[tuple[int, int]] = set()
+        later = {node.name: node for node in self.after.module.graph.nodes}
+        for node in self.before.module.graph.nodes:
+            stack = info(node).get("nn_module_stack") or {}
+            made_in = [str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
+            if node.name in later and any(map(inside, made_in)):
+                pairs = zip(shape_of(node).dims or (), shape_of(later[node.name]).dims or (), strict=False)
+                found |= {(old, new) for old, new in pairs if old != new}
+        for where, part in self.after.module.named_modules():
+            old_part = _submodule(self.before.module, where)
+            if old_part is not None and inside(where):
+                pairs = ((vars(old_part).get(n), v) for n, v in vars(part).items() if type(v) is int)
+                found |= {(old, new) for old, new in pairs if type(old) is int and old != new}
+        return found
+
+    def _further(self, writes: list[_Write], failure: _Failure) -> tuple[list[_Write], _Failure | None] | None:
+        """Set attributes of the copy; if it runs further than before, return them with what fails next, else undo it."""
+        old = [_Write(w.path, w.name, getattr(self.copy.get_submodule(w.path), w.name)) for w in writes]
+        for write in writes:
+            setattr(self.copy.get_submodule(write.path), write.name, write.value)
+        then = self._run()
+        if then is None or (then.calls > failure.calls and then.error is not None):
+            return writes, then
+        for write in old:
+            setattr(self.copy.get_submodule(write.path), write.name, write.value)
+        return None
+
+    def _refusal(self, failure: _Failure) -> NotInPlace:
+        name = type(self.original).__name__
+        added = [_described(self.after.module, node) for node in self.after.module.graph.nodes]
+        needed = next(filter(None, added), None)
+        if needed is not None:
+            return NotInPlace(
+                f"{name} cannot be cut in place: {needed}, and its forward cannot do that. Take sites whose channels go "
+                f"together: find_sites(graph, 'coupled'), or shortcut='coupled' in the recipe."
+            )
+        if failure.error is None:
+            return NotInPlace(
+                f"{name} cannot be cut in place: with narrower layers its forward runs, but gives something else than the "
+                f"compacted network{self._first_difference()}. Leave that layer alone (ignore=...), or use the compacted network."
+            )
+        stored = [f"{w.path}.{w.name}".lstrip(".") for path in failure.modules for w in self._numbers_in(path)]
+        numbers = f" It may depend on a width stored in {', '.join(dict.fromkeys(stored))}, or" if stored else " It depends on"
+        frame = traceback.extract_tb(failure.error.__traceback__)
+        files = [f for f in frame if "torch/nn/modules" not in f.filename and f.line]
+        line = f' at "{files[-1].line}"' if files else ""
+        where = failure.modules[0] if failure.modules else ""
+        first = str(failure.error).partition("\n")[0]
+        return NotInPlace(
+            f"{name} cannot be cut in place: the forward of {where or 'the model'!r} fails{line} ({first}).{numbers} a number "
+            f"written in its code. Leave that layer alone (ignore=...), or use the compacted network itself."
+        )
+
+    def _first_difference(self) -> str:
+        """Name the first layer whose output differs from that of the compacted graph."""
+        expected: dict[str, Tensor] = {}
+        found: list[str] = []
+
+        class Watch(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                value = super().run_node(n)
+                if n.op == "call_module" and isinstance(value, Tensor):
+                    expected.setdefault(str(n.target), value)
+                return value
+
+        def look(path: str) -> Any:
+            def hook(part: nn.Module, args: Any, output: Any) -> None:
+                wanted = expected.pop(path, None)
+                if wanted is not None and not _same([output], [wanted], self.tolerance):
+                    found.append(path)
+
+            return hook
+
+        with torch.no_grad():
+            Watch(self.wanted).run(*copy.deepcopy(self.probes[0]))
+            hooks = [part.register_forward_hook(look(path)) for path, part in self.copy.named_modules()]
+            ByPosition(self.copy, self.call)(*copy.deepcopy(self.probes[0]))
+            for hook in hooks:
+                hook.remove()
+        return f": the first layer that differs is {found[0]!r}" if found else ""
+
+    def _check_train_mode(self) -> None:
+        """Compare outputs and BatchNorm statistics in train mode, where those of the uncut pair agree."""
+        uncut = self.before.with_module(copy.deepcopy(self.before.module).to(self.dtype))
+        pair = [_in_train_mode(m, self.probes[0]) for m in (uncut.module, self._positional(copy.deepcopy(self.original)))]
+        theirs, _ = pair[1]
+        if pair[0][0] is None or theirs is None:
+            return  # in train mode the model takes other inputs, such as targets
+        comparable = {
+            name for name, value in pair[0][0].items() if name in theirs and _same([theirs[name]], [value], self.tolerance)
+        }
+        wanted, _ = _in_train_mode(self.wanted, self.probes[0])
+        got, error = _in_train_mode(self._positional(self.copy), self.probes[0])
+        name = type(self.original).__name__
+        if got is None:
+            raise NotInPlace(
+                f"{name} cannot be cut in place: in train mode its forward fails with narrower layers ({error}). A part that "
+                f"runs in train mode only reads channels that were removed, and tracing did not see it. Switch it off, or use "
+                f"the compacted network itself."
+            ) from error
+        assert wanted is not None
+        for each in comparable & wanted.keys():
+            if each not in got or not _same([got[each]], [wanted[each]], self.tolerance):
+                raise NotInPlace(
+                    f"{name} cannot be cut in place: in train mode {each} is something else than in the compacted network."
+                )
+
+    def _positional(self, network: nn.Module) -> nn.Module:
+        return ByPosition(network.to(self.dtype), self.call)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What went wrong in a trial: after so many calls of modules, an error inside these modules, or another output (None)."""
+
+    calls: int
+    error: Exception | None
+    modules: list[str]
+
+
+def _same(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> bool:
+    """Whether tensors are equal up to rounding; NaN equals NaN."""
+    if [t.shape for t in got] != [t.shape for t in wanted]:
+        return False
+    for a, b in zip(got, wanted, strict=True):
+        if a.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        scale = float(b.double().nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
+        if not torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance * max(scale, 1e-30), equal_nan=True):
+            return False
+    return True
+
+
+def _in_train_mode(network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Tensor] | None, Exception | None]:
+    """Return outputs and buffers after a forward pass in train mode; None and the error if it raises."""
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), keeping_modes(network):
+        torch.manual_seed(0)
+        try:
+            outputs = network.train()(*copy.deepcopy(inputs))
+        except Exception as error:  # as in _run
+            return None, error
+        holder = network.model if isinstance(network, ByPosition) else network
+        buffers = {f"the buffer {name!r}": b.clone() for name, b in holder.named_buffers() if b.is_floating_point()}
+        found = {f"output {i}": t for i, t in enumerate(tensors_in(outputs))}
+        network.load_state_dict(state)
+    return {**buffers, **found}, None
+
+
+def _described(module: fx.GraphModule, node: fx.Node) -> str | None:
+    """Say what a node of the compacted graph does that was not in the model: aligns a sum, or adds a constant."""
+    layer = called_module(module, node)
+    if isinstance(layer, SumInto):
+        return f"the sum {label_of(node)!r} adds tensors of which different channels are left"
+    if isinstance(layer, Constant):
+        return f"a branch was removed whole, and {str(node.target)!r} stands for it"
+    sums = [label_of(user) for user in node.users if user.op != "output" and len(user.all_input_nodes) > 1]
+    if isinstance(layer, Align) and sums and "_to_" in node.name:
+        return f"{sums[0]!r} joins tensors of which different channels are left"
+    return None

@@ -1,0 +1,279 @@
+"""Coupled sites: channels that must go together so that a cut needs no alignment, and the model's own forward can make it.
+
+A sum as it is written adds tensors of equal widths, a chunk gives equal parts, a grouped layer has equally many channels in each
+group. Channels that such an op ties to one another form a class; the classes that the same layers write form a site.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor, fx, nn
+
+from secateurs.graph.channels import ids
+from secateurs.graph.flow import Blocks, Channelwise, Concat, Flows, Join, Layer, Moved, Opaque
+from secateurs.graph.flow.kinds import ELSEWHERE
+from secateurs.graph.flow.liveness import mentioned
+from secateurs.graph.flow.rules import SPLITS
+from secateurs.graph.node_info import info, label_of, shape_of
+
+WHOLE = "all its channels are needed"
+
+
+@dataclass
+class Classes:
+    """The class of every channel of every node, a number; and by class why its channels cannot go, where they cannot."""
+
+    flows: Flows
+    start: dict[fx.Node, int] = field(default_factory=dict)  # of a node's channels among those of all nodes
+    label: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
+    locked: dict[int, str] = field(default_factory=dict)
+
+    def of(self, node: fx.Node) -> Tensor:
+        """Return the classes of the channels of `node`."""
+        return self.label[self.numbers(node)]
+
+    def numbers(self, node: fx.Node) -> Tensor:
+        """Return the places of a node's channels among those of all nodes."""
+        return self.start[node] + torch.arange(self.flows.width(node))
+
+    def lock(self, classes: Tensor, reason: str) -> None:
+        """Keep all channels of these classes."""
+        for each in classes.unique().tolist():
+            self.locked.setdefault(each, reason)
+
+
+def find_classes(flows: Flows) -> Classes:
+    """Divide the channels of all nodes into classes that go together."""
+    found = Classes(flows)
+    total = 0
+    for node, flow in flows.of.items():
+        if flow.axis is not None:
+            found.start[node] = total
+            total += flows.width(node)
+    ties = [tie for node in flows.of for tie in _ties(found, node)] + list(_ties_of_calls(found))
+    one, other = (torch.cat([torch.zeros(0, dtype=torch.long), *each]).numpy() for each in (zip(*ties) if ties else ((), ())))
+    links = coo_array((np.ones(len(one), dtype=np.int8), (one, other)), shape=(total, total))
+    found.label = torch.from_numpy(connected_components(links, directed=False)[1].astype(np.int64))
+    for node in flows.of:
+        for source, channels, reason in _locks(flows, node):
+            found.lock(found.of(source)[channels], reason)
+    for node, flow in flows.of.items():
+        if isinstance(flow, Layer) and _is_inside_attention(node):
+            found.lock(found.of(node), "nn.MultiheadAttention computes the width of a head from its number of heads")
+    for source, user in _sizes_asked(flows):
+        theirs = found.of(user).unique() if user in found.start else torch.zeros(0)
+        if not torch.equal(theirs, found.of(source).unique()):
+            for node in {source, user} & found.start.keys():
+                found.lock(found.of(node), f"{label_of(user)} takes its size from {label_of(source)}, which has other channels")
+    return found
+
+
+def _is_inside_attention(node: fx.Node) -> bool:
+    """Whether a layer is a part of torch's attention that makes queries, keys and values."""
+    stack = info(node).get("nn_module_stack") or {}
+    kinds = [entry[1] for entry in stack.values() if isinstance(entry, tuple)]
+    return (
+        bool(kinds) and kinds[-1] in (nn.MultiheadAttention, "MultiheadAttention") and not str(node.target).endswith("out_proj")
+    )
+
+
+def _ties(found: Classes, node: fx.Node) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of channels, by their numbers, that one op ties to each other."""
+    flow, inputs = found.flows.of[node], found.flows.inputs[node]
+    if node not in found.start:
+        return
+    out, read = found.numbers(node), [found.numbers(i) if i in found.start else None for i in inputs]
+    first = read[0] if read else None
+    if isinstance(flow, Channelwise) and first is not None and len(first) == len(out):
+        yield first, out
+    elif isinstance(flow, Join):
+        for numbers, axis, width in zip(read, flow.in_axes, flow.widths, strict=True):
+            if numbers is not None and axis is not None and width == flow.width:
+                yield numbers, out
+    elif isinstance(flow, Concat):
+        for numbers, part in zip(read, out.split(list(flow.widths)), strict=True):
+            if numbers is not None:
+                yield numbers, part
+    elif isinstance(flow, Moved) and first is not None:
+        there = flow.index >= 0
+        yield first[flow.index[there]], out[there]
+        groups = _shuffled(flow.index)
+        if groups:
+            yield from _in_each(first, groups)
+        parts = _parts(found.flows, node)
+        if parts:
+            yield from _in_each(first, parts)
+    elif isinstance(flow, Blocks) and first is not None:
+        for column in flow.members.t():
+            yield first[column], out
+    elif isinstance(flow, Layer) and flow.groups > 1 and first is not None and not flow.reads_all:
+        if flow.inputs == flow.groups:
+            yield first.repeat_interleave(flow.filters // flow.inputs), out
+        else:
+            yield from _in_each(first, flow.groups)
+            yield from _in_each(out, flow.groups)
+
+
+def _in_each(numbers: Tensor, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tie the channels at the same place of equal parts."""
+    rows = numbers.view(parts, -1)
+    for row in rows[1:]:
+        yield rows[0], row
+
+
+def _shuffled(index: Tensor) -> int:
+    """Return the groups of a channel shuffle, 0 if `index` is something else."""
+    straight = torch.arange(len(index))
+    if torch.equal(index, straight):
+        return 0
+    divisors = [g for g in range(2, len(index)) if len(index) % g == 0]
+    return next((g for g in divisors if torch.equal(index, straight.view(g, -1).t().flatten())), 0)
+
+
+def _parts(flows: Flows, node: fx.Node) -> int:
+    """Return the number of equal parts of the chunk or split that `node` is a part of, 0 if it is something else."""
+    whole = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(whole, fx.Node) or whole.target not in SPLITS or isinstance(flows.of.get(node), Opaque):
+        return 0
+    (source,), given = flows.inputs[node], shape_of(whole).value
+    axis, width = flows.of[source].axis, flows.width(source)
+    sizes = {part.dims[axis] for part in given} if isinstance(given, tuple) and axis is not None else set()
+    return len(given) if len(sizes) == 1 and sizes.pop() * len(given) == width else 0
+
+
+def _ties_of_calls(found: Classes) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tie what the calls of one module read and write: its weights are the same in all of them."""
+    calls: dict[str, fx.Node] = {}
+    for node in found.flows.of:
+        flow = found.flows.of[node]
+        if node.op != "call_module" or not (isinstance(flow, Layer) or (isinstance(flow, Channelwise) and flow.params)):
+            continue
+        first = calls.setdefault(str(node.target), node)
+        if first is not node:
+            for one, other in ((first, node), (found.flows.inputs[first][0], found.flows.inputs[node][0])):
+                if one in found.start and other in found.start and found.flows.width(one) == found.flows.width(other):
+                    yield found.numbers(one), found.numbers(other)
+
+
+def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slice, str]]:
+    """Yield nodes, their channels and why a plain forward needs all of these."""
+    flow, inputs = flows.of[node], flows.inputs[node]
+    known = [i for i in inputs if flows.of[i].axis is not None]
+    everything = slice(None)
+    if isinstance(flow, Opaque):
+        for source in known:
+            yield source, everything, flow.reason
+    elif isinstance(flow, Layer) and flow.reads_all:
+        yield from ((source, everything, f"{node.target!s} reads along another axis than the channels'") for source in known)
+    elif isinstance(flow, Layer) and flow.groups > 1 and not known:
+        yield node, everything, f"{node.target!s} is grouped, and what it reads keeps all its channels"
+    elif isinstance(flow, Join):
+        for source, axis, width in zip(inputs, flow.in_axes, flow.widths, strict=True):
+            own = axis is not None and width == flow.width
+            if source in known and not own:
+                yield source, everything, f"{label_of(node)} spreads it over other channels"
+            elif source not in known and own and flow.width > 1:
+                yield node, everything, f"{label_of(node)} joins it with a tensor that keeps all its channels"
+    elif isinstance(flow, Concat):
+        yield from ((node, slice(*_range(flow, i)), WHOLE) for i, source in enumerate(inputs) if source not in known)
+    elif isinstance(flow, Moved):
+        yield node, flow.index < 0, f"{label_of(node)} adds a fixed number of channels"
+        missing = torch.ones(flow.inputs, dtype=torch.bool)
+        missing[flow.index[flow.index >= 0]] = False
+        if bool(missing.any()) and not _parts(flows, node):
+            yield inputs[0], everything, f"{label_of(node)} takes a fixed part of the channels"
+
+
+def _range(flow: Concat, part: int) -> tuple[int, int]:
+    return sum(flow.widths[:part]), sum(flow.widths[: part + 1])
+
+
+def _sizes_asked(flows: Flows) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield each tensor of which the forward asks the number of channels, with the ops that get that number."""
+    for source, flow in flows.of.items():
+        if flow.axis is None:
+            continue
+        for query in source.users:
+            if query.target == "size" and (len(query.args) > 1 or query.kwargs):
+                dim = query.args[1] if len(query.args) > 1 else query.kwargs["dim"]
+                asked = isinstance(dim, int) and dim % len(shape_of(source).dims or ()) == flow.axis
+                numbers = [query] if asked else []
+            elif query.target == "size" or (query.target is getattr and query.args[1] == "shape"):
+                numbers = list(_entries(query, flow.axis, len(shape_of(source).dims or ())))
+            else:
+                continue
+            yield from ((source, user) for number in numbers for user in _tensor_users(flows, number))
+
+
+def _entries(sizes: fx.Node, axis: int, rank: int, offset: int = 0) -> Iterator[fx.Node]:
+    """Yield the nodes that hold the size along `axis`, taken from `sizes`, or `sizes` itself where it is used whole."""
+    for user in sizes.users:
+        item = user.args[1] if user.target is operator.getitem else None
+        if isinstance(item, int):
+            if range(offset, rank)[item] == axis:
+                yield user
+        elif isinstance(item, slice):
+            left = range(offset, rank)[item]
+            if axis in left:
+                yield from _entries(user, axis, left.stop, left.start)
+        else:
+            yield sizes
+
+
+def _tensor_users(flows: Flows, number: fx.Node) -> Iterator[fx.Node]:
+    for user in number.users:
+        if user in flows.of:
+            if not info(user).get("unused"):
+                yield user
+        elif user.target is not getattr and number in mentioned(user):
+            yield from _tensor_users(flows, user)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Classes that the same layers write: `classes` in the order of the first layer's channels."""
+
+    layers: tuple[fx.Node, ...]
+    classes: tuple[int, ...]
+
+    def sources(self, classes: Tensor) -> Tensor:
+        """Return the place in this group of each of the given classes, `ELSEWHERE` where it is of another group."""
+        place = {each: i for i, each in enumerate(self.classes)}
+        return torch.tensor([place.get(each, ELSEWHERE) for each in classes.tolist()])
+
+
+def find_groups(found: Classes) -> tuple[list[Group], Mapping[str, str]]:
+    """Return the groups of classes that can go, in network order, and by layer why its filters cannot, where none can."""
+    writers: dict[int, list[fx.Node]] = {}
+    reasons: dict[str, str] = {}
+    for node, flow in found.flows.of.items():
+        if isinstance(flow, Layer):
+            for each in found.of(node).unique().tolist():
+                writers.setdefault(each, []).append(node)
+    grouped: dict[tuple[fx.Node, ...], list[int]] = {}
+    for each, nodes in writers.items():
+        if each in found.locked:
+            reasons |= {str(node.target): found.locked[each] for node in nodes if str(node.target) not in reasons}
+        else:
+            grouped.setdefault(tuple(nodes), []).append(each)
+    groups: list[Group] = []
+    for layers, classes in grouped.items():
+        if len(classes) < 2:
+            reasons |= {str(node.target): "it has one filter only" for node in layers}
+            continue
+        there = found.of(layers[0]).tolist()
+        groups.append(Group(layers, tuple(sorted(classes, key=there.index))))
+    return groups, reasons
+
+
+def channels_of(place: fx.Node, found: Classes, group: Group, original: Sequence[int]) -> list[int]:
+    """Return for each class of the group the id, among `original`, of its first channel at `place`."""
+    sources = group.sources(found.of(place))
+    return [original[int(ids(sources == each)[0])] for each in range(len(group.classes))]
