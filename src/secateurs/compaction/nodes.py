@@ -13,9 +13,10 @@ from torch import Tensor, fx, nn
 from secateurs.compaction.constants import constant_at, fold_sum, insert_constant
 from secateurs.compaction.state import Rewriting
 from secateurs.graph.channels import Kept, all_of, ids, name_of_alignment, none_of, positions, take
-from secateurs.graph.flow import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
+from secateurs.graph.flow import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Recurrent, Reduced, Source
 from secateurs.graph.layers import Align, mask_channels
 from secateurs.graph.node_info import info, shape_of
+from secateurs.graph.recurrent import narrow_units_, recurrent_call
 
 Survivors = Iterator[tuple[str, Kept]]
 
@@ -43,7 +44,7 @@ def _visit(state: Rewriting, node: fx.Node, flow: Flow) -> None:
     if info(node).get("unused") and any(state.is_empty(i) for i in inputs):
         state.vanish(node)  # no output depends on it, so no constant has to replace its inputs
         return
-    if flow.axis is None and not isinstance(flow, Opaque):
+    if flow.axis is None and not isinstance(flow, Opaque | Reduced):
         for source in inputs:
             state.redirect(node, source)
         return
@@ -258,7 +259,7 @@ def _concat(flow: Concat, node: fx.Node, state: Rewriting) -> None:
         carried.append(layout)
         if bool(layout.any()):
             parts.append(state.present(source))
-    node.args, node.kwargs = (parts, flow.axis), {}
+    node.target, node.args, node.kwargs = torch.cat, (parts, flow.axis), {}
     state.settle(node, torch.cat(carried))
 
 
@@ -303,6 +304,31 @@ def _blocks(flow: Blocks, node: fx.Node, state: Rewriting) -> None:
     state.settle(node, wanted)
     if flow.resize is not None:
         flow.resize(node, int(wanted.sum()))
+
+
+@narrow_node.register
+def _reduced(flow: Reduced, node: fx.Node, state: Rewriting) -> None:
+    (source,) = dict.fromkeys(state.flows.inputs[node])
+    if state.is_empty(source):
+        raise state.empty(source, node)
+    state.redirect(node if source in node.all_input_nodes else node.all_input_nodes[0], source)
+    if source in state.layout and flow.resize is not None:
+        flow.resize(node, int(state.layout[source].sum()))
+
+
+@narrow_node.register
+def _recurrent(flow: Recurrent, node: fx.Node, state: Rewriting) -> None:
+    call = recurrent_call(node)
+    assert call is not None
+    (source,) = dict.fromkeys(state.flows.inputs[node])
+    if state.is_empty(source):
+        raise state.empty(source, node)
+    state.redirect(call, source)
+    inputs, units = state.carried(source, flow.inputs), state.masks.get(node, all_of(flow.width))[: flow.units]
+    state.settle(node, units.repeat(flow.copies))
+    if not (bool(inputs.all()) and bool(units.all())):
+        path = str(call.target)
+        state.narrowing[path] = partial(narrow_units_, state.module.get_submodule(path), inputs, units)
 
 
 def balanced(flow: Layer, carried: Tensor, live: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -12,8 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import none_of
-from secateurs.graph.flow import Flows, Join, Layer, find_flows
+from secateurs.graph.flow import Flows, Join, Layer, Recurrent, find_flows
 from secateurs.graph.flow.liveness import activation_behind
+from secateurs.graph.recurrent import RECURRENT, recurrent_call, unit_weights
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 
@@ -47,7 +48,9 @@ def sum_over(parts: Sequence[FilterPart], values: Callable[[nn.Module], Tensor])
 
 
 def filter_weights(layer: nn.Module) -> Tensor:
-    """The weights of a convolution or linear layer, a row for each filter, its bias left out."""
+    """The weights of a layer, a row for each filter or hidden unit, its bias left out."""
+    if isinstance(layer, RECURRENT):
+        return unit_weights(layer).cpu().double()
     weight: Any = layer.weight
     weight = weight.detach().cpu().double()
     if not getattr(layer, "transposed", False):
@@ -75,7 +78,7 @@ def _walk_back(graph: Graph, site: Site) -> tuple[Flows, dict[fx.Node, Tensor]]:
 def _hands_on(flows: Flows, node: fx.Node) -> bool:
     """Whether single channels can be followed to the node's inputs: through all but layers that mix them."""
     flow = flows.of[node]
-    return flow.axis is not None and (not isinstance(flow, Layer) or flow.depthwise)
+    return flow.axis is not None and not isinstance(flow, Recurrent) and (not isinstance(flow, Layer) or flow.depthwise)
 
 
 def _needed(flows: Flows, node: fx.Node, wanted: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
@@ -90,9 +93,9 @@ def _needed(flows: Flows, node: fx.Node, wanted: Tensor) -> Iterator[tuple[fx.No
 
 
 def _own_layers(flows: Flows, reached: Mapping[fx.Node, Tensor], site: Site) -> list[fx.Node]:
-    found = [node for node in flows.of if node in reached and isinstance(flows.of[node], Layer)]
+    found = [node for node in flows.of if node in reached and isinstance(flows.of[node], Layer | Recurrent)]
     # a site has no layer of its own where all that feed it have other consumers: then they all count
-    return [node for node in found if str(node.target) in site.layers] or found
+    return [node for node in found if _path(node) in site.layers] or found
 
 
 def _next_norms(graph: Graph, flows: Flows, reached: Mapping[fx.Node, Tensor], layer: fx.Node) -> Iterator[fx.Node]:
@@ -108,5 +111,14 @@ def _next_norms(graph: Graph, flows: Flows, reached: Mapping[fx.Node, Tensor], l
 
 
 def _part(graph: Graph, node: fx.Node, reached: Mapping[fx.Node, Tensor]) -> FilterPart:
-    name = str(node.target)
-    return FilterPart(name, graph.module.get_submodule(name), reached[node])
+    name, makes = _path(node), reached[node]
+    module = graph.module.get_submodule(name)
+    if isinstance(module, RECURRENT):
+        hidden: Any = module.hidden_size
+        makes = makes.unflatten(1, (-1, hidden)).any(1)
+    return FilterPart(name, module, makes)
+
+
+def _path(node: fx.Node) -> str:
+    """The path of the module that a layer calls, or that gives the hidden units of a part."""
+    return str((recurrent_call(node) or node).target)

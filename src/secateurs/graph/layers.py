@@ -139,3 +139,28 @@ class Fixed(nn.Module):
     def forward(self) -> Tensor:
         """The tensor."""
         return self.value
+
+
+class FrozenNorm(nn.Module):
+    """BatchNorm whose statistics never change, as `F.batch_norm(..., training=False)` computes it; weights are optional."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(
+        self, eps: float, running_mean: Tensor, running_var: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.num_features = len(running_mean)
+        self.eps = eps
+        for name, tensor in {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape of `x`."""
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)

@@ -15,8 +15,9 @@ from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import Mask
 from secateurs.graph.node_info import copy_info_
+from secateurs.graph.recurrent import recurrent_call, with_factors
 from secateurs.graph.sites import MaskPoint, Site, check_masks, node_masks, share_sites
-from secateurs.graph.trace import Graph
+from secateurs.graph.trace import Graph, dtype_of
 
 Masks = Mapping[str | Site, Tensor]
 
@@ -44,6 +45,10 @@ def masked(graph: Graph, masks: Masks) -> fx.GraphModule:
     module = copy_module(graph)
     nodes = {node.name: node for node in module.graph.nodes}
     for name, (axis, mask) in node_masks(checked.values()).items():
+        if recurrent_call(nodes[name]) is nodes[name]:
+            layer, path = module.get_submodule(str(nodes[name].target)), str(nodes[name].target)
+            module.set_submodule(path, with_factors(layer, mask[None].to(device_of(module), dtype_of(module))))
+            continue
         insert_behind_(module, nodes[name], f"mask_{name}", Mask(mask, axis).to(device_of(module)))
     module.recompile()
     return module
@@ -101,6 +106,9 @@ def split_at(graph: Graph, site: Site) -> Split:
     points = {node: point for node in nodes for point in site.points if point.node == node.name}
     place = next(iter(points))
     behind = _reachable(points, lambda node: node.users)
+    if recurrent_call(place) is place:  # its mask acts within it, so it is a part of the suffix
+        behind.add(place)
+        place = place.all_input_nodes[0]
     if place.op == "output" or not behind:
         raise UnsupportedOp(f"site {site.name!r}: no node follows it, so there is no suffix to run.")
     read = [n for n in nodes if n not in behind and n is not place and any(u in behind for u in n.users)]
@@ -161,6 +169,13 @@ def _part(
         graph.output(tuple(env[node] for node in outputs))
     part = fx.GraphModule(module, graph, class_name=name)
     for node, point in (points or {}).items():
+        if recurrent_call(node) is node:
+            path = str(node.target)
+            part.set_submodule(path, with_factors(module.get_submodule(path)))
+            env[node].kwargs = {**env[node].kwargs, "factors": factors}
+            if factors is not None:
+                next(iter(reversed([n for n in graph.nodes if n.op == "placeholder"]))).append(env[node])
+            continue
         with_factor = insert_behind_(part, env[node], f"factor_{node.name}", Factor(point).to(device_of(module)))
         with_factor.args = (*with_factor.args, factors)
         if factors is not None and env[node].op == "placeholder":  # a call must follow all placeholders

@@ -16,7 +16,9 @@ from torch import Tensor, fx, nn
 
 from secateurs.errors import Untraceable
 from secateurs.graph.channels import call_word, free_name, module_path
-from secateurs.graph.node_info import Shape, dims_of, info, shape_of
+from secateurs.graph.layers import FrozenNorm
+from secateurs.graph.node_info import Shape, called_module, dims_of, info, pass_on_, shape_of
+from secateurs.graph.recurrent import RECURRENT
 
 OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -113,6 +115,9 @@ def normalise_(module: fx.GraphModule) -> None:
     _undo_in_place_(module)
     for node in list(module.graph.nodes):
         _read_type_only_(module, node)
+        _number_parts_(node)
+        _list_sizes_(module, node)
+        _leave_out_zero_state_(module, node)
         _fuse_shuffle_(module, node)
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in BUILDERS:
@@ -201,6 +206,38 @@ def _read_type_only_(module: fx.GraphModule, node: fx.Node) -> None:
         node.kwargs = {"device": device, "dtype": dtype, **node.kwargs}
     else:
         node.target, node.args = "to", (node.args[0], device, dtype)
+
+
+def _number_parts_(node: fx.Node) -> None:
+    """Replace the fields of what max, sort and such return by their numbers: x.max(2).values is x.max(2)[0]."""
+    if node.target is getattr and node.args[1] in ("values", "indices") and not shape_of(node.all_input_nodes[0]).is_tensor:
+        node.target, node.args = operator.getitem, (node.args[0], int(node.args[1] == "indices"))
+
+
+def _list_sizes_(module: fx.GraphModule, node: fx.Node) -> None:
+    """Replace x.view(y.shape), with all sizes at once, by sizes one by one, of which a cut can correct that of the channels."""
+    given = node.args[1] if len(node.args) == 2 else None
+    if call_word(node) not in ("view", "reshape", "expand") or not isinstance(given, fx.Node) or node.kwargs:
+        return
+    asked = given.args[0] if given.target == "size" or (given.target is getattr and given.args[1] == "shape") else None
+    if not isinstance(asked, fx.Node) or len(given.args) != (1 if given.target == "size" else 2) or given.kwargs:
+        return
+    sizes = []
+    for axis, n in enumerate(dims_of(asked)):
+        with module.graph.inserting_before(node):
+            size = module.graph.call_method("size", (asked, axis))
+        pass_on_(given, size, "nn_module_stack")
+        info(size)["shape"] = Shape(None, n)
+        sizes.append(size)
+    node.args = (node.args[0], tuple(sizes))
+
+
+def _leave_out_zero_state_(module: fx.GraphModule, node: fx.Node) -> None:
+    """Leave out the first state of a recurrent module if it is torch.zeros(...), as it is where none is given."""
+    given = _argument(node, 1, "hx") if isinstance(called_module(module, node), RECURRENT) else None
+    states = given if isinstance(given, tuple | list) else (given,)
+    if all(isinstance(state, fx.Node) and state.target in (torch.zeros, torch.zeros_like) for state in states):
+        node.args, node.kwargs = (_argument(node, 0, "input"),), {}
 
 
 def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:
@@ -321,22 +358,43 @@ def _build_prelu(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 def _build_batch_norm(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    if not info(node).get("follows_mode"):  # frozen, or always on batch statistics: no module does that
-        return None
     names = ["running_mean", "running_var", "weight", "bias"]
+    if node.target is torch.batch_norm:
+        names = [*names[2:], *names[:2]]
     given = {name: _argument(node, 1 + i, name) for i, name in enumerate(names)}
     held = {name: None if value is None else _held(module, value) for name, value in given.items()}
-    if held["running_mean"] is None or any(given[n] is not None and held[n] is None for n in names):
+    defaults = {"training": False, "momentum": 0.1, "eps": 1e-5}
+    options = {name: _argument(node, 5 + i, name, default) for i, (name, default) in enumerate(defaults.items())}
+    if any(given[n] is not None and held[n] is None for n in names) or _has_nodes(options):
         return None
-    momentum, eps = _argument(node, 6, "momentum", 0.1), _argument(node, 7, "eps", 1e-5)
-    rank = len(shape_of(_argument(node, 0, "input")).dims or ())
-    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[rank]
-    layer = kind(held["running_mean"].numel(), eps, momentum, affine=held["weight"] is not None, device="meta")
-    assert layer.num_batches_tracked is not None
-    layer.num_batches_tracked = torch.zeros((), dtype=torch.long, device=held["running_mean"].device)
+    shape = shape_of(_argument(node, 0, "input")).dims or ()
+    batch_only = held["running_mean"] is None and held["running_var"] is None
+    if not info(node).get("follows_mode") and not batch_only:
+        if options["training"] or held["running_mean"] is None or held["running_var"] is None:
+            return None  # no module updates statistics in eval mode
+        return FrozenNorm(options["eps"], **held)  # type: ignore[arg-type]
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)]
+    affine = held["weight"] is not None
+    layer = kind(shape[1], options["eps"], options["momentum"], affine, track_running_stats=not batch_only, device="meta")
+    if layer.num_batches_tracked is not None and held["running_mean"] is not None:
+        layer.num_batches_tracked = torch.zeros((), dtype=torch.long, device=held["running_mean"].device)
     if held["weight"] is not None and held["bias"] is None:
-        held["bias"] = torch.zeros_like(held["running_mean"])
-    return _with_tensors(layer, **held)
+        held["bias"] = torch.zeros_like(held["weight"])
+    return _with_tensors(
+        layer, **{name: tensor for name, tensor in held.items() if name in ("weight", "bias") or not batch_only}
+    )
+
+
+def _build_instance_norm(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+    """An nn.InstanceNorm with weights; one without is left to its rule, one with statistics to none."""
+    given = {name: _argument(node, i, name) for i, name in enumerate(("running_mean", "running_var", "weight", "bias"), 1)}
+    weight, bias = _held(module, given["weight"]), _held(module, given["bias"])
+    options = {"eps": _argument(node, 7, "eps", 1e-5)}
+    if given["running_mean"] is not None or weight is None or bias is None or _has_nodes(options):
+        return None
+    rank = len(shape_of(_argument(node, 0, "input")).dims or ())
+    kind = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}.get(rank)
+    return kind and _with_tensors(kind(len(weight), affine=True, device="meta", **options), weight=weight, bias=bias)
 
 
 def _has_nodes(options: dict[str, Any]) -> bool:
@@ -363,5 +421,7 @@ BUILDERS: dict[Any, Callable[[fx.GraphModule, fx.Node], nn.Module | None]] = {
     torch.conv_transpose3d: _build_conv(nn.ConvTranspose3d, True),
     F.linear: _build_linear,
     F.batch_norm: _build_batch_norm,
+    torch.batch_norm: _build_batch_norm,
+    F.instance_norm: _build_instance_norm,
     torch.prelu: _build_prelu,
 }

@@ -29,6 +29,7 @@ from secateurs.graph.flow import (
     Layer,
     Moved,
     Opaque,
+    Recurrent,
     analyse,
     find_flows,
     find_revivals,
@@ -36,6 +37,7 @@ from secateurs.graph.flow import (
 from secateurs.graph.flow.liveness import Revivals
 from secateurs.graph.layers import Align
 from secateurs.graph.node_info import called_module, dims_of, info, shape_of
+from secateurs.graph.recurrent import recurrent_call
 from secateurs.graph.site import MaskPoint, Site, Sites, Unprunable
 from secateurs.graph.streams import find_streams
 from secateurs.graph.trace import Graph
@@ -74,12 +76,29 @@ def search_sites(graph: Graph, shortcut: Shortcut) -> Sites:
             sites.append(found)
         else:
             reasons |= {str(layer.target): found for layer in layers}
-    places_by_name = {node.name: place for node, place in order.items()}
-    sites.sort(key=lambda site: places_by_name[site.node])
+    for call, parts in _recurrent_calls(flows).items():
+        found, path = search.recurrent_site(call, parts), str(call.target)
+        macs[path] = 0 if isinstance(found, Site) else count_macs(graph.module, graph.example)[path]
+        if isinstance(found, Site):
+            sites.append(found)
+        else:
+            calls[path], reasons[path] = [call], found
+    place = {node.name: order for order, node in enumerate(graph.module.graph.nodes)}
+    sites.sort(key=lambda site: place[site.node])
     sites = [site for site in sites if not _goes_with_another(site, sites, flows)]
     refused = [Unprunable(path, calls[path][0].name, reason, macs[path]) for path, reason in reasons.items()]
     covered = {layer for site in sites for layer in site.layers}
     return Sites(sites, [u for u in [*refused, *_opaque_layers(graph, flows)] if u.name not in covered])
+
+
+def _recurrent_calls(flows: Flows) -> dict[fx.Node, list[fx.Node]]:
+    """Return the calls of recurrent modules, each with those of its outputs and states that are used."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node, flow in flows.of.items():
+        call = recurrent_call(node) if isinstance(flow, Recurrent) else None
+        if call is not None:
+            found.setdefault(call, []).append(node)
+    return found
 
 
 def _goes_with_another(site: Site, sites: Sequence[Site], flows: Flows) -> bool:
@@ -363,6 +382,23 @@ class _Search:
         name = next((name for name in names if name), None) or named(layers)
         points_of = tuple(self._point(node, source) for node, source in points.items())
         return Site(name, len(original), layers, tuple(original.tolist()), wide, points_of, own)
+
+    def recurrent_site(self, call: fx.Node, parts: Sequence[fx.Node]) -> Site | str:
+        """Return the site of the hidden units of a recurrent module, behind its `parts` and within it, or why there is none."""
+        flow = self.flows.of[parts[0]]
+        assert isinstance(flow, Recurrent)
+        wide = self._original(parts[0]) // flow.copies
+        if wide < 2:
+            return "it has one hidden unit only"
+        starts = {part: torch.arange(self.flows.width(part)) % flow.units for part in parts}
+        found = find_revivals(self.flows, starts)
+        if found.obstacle:
+            return found.obstacle
+        original = self.graph.ids.get(parts[0].name, torch.arange(wide))[: flow.units]
+        points = [self._point(node, source) for node, source in {**starts, **found.points}.items()]
+        within = MaskPoint(call.name, 0, flow.units, tuple(range(flow.units)), tuple(range(flow.units)))
+        path = str(call.target)
+        return Site(path, flow.units, (path,), tuple(original.tolist()), wide, (*points, within))
 
     def _point(self, node: fx.Node, source: Tensor) -> MaskPoint:
         axis, channels = self.flows.of[node].axis, ids(source != ELSEWHERE)

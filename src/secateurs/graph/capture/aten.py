@@ -192,6 +192,8 @@ SPECIAL: dict[str, Emit] = {
         operator.getitem, (given["self"], tuple(slice(None) if i is None else i for i in given["indices"]))
     ),
     "im2col": _by_order(F.unfold, "self", "kernel_size", "dilation", "padding", "stride"),
+    "col2im": _by_order(F.fold, "self", "output_size", "kernel_size", "dilation", "padding", "stride"),
+    "linalg_vector_norm": _by_order(torch.linalg.vector_norm, "self", "ord", "dim", "keepdim"),
     "to": _convert,
     "_to_copy": _convert,
     "rsub": lambda graph, given: graph.call_function(operator.sub, (given["other"], given["self"])),

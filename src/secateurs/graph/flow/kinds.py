@@ -19,6 +19,7 @@ from secateurs.graph.channels import all_of, none_of
 
 Vector = Tensor | None
 ResizeArgs = Callable[[fx.Node, int], None]
+ZeroIf = Literal["all", "any", "first", "third", "rest"]
 ELSEWHERE = -1
 
 
@@ -126,16 +127,18 @@ class Layer:
 class Join:
     """Several inputs meet channel by channel, with broadcasting: add, multiply, concatenation along another axis.
 
-    `zero_if`: the output is zero where "all" inputs are, where "any" is, or where the "first" or the "third" is.
-    `in_axes`: the channel axis of each input; None for an input that has no channels of its own (it is broadcast).
+    `zero_if`: the output is zero where "all" inputs are, where "any" is, where the "first" or the "third" is, or where all the
+    "rest" behind the first are. `revives`: it becomes something else there, as a quotient of zeros does, so that a site's mask
+    is applied again. `in_axes`: the channel axis of each input; None for one without channels of its own (it is broadcast).
     """
 
     axis: int
     in_axes: tuple[int | None, ...]
     width: int
-    zero_if: Literal["all", "any", "first", "third"]
+    zero_if: ZeroIf
     widths: tuple[int, ...]
     broadcasts: bool = True
+    revives: bool = False
 
     def _own(self, ins: Sequence[Vector]) -> list[Vector]:
         """Return the vectors of the inputs whose channels are those of the output, None for the others."""
@@ -143,17 +146,20 @@ class Join:
 
     def zeros(self, ins: Sequence[Vector]) -> Tensor:
         """Combined as `zero_if` says."""
+        if self.revives:
+            return none_of(self.width)
         vectors = [none_of(self.width) if v is None else v.expand(self.width) for v in self._own(ins)]
         if self.zero_if in ("first", "third"):
             return vectors[0 if self.zero_if == "first" else 2]
-        stacked = torch.stack(vectors)
-        return stacked.all(0) if self.zero_if == "all" else stacked.any(0)
+        stacked = torch.stack(vectors[self.zero_if == "rest" :])
+        return stacked.any(0) if self.zero_if == "any" else stacked.all(0)
 
     def sources(self, ins: Sequence[Vector]) -> Tensor:
         """One factor from the site zeroes a product; a sum becomes zero with a channel that all its terms come from."""
         stacked = torch.stack([elsewhere(self.width) if v is None else v.expand(self.width) for v in self._own(ins)])
         if self.zero_if in ("first", "third"):
             return stacked[0 if self.zero_if == "first" else 2]
+        stacked = stacked[self.zero_if == "rest" :]
         last = stacked.amax(0)
         return last if self.zero_if == "any" else torch.where((stacked == last).all(0), last, ELSEWHERE)
 
@@ -269,6 +275,63 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class Reduced:
+    """All channels become one number at each place, in which a zero channel does not count: their sum, mean, norm, maximum.
+
+    `axis` is None where the axis of the channels is gone. `resize` corrects what a narrower op would compute: the mean of all
+    channels is the sum of those that are left, divided by the number of all.
+    """
+
+    axis: int | None
+    in_axis: int
+    inputs: int
+    resize: ResizeArgs | None = None
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Zero where all channels are."""
+        return none_of(1) if ins[0] is None else ins[0].all().view(1)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """Of no single channel."""
+        return elsewhere(1)
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """Every channel."""
+        return [(out & ~zero).expand(self.inputs)]
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """An output of an LSTM, GRU or RNN: `copies` of its hidden units, one for each direction; the recurrence reads all units.
+
+    So no unit is unneeded before a mask drops it, and a mask acts within the recurrence (`graph/recurrent.py`).
+    """
+
+    axis: int
+    in_axis: int
+    inputs: int
+    units: int
+    copies: int
+
+    @property
+    def width(self) -> int:
+        """Channels of the output."""
+        return self.units * self.copies
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Nothing is known to be zero."""
+        return none_of(self.width)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """Units mix all features."""
+        return elsewhere(self.width)
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """Every feature."""
+        return [all_of(self.inputs)]
+
+
+@dataclass(frozen=True)
 class Opaque:
     """Unknown flow: the op gets its inputs at full width. `reason` is shown to the user."""
 
@@ -288,4 +351,4 @@ class Opaque:
         return [None] * len(ins)
 
 
-Flow = Source | Channelwise | Layer | Join | Concat | Moved | Blocks | Opaque
+Flow = Source | Channelwise | Layer | Join | Concat | Moved | Blocks | Reduced | Recurrent | Opaque

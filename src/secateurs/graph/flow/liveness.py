@@ -15,9 +15,10 @@ from torch.nn.utils import parametrize
 
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.flow import rules
-from secateurs.graph.flow.kinds import ELSEWHERE, Channelwise, Flow, Layer, Moved, Opaque, Source
+from secateurs.graph.flow.kinds import ELSEWHERE, Channelwise, Flow, Join, Layer, Moved, Opaque, Recurrent, Reduced, Source
 from secateurs.graph.flow.table import Op, describe, rule_for
 from secateurs.graph.node_info import called_module, dims_of, info, label_of, shape_of
+from secateurs.graph.recurrent import recurrent_call
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,11 @@ def _is_size_query(node: fx.Node, flows: Mapping[fx.Node, Flow]) -> bool:
 
 
 def _is_read_through(node: fx.Node) -> bool:
-    """Whether a node is a split, or a maximum along an axis, of which only single parts are used."""
-    if node.op not in ("call_function", "call_method") or node.target not in (*rules.SPLITS, *rules.EXTREMA):
+    """Whether a node is a split, a maximum along an axis, or a recurrent module, of which only single parts are used."""
+    recurrent = not shape_of(node).is_tensor and recurrent_call(node) is not None
+    if recurrent:
+        return all(user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
+    if node.op not in ("call_function", "call_method") or node.target not in (*rules.SPLITS, *rules.PARTED):
         return False
     if shape_of(node).is_tensor:  # the larger of two tensors
         return False
@@ -326,16 +330,21 @@ def find_revivals(flows: Flows, starts: Mapping[fx.Node, Tensor]) -> Revivals:
             return Revivals({}, flow.reason)
         if isinstance(flow, Layer) and flow.reads_all:
             return Revivals({}, f"{node.target!s} reads along another axis than the channels'")
-        if flow.axis is None or (isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise)):
+        if flow.axis is None or isinstance(flow, Reduced | Recurrent):
+            continue
+        if isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise):
             continue
         found, source = flow.zeros([zero.get(i) for i in ins]), flow.sources([sources.get(i) for i in ins])
         if isinstance(flow, Moved):
             found = found & (flow.index >= 0)  # channels that are added as zeros are not the site's
         if isinstance(flow, Layer) and bool((source != ELSEWHERE).any()):
             filtered.add(int(source[source != ELSEWHERE][0]))
-        if isinstance(flow, Channelwise | Layer):
-            before = zero.get(ins[0], none_of(flow.width if isinstance(flow, Channelwise) else flow.inputs))
-            revived = before.repeat_interleave(len(found) // len(before)) & ~found
+        if isinstance(flow, Channelwise | Layer) or (isinstance(flow, Join) and flow.revives):
+            if isinstance(flow, Join):
+                revived = source != ELSEWHERE
+            else:
+                before = zero.get(ins[0], none_of(flow.width if isinstance(flow, Channelwise) else flow.inputs))
+                revived = before.repeat_interleave(len(found) // len(before)) & ~found
             if bool((revived & (source == ELSEWHERE)).any()):
                 return Revivals({}, f"{label_of(node)} turns zero channels into something else")
             if bool(revived.any()):

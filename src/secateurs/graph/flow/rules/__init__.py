@@ -5,6 +5,6 @@ full width, and what it touches is not pruned. Users add rules with the same dec
 """
 
 from secateurs.graph.flow.rules import layers, values
-from secateurs.graph.flow.rules.shapes import EXTREMA, SPLITS
+from secateurs.graph.flow.rules.shapes import PARTED, SPLITS
 
-__all__ = ["EXTREMA", "SPLITS", "layers", "values"]
+__all__ = ["PARTED", "SPLITS", "layers", "values"]

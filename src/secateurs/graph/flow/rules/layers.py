@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from typing import Any
 
@@ -9,8 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from secateurs.graph.flow.kinds import Channelwise, Flow, Layer, Moved
+from secateurs.graph.channels import call_word
+from secateurs.graph.flow.kinds import Channelwise, Flow, Join, Layer, Moved, Reduced, ResizeArgs
 from secateurs.graph.flow.table import Op, channelwise, opaque, rule
+from secateurs.graph.layers import FrozenNorm
+from secateurs.graph.node_info import pass_on_
 
 
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -30,7 +35,7 @@ def linear(op: Op) -> Flow:
     return Layer(axis, axis, *sizes, layer.bias is not None, reads_all=op.axis not in (None, axis))
 
 
-@rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+@rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, FrozenNorm, "torchvision.ops.misc:FrozenBatchNorm2d")
 def batch_norm(op: Op) -> Flow:
     """A zero channel becomes a constant of bias and mean, so it counts as revived whatever the weights are now."""
     norm: Any = op.module
@@ -57,10 +62,11 @@ def _norm(op: Op, *, keeps_zero: bool, pointwise: bool) -> Flow:
     if op.axis not in (None, axis):
         return opaque(op, "normalises along another axis than the channels'")
     norm: Any = op.module
-    if norm.num_features != op.shape[axis]:
+    count = "num_features" if hasattr(norm, "num_features") else None
+    if (norm.num_features if count else len(norm.weight)) != op.shape[axis]:
         return opaque(op, "takes an input without a batch dimension")
     params = ("weight", "bias", "running_mean", "running_var")
-    return Channelwise(axis, axis, op.shape[axis], keeps_zero, pointwise, params=params, count="num_features")
+    return Channelwise(axis, axis, op.shape[axis], keeps_zero, pointwise, params=params, count=count)
 
 
 @rule(
@@ -94,6 +100,7 @@ def normalises_channels(op: Op) -> Flow:
     *(torch.max_pool1d, torch.max_pool2d, torch.max_pool3d),
     *(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d),
     *(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d),
+    *(nn.LPPool1d, nn.LPPool2d, nn.LPPool3d, F.lp_pool1d, F.lp_pool2d, F.lp_pool3d),
     *(nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d, F.interpolate, F.upsample),
 )
 def over_space(op: Op) -> Flow:
@@ -110,23 +117,79 @@ def _spatial(op: Op) -> int:
     return int(found[1]) if found else len(op.shape) - 2
 
 
-@rule(torch.mean, torch.sum, torch.amax, torch.amin, torch.std, torch.var, "mean", "sum", "amax", "amin", "std", "var")
+@rule(
+    *(torch.mean, torch.sum, torch.amax, torch.amin, torch.std, torch.var, torch.argmax, torch.argmin, torch.logsumexp),
+    *("mean", "sum", "amax", "amin", "std", "var", "argmax", "argmin", "logsumexp"),
+    *(torch.norm, "norm", torch.linalg.vector_norm),
+)
 def reduction(op: Op) -> Flow:
-    """Over space each channel is reduced alone; over the channels all are needed (a mean counts zeros too)."""
-    dims, rank = op.argument(1, "dim"), len(op.shapes[0])
+    """Over space each channel is reduced alone; over the channels, zero ones do not count in a sum, a mean or a norm."""
+    word, rank = call_word(op.node).removeprefix("linalg_"), len(op.shapes[0])
+    dims = op.argument(2 if "norm" in word else 1, "dim")
     keepdim = len(op.shape) == rank
     if op.axis is None:
         return opaque(op, "has no channels to keep apart")
-    if dims is None or isinstance(dims, bool):
-        return opaque(op, "reduces over the channels")
-    listed = (dims,) if isinstance(dims, int) else dims
-    if not isinstance(listed, tuple) or not all(isinstance(d, int) for d in listed):
+    listed = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
+    if listed is not None and (not isinstance(listed, tuple) or not all(isinstance(d, int) for d in listed)):
         return opaque(op, "reduces over axes that are not fixed")
-    over = {d % rank for d in listed}
-    if not over or op.axis in over:  # torch takes an empty list of axes for all of them
-        return opaque(op, "reduces over the channels")
+    over = {d % rank for d in listed or range(rank)}  # torch takes an empty list of axes for all of them
+    if op.axis in over:
+        return _over_channels(op, word, keepdim=keepdim)
     axis = op.axis if keepdim else op.axis - sum(d < op.axis for d in over)
-    return Channelwise(axis, op.axis, op.width, keeps_zero=True)
+    return Channelwise(axis, op.axis, op.width, keeps_zero=word != "logsumexp")
+
+
+def _over_channels(op: Op, word: str, *, keepdim: bool) -> Flow:
+    """Return the flow of a reduction over the channels, and maybe other axes."""
+    order = op.argument(1, "ord" if word == "vector_norm" else "p", 2)
+    counts = "norm" in word and order not in (1, 2, math.inf, "fro")
+    if counts or word not in ("sum", "mean", "amax", "amin", "norm", "vector_norm"):
+        return opaque(op, "reduces over the channels, and zero ones count")
+    assert op.axis is not None
+    resize = None if word == "sum" or "norm" in word else reduced_first(word, op.axis, op.width)
+    return Reduced(op.axis if keepdim else None, op.axis, op.width, resize)
+
+
+def reduced_first(word: str, axis: int, width: int) -> ResizeArgs:
+    """Return a function that reduces the channels which are left before the op: their mean, largest or smallest value.
+
+    The channels that are gone were zero, and the op counted them: a mean is a sum divided by the number of all channels.
+    """
+
+    def resize(node: fx.Node, left: int) -> None:
+        graph, source = node.graph, node.args[0]
+        with graph.inserting_before(node):
+            if word == "mean":
+                total = graph.call_method("sum", (source, axis, True))
+                alone = graph.call_function(operator.truediv, (total, width))
+            else:
+                extreme = graph.call_method("amin" if "min" in word else "amax", (source, axis, True))
+                alone = graph.call_method("clamp_max" if "min" in word else "clamp_min", (extreme, 0))
+        for added in (alone, alone.all_input_nodes[0]):
+            pass_on_(node, added, "nn_module_stack", "unused")
+        node.args = (alone, *node.args[1:])
+
+    return resize
+
+
+@rule(
+    *(torch.cumsum, "cumsum", torch.cumprod, "cumprod", torch.logcumsumexp, "logcumsumexp"),
+)
+def cumulative(op: Op) -> Flow:
+    """Along another axis than the channels', each channel is treated alone."""
+    dim = op.argument(1, "dim")
+    if op.axis is None or not isinstance(dim, int) or dim % len(op.shape) == op.axis:
+        return opaque(op, "accumulates over the channels")
+    return channelwise(op, keeps_zero="logcumsumexp" not in str(op.node.target))
+
+
+@rule(F.grid_sample, torch.grid_sampler)
+def grid_sample(op: Op) -> Flow:
+    """Each channel is sampled at the same places, which come from elsewhere; places outside give zero or a value inside."""
+    if op.axis not in (None, 1) or len(op.inputs) != 2 or op.axes[1] is not None:
+        return opaque(op, "samples at places that depend on its channels")
+    width = op.shapes[0][1]
+    return Join(1, (1, None), width, "first", (width, 1), broadcasts=False)
 
 
 @rule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,36 +12,126 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from secateurs.graph.flow.kinds import Blocks, Channelwise, Flow, Moved, ResizeArgs
-from secateurs.graph.flow.table import Op, channelwise, opaque, rule
+from secateurs.graph.channels import call_word
+from secateurs.graph.flow.kinds import Blocks, Channelwise, Flow, Moved, Opaque, Recurrent, Reduced, ResizeArgs
+from secateurs.graph.flow.rules.layers import reduced_first
+from secateurs.graph.flow.table import Op, channelwise, describe, opaque, rule
 from secateurs.graph.node_info import Shape, called_module, info, shape_of
 from secateurs.graph.normalise import FollowsMode
+from secateurs.graph.recurrent import recurrent_call
 
 
-@rule(nn.Flatten, torch.flatten, "flatten", torch.reshape, "reshape", "view")
+@rule(nn.Flatten, torch.flatten, "flatten", torch.reshape, "reshape", "view", nn.Unflatten, torch.unflatten, "unflatten")
 def reshaping(op: Op) -> Flow:
     """Each channel stays an axis, is spread over a block of features, or a block of features becomes a channel."""
     if op.axis is None:
         return opaque(op, "reshapes a tensor whose channels are unknown")
-    if op.module is None and op.node.target not in (torch.flatten, "flatten") and not _sizes_are_listed(op.node):
+    flattens = isinstance(op.module, nn.Flatten) or op.node.target in (torch.flatten, "flatten")
+    unflattens = isinstance(op.module, nn.Unflatten) or op.node.target in (torch.unflatten, "unflatten")
+    if not (flattens or unflattens or _sizes_are_listed(op.node)):
         return opaque(op, "takes its sizes from elsewhere")
     before, after, axis = op.shapes[0], op.shape, op.axis
     ahead, width = math.prod(before[:axis]), before[axis]
     place = _axis_after(after, ahead)
     if place is None:
-        return opaque(op, "mixes the channels with the axes before them")
-    resize = None if op.module is not None or op.node.target in (torch.flatten, "flatten") else _resizer(place)
-    made = after[place]
-    heads = _heads(op, place)
+        return _merged(op, _unflattened(op) if unflattens else None if flattens else _resizer)
+    heads = None if flattens or unflattens else _heads(op, place)
     if heads is not None:
         return heads
+    made = after[place]
+    resizer = None if flattens else _unflattened(op) if unflattens else _resizer
     if made == width:
-        return Channelwise(place, axis, width, keeps_zero=True, resize=resize)
+        return Channelwise(place, axis, width, keeps_zero=True, resize=resizer and resizer(place))
     if made > width and made % width == 0 and made in accumulate(before[axis:], operator.mul):
-        return Moved(place, axis, width, torch.arange(width).repeat_interleave(made // width), "same", resize)
+        index = torch.arange(width).repeat_interleave(made // width)
+        return Moved(place, axis, width, index, "same", resizer and resizer(place))
     if made < width and width % made == 0 and width in accumulate(after[place:], operator.mul):
-        return Blocks(place, axis, torch.arange(width).view(made, -1), resize)
+        inner = place + 1
+        if made * after[inner] == width and _acts_along(op.node, place) and not _acts_along(op.node, inner):
+            members = torch.arange(width).view(made, -1).t().contiguous()  # groups of channels that meet: split attention
+            return Blocks(inner, axis, members, resizer and resizer(inner), together=True)
+        return Blocks(place, axis, torch.arange(width).view(made, -1), resizer and resizer(place))
     return opaque(op, "divides the channels among several axes")
+
+
+def _merged(op: Op, resizer: Callable[[int], ResizeArgs] | None) -> Flow:
+    """Return the flow of a view that joins the channels with axes before them: each channel is repeated then."""
+    before, after, axis = op.shapes[0], op.shape, op.axis
+    assert axis is not None
+    width, through = before[axis], math.prod(before[: axis + 1])
+    product, ahead = 1, 1
+    for place, n in enumerate(after):
+        ahead, product = product, product * n
+        if product == through and n % width == 0 and ahead in accumulate((1, *before[:axis]), operator.mul):
+            index = torch.arange(width).repeat(n // width)
+            return Moved(place, axis, width, index, "same", resizer and resizer(place))
+    return opaque(op, "mixes the channels with the axes before them")
+
+
+def _unflattened(op: Op) -> Callable[[int], ResizeArgs] | None:
+    """Return what corrects the sizes of an unflatten along the axis that has the channels."""
+    layer: Any = op.module
+    dim = op.argument(1, "dim") if layer is None else layer.dim
+    if not isinstance(dim, int) or dim % len(op.shapes[0]) != op.axis:
+        return None
+    first = dim % len(op.shapes[0])
+
+    def resizer(place: int) -> ResizeArgs:
+        def resize(target: fx.Node, width: int) -> None:
+            if layer is not None:
+                sizes = list(layer.unflattened_size)
+                sizes[place - first] = width
+                layer.unflattened_size = torch.Size(sizes)
+                return
+            given: Any = target.args[2] if len(target.args) > 2 else target.kwargs["sizes"]
+            sizes = list(given)
+            if sizes[place - first] != -1:
+                sizes[place - first] = width
+            target.args, target.kwargs = (target.args[0], dim, tuple(sizes)), {}
+
+        return resize
+
+    return resizer
+
+
+def _acts_along(node: fx.Node, axis: int) -> bool:
+    """Whether an op behind `node`, with nothing but arithmetic and activations between them, treats places along `axis` as one.
+
+    A sum over it, a softmax along it, or a part of it.
+    """
+    seen, open_nodes = {node}, [(node, axis)]
+    rank = len(shape_of(node).dims or ())
+    while open_nodes:
+        source, along = open_nodes.pop()
+        for user in source.users:
+            if user in seen or not isinstance(user.target, str | Callable):  # type: ignore[arg-type]
+                continue
+            seen.add(user)
+            owner = node.graph.owning_module
+            called = None if owner is None else called_module(owner, user)
+            given: Any = getattr(called, "dim", None)
+            if given is None:
+                given = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim")
+            word = call_word(user) if called is None else type(called).__name__.lower()
+            if word in ALONG:
+                dims = given if isinstance(given, tuple | list) else (given,)
+                if along in {d % rank for d in dims if isinstance(d, int)}:
+                    return True
+            elif user.target is operator.getitem and isinstance(given, tuple) and len(given) > along:
+                if isinstance(given[along], int):
+                    return True
+                continue
+            dims = shape_of(user).dims
+            turned = {"transpose": user.args[1:3]}.get(word)
+            if turned and all(isinstance(d, int) for d in turned):
+                pair = [d % rank for d in turned]  # type: ignore[operator]
+                open_nodes.append((user, pair[1 - pair.index(along)] if along in pair else along))
+            elif dims is not None and len(dims) == rank and word not in ("permute", "view", "reshape", "flatten"):
+                open_nodes.append((user, along))
+    return False
+
+
+ALONG = ("sum", "mean", "amax", "amin", "max", "min", "softmax", "log_softmax", "unbind", "select", "logsumexp", "squeeze")
 
 
 def _heads(op: Op, place: int) -> Flow | None:
@@ -186,8 +276,76 @@ def squeezing(op: Op) -> Flow:
     return Channelwise(op.axis - sum(d < op.axis for d in squeezed), op.axis, op.width, keeps_zero=True, resize=spell_out)
 
 
+@rule("movedim", torch.movedim, torch.moveaxis, "moveaxis")
+def movedim(op: Op) -> Flow:
+    """Axes move to other places."""
+    given = op.argument(1, "source"), op.argument(2, "destination")
+    if not all(isinstance(g, int | tuple) for g in given):
+        return opaque(op, "reorders axes in a way that is not fixed")
+    rank = len(op.shape)
+    moved = torch.empty(tuple(range(rank)), device="meta").movedim(*given).shape if rank else ()
+    return _reordered(op, tuple(moved))
+
+
+@rule(torch.flip, "flip")
+def flip(op: Op) -> Flow:
+    """Along other axes each channel is treated alone; along the channels they change places."""
+    given = op.argument(1, "dims")
+    dims = given if isinstance(given, tuple) else tuple(op.argument(i, "dims") for i in range(1, len(op.node.args)))
+    if op.axis is None or not all(isinstance(d, int) for d in dims):
+        return opaque(op, "reverses a tensor whose channels are unknown")
+    if op.axis not in {d % len(op.shape) for d in dims}:
+        return channelwise(op, keeps_zero=True)
+    if len(dims) > 1:
+        return opaque(op, "reverses the channels and other axes at once")
+    return Moved(op.axis, op.axis, op.width, torch.arange(op.width).flip(0), "gather")
+
+
+@rule("repeat", torch.tile, "tile")
+def repeat(op: Op) -> Flow:
+    """Copies along axes; copies of all channels follow one another."""
+    if op.axis is None or len(op.shape) != len(op.shapes[0]):
+        return opaque(op, "repeats a tensor whose channels are unknown, or along new axes")
+    times = op.shape[op.axis] // op.width
+    if times == 1:
+        return channelwise(op, keeps_zero=True)
+    return Moved(op.axis, op.axis, op.width, torch.arange(op.width).repeat(times), "same")
+
+
+@rule(torch.repeat_interleave, "repeat_interleave")
+def repeat_interleave(op: Op) -> Flow:
+    """Copies of one channel follow one another."""
+    times, dim = op.argument(1, "repeats"), op.argument(2, "dim")
+    if op.axis is None or not isinstance(times, int) or not isinstance(dim, int):
+        return opaque(op, "repeats each value by another number, or without an axis")
+    if dim % len(op.shape) != op.axis:
+        return channelwise(op, keeps_zero=True)
+    return Moved(op.axis, op.axis, op.width, torch.arange(op.width).repeat_interleave(times), "same")
+
+
+@rule(torch.select, "select")
+def select(op: Op) -> Flow:
+    """One place along another axis than the channels'."""
+    dim, rank = op.argument(1, "dim"), len(op.shapes[0])
+    if op.axis is None or not isinstance(dim, int) or dim % rank == op.axis:
+        return opaque(op, "picks a single channel")
+    return Channelwise(op.axis - (dim % rank < op.axis), op.axis, op.width, keeps_zero=True)
+
+
+@rule("unfold")
+def windows(op: Op) -> Flow:
+    """Windows along an axis become a new last axis."""
+    dim = op.argument(1, "dimension")
+    if op.axis is None or not isinstance(dim, int) or dim % len(op.shapes[0]) == op.axis:
+        return opaque(op, "cuts windows along the axis of the channels")
+    return channelwise(op, keeps_zero=True)
+
+
 UNBINDS = (torch.unbind, "unbind")
 EXTREMA = (torch.max, torch.min, "max", "min")  # along an axis: the values and where they are
+ORDERED = (torch.topk, "topk", torch.sort, "sort", torch.median, "median", torch.kthvalue, "kthvalue")  # the same, in an order
+MOMENTS = (torch.var_mean, torch.std_mean)
+PARTED = (*EXTREMA, *ORDERED, *MOMENTS)
 SPLITS = (torch.chunk, torch.split, torch.tensor_split, "chunk", "split", "tensor_split", *UNBINDS)
 
 
@@ -206,6 +364,12 @@ def getitem(op: Op) -> Flow:
         return _part(op, source, index)
     if op.axis is None:
         return opaque(op, "takes a part of a tensor whose channels are unknown")
+    items = _expanded(index, len(op.shapes[0])) if isinstance(index, tuple) else [index]
+    listed = items[op.axis] if len(items) == len(op.shapes[0]) else None
+    if isinstance(listed, tuple | list) and all(isinstance(i, int) for i in listed):
+        others = (item for place, item in enumerate(items) if place != op.axis)
+        if all(item == slice(None) for item in others):
+            return Moved(op.axis, op.axis, op.width, torch.arange(op.width)[list(listed)], "gather")
     if not _is_plain(index):
         return opaque(op, "is indexed by something else than slices")
     items = _expanded(index, len(op.shapes[0]))
@@ -257,12 +421,11 @@ def _expanded(index: Any, rank: int) -> list[Any]:
 def _part(op: Op, source: fx.Node, index: Any) -> Flow:
     """Return part `index` of a chunk or split as a slice of the whole, or the values of a maximum along an axis."""
     given = op.shape_of(source).value
-    if source.target in EXTREMA and op.axis is not None:
-        along = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim")
-        if index != 0 or not isinstance(along, int) or along % len(op.shapes[0]) == op.axis:
-            return opaque(op, "takes a maximum over the channels, or asks where it is")
-        removed = len(op.shape) < len(op.shapes[0]) and along % len(op.shapes[0]) < op.axis
-        return Channelwise(op.axis - removed, op.axis, op.width, keeps_zero=True)
+    call = recurrent_call(op.node)
+    if call is not None:
+        return _hidden_units(op, call)
+    if source.target in PARTED and op.axis is not None:
+        return _reduced_part(op, source, index)
     if source.target not in SPLITS or not isinstance(index, int) or not isinstance(given, tuple) or op.axis is None:
         return opaque(op, "takes a part of what no rule describes")
     whole = op.shapes[0]
@@ -281,6 +444,49 @@ def _part(op: Op, source: fx.Node, index: Any) -> Flow:
         return Channelwise(op.axis, op.axis, op.width, keeps_zero=True)
     start = sum(sizes[:index])
     return Moved(op.axis, op.axis, op.width, torch.arange(start, start + sizes[index]), "gather")
+
+
+def _hidden_units(op: Op, call: fx.Node) -> Flow:
+    """Return the flow of an output or a state of a recurrent module, whose units lie along the last axis."""
+    owner, path = op.node.graph.owning_module, str(call.target)
+    assert owner is not None
+    module: Any = owner.get_submodule(path)
+    if module.proj_size:
+        return Opaque(f"{describe(call, module)} projects its hidden units (proj_size), so that its outputs are others")
+    if sum(str(n.target) == path for n in op.node.graph.nodes if n.op == "call_module") > 1:
+        return Opaque(f"{describe(call, module)} is called several times")
+    if len(call.args) + len(call.kwargs) > 1:
+        return Opaque(f"{describe(call, module)} starts from a state that it is given")
+    in_axis, axis = len(op.shapes[0]) - 1, len(op.shape) - 1
+    if op.axis not in (None, in_axis):
+        return opaque(op, "reads along another axis than the channels'")
+    return Recurrent(axis, in_axis, module.input_size, module.hidden_size, op.shape[axis] // module.hidden_size)
+
+
+def _reduced_part(op: Op, source: fx.Node, index: Any) -> Flow:
+    """Return the flow of the values, or their places, that an op such as max gives along one axis or several."""
+    word, rank, axis = call_word(source), len(op.shapes[0]), op.axis
+    assert axis is not None
+    position = 2 if word in ("topk", "kthvalue") else 1
+    given: Any = (
+        source.args[position] if len(source.args) > position else source.kwargs.get("dim", -1 if word == "sort" else None)
+    )
+    given = -1 if given is None and word in ("topk", "kthvalue") else given
+    dims = given if isinstance(given, tuple | list) else (given,)
+    if not all(isinstance(d, int) for d in dims):
+        return opaque(op, f"takes a part of {word} over axes that are not fixed")
+    over = {d % rank for d in dims}
+    if axis in over and word in ("max", "min") and index == 0 and len(over) == 1:
+        resize = reduced_first(word, axis, op.width)
+
+        def before_source(node: fx.Node, left: int) -> None:
+            resize(source, left)
+
+        return Reduced(axis if len(op.shape) == rank else None, axis, op.width, before_source)
+    if axis in over or (index != 0 and source.target in ORDERED):  # where equal values lie is not specified
+        return opaque(op, f"takes a part of {word} over the channels, or asks where equal values are")
+    removed = sum(d < axis for d in over) if len(op.shape) < rank else 0
+    return Channelwise(axis - removed, axis, op.width, keeps_zero=True)
 
 
 @rule("narrow", torch.narrow)
@@ -321,6 +527,15 @@ def pixel_unshuffle(op: Op) -> Flow:
         return opaque(op, "works along the axis of the channels")
     width = op.shapes[0][axis]
     return Moved(axis, axis, width, torch.arange(width).repeat_interleave(op.shape[axis] // width), "same")
+
+
+@rule(nn.Fold, F.fold)
+def fold(op: Op) -> Flow:
+    """Blocks of features become the windows of one channel, and are added where those overlap."""
+    axis = len(op.shape) - 3
+    if op.axis not in (None, axis):
+        return opaque(op, "works along the axis of the channels")
+    return Blocks(axis, axis, torch.arange(op.shapes[0][axis]).view(op.shape[axis], -1), together=True)
 
 
 @rule(nn.GLU, F.glu)

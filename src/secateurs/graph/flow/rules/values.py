@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
-from secateurs.graph.flow.kinds import Channelwise, Concat, Flow, Join, Moved, Opaque
+from secateurs.graph.channels import call_word
+from secateurs.graph.flow.kinds import Channelwise, Concat, Flow, Join, Moved, Opaque, ZeroIf
 from secateurs.graph.flow.table import RULES, Op, call_on, channelwise, opaque, rule
 from secateurs.graph.layers import Align, Offset
 from secateurs.graph.normalise import FollowsMode
@@ -29,6 +30,21 @@ ACTIVATIONS = (
 
 POINTWISE = (
     *(torch.abs, torch.neg, torch.square, torch.sqrt, torch.exp, torch.log1p, torch.expm1, torch.sin, torch.cos, torch.erf),
+    *(torch.rsqrt, torch.reciprocal, torch.log, torch.log2, torch.log10, "rsqrt", "reciprocal", "log", torch.logical_not),
+    *(
+        torch.exp2,
+        torch.sinh,
+        torch.cosh,
+        torch.tan,
+        torch.asinh,
+        torch.erfc,
+        torch.trunc,
+        torch.frac,
+        torch.nan_to_num,
+        torch.ones_like,
+    ),
+    *(operator.gt, operator.lt, operator.ge, operator.le, operator.eq, operator.ne, torch.gt, torch.lt, torch.ge, torch.le),
+    *("gt", "lt", "ge", "le", "eq", "ne", "nan_to_num", "logical_not", "bool", "int", "long"),
     *(torch.atan, torch.sign, torch.floor, torch.ceil, torch.round, torch.pow, operator.neg, operator.pow, operator.abs, abs),
     *("abs", "neg", "square", "sqrt", "exp", "log1p", "expm1", "sin", "cos", "erf", "atan", "sign", "pow"),
     *("floor", "ceil", "round"),
@@ -49,7 +65,9 @@ def pointwise(op: Op) -> Flow:
 
 def _pointwise(op: Op, *, activation: bool) -> Flow:
     if len(op.inputs) != 1:
-        return opaque(op, "has a tensor among its arguments")
+        compared = call_word(op.node) in ("gt", "lt", "ge", "le", "eq", "ne") and len(op.inputs) == 2
+        joined = _join(op, "all") if compared else opaque(op, "has a tensor among its arguments")
+        return replace(joined, revives=True) if isinstance(joined, Join) else joined
     at_zero = call_on(op.node, op.module, torch.zeros(1), op.size)
     return channelwise(op, keeps_zero=bool((at_zero == 0).all()), pointwise=True, activation=activation)
 
@@ -71,9 +89,10 @@ def prelu(op: Op) -> Flow:
     *(nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout),
     *("contiguous", "clone", "detach", "to", "float", "double", "half", "type_as", torch.clone, torch.detach, torch.as_tensor),
+    torch.zeros_like,
 )
 def leaves_values(op: Op) -> Flow:
-    """Values are unchanged (dropout in eval mode), so zeros stay."""
+    """Values are unchanged (dropout in eval mode), or all zero, so zeros stay."""
     return channelwise(op, keeps_zero=True, pointwise=True)
 
 
@@ -142,13 +161,39 @@ def reshape_as(op: Op) -> Flow:
     return Join(axis, (op.axis, axis), second[axis], "first", (second[axis], second[axis]), broadcasts=False)
 
 
-@rule(operator.truediv, torch.div, torch.true_divide, "div")
+@rule(operator.truediv, torch.div, torch.true_divide, "div", "true_divide")
 def division(op: Op) -> Flow:
-    """By a number only: a tensor of denominators may hold zeros."""
-    divisor = op.argument(1, "other")
-    if len(op.inputs) == 1 and isinstance(divisor, int | float) and divisor:
-        return channelwise(op, keeps_zero=True, pointwise=True)
-    return opaque(op, "divides by a tensor, whose zeros would give NaN")
+    """Of zeros by a number; a quotient with a zero denominator is no number, so masks are applied again behind it."""
+    if len(op.inputs) == 1:
+        divisor = op.argument(1, "other")
+        return channelwise(op, keeps_zero=isinstance(divisor, int | float) and divisor != 0, pointwise=True)
+    found = _join(op, "any")
+    return replace(found, revives=True) if isinstance(found, Join) else found
+
+
+@rule(torch.where, "where", "masked_fill", torch.masked_fill)
+def choice(op: Op) -> Flow:
+    """Zero where the values to choose from are; a number among them that is not zero revives the channels."""
+    fills = call_word(op.node) == "masked_fill"
+    condition = op.node.args[1 if fills else 0] if len(op.node.args) == 3 else None
+    if call_word(op.node) == "where" and op.node.op == "call_method":
+        condition = op.node.args[1]
+    values = [a for a in op.node.args if a is not condition] if condition is not None else []
+    numbers = [v for v in values if isinstance(v, int | float)]
+    if len(values) != 2 or not isinstance(condition, fx.Node) or len(op.inputs) != 3 - len(numbers):
+        return opaque(op, "chooses between values that are not given one by one")
+    first = op.inputs[0] is condition
+    if len(numbers) == 1:
+        found = _join(op, "rest" if first else "first")
+    else:
+        found = _join(op, "rest") if first else opaque(op, "chooses between tensors by a third")
+    return replace(found, revives=any(numbers)) if isinstance(found, Join) else found
+
+
+@rule(torch.addcmul, "addcmul", torch.lerp, "lerp")
+def combination(op: Op) -> Flow:
+    """A sum of products, or a mixture of two tensors: zero where all of its tensors are."""
+    return _join(op, "all")
 
 
 @rule("expand_as")
@@ -183,8 +228,15 @@ def einsum(op: Op) -> Flow:
     equation = op.argument(0, "equation")
     terms, arrow, result = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
     letters = terms.split(",")
+    if "..." in terms and len(letters) == len(op.inputs):
+        rest = [len(shape) - len(term.replace("...", "")) for term, shape in zip(letters, op.shapes, strict=True)]
+        unnamed = "".join(chr(ord("α") + i) for i in range(max(rest)))
+        letters = [t.replace("...", unnamed[len(unnamed) - n :]) for t, n in zip(letters, rest, strict=True)]
+        result = result.replace("...", unnamed)
+    if not arrow:
+        result = "".join(sorted(c for c in {*terms} - {","} if terms.count(c) == 1))
     named = {term[a] for term, a in zip(letters, op.axes, strict=False) if a is not None and a < len(term)}
-    if not arrow or "." in equation or len(letters) != len(op.inputs) or len(named) != 1 or not named <= set(result):
+    if (not arrow and "..." in terms) or len(letters) != len(op.inputs) or len(named) != 1 or not named <= set(result):
         return opaque(op, "sums over the channels, or names them by several letters")
     (letter,) = named
     in_axes = tuple(term.index(letter) if letter in term else None for term in letters)
@@ -205,7 +257,7 @@ def stack(op: Op) -> Flow:
     return Join(axis + (dim % len(op.shape) <= axis), (axis,) * count, width, "all", (width,) * count, broadcasts=False)
 
 
-def _join(op: Op, zero_if: Literal["all", "any", "first", "third"]) -> Flow:
+def _join(op: Op, zero_if: ZeroIf) -> Flow:
     """Match the channel axes of the inputs from the right, as broadcasting does."""
     known = [len(s) - a for s, a in zip(op.shapes, op.axes, strict=True) if a is not None]
     if not known:
@@ -222,10 +274,12 @@ def _join(op: Op, zero_if: Literal["all", "any", "first", "third"]) -> Flow:
     return Join(axis, in_axes, width, zero_if, widths)
 
 
-@rule(torch.cat, torch.concat, torch.concatenate)
+@rule(torch.cat, torch.concat, torch.concatenate, torch.hstack, torch.vstack)
 def concatenation(op: Op) -> Flow:
     """Along the channels the inputs follow one another; along another axis their channels must agree."""
     dim = op.argument(1, "dim", op.node.kwargs.get("axis", 0))
+    if op.node.target in (torch.hstack, torch.vstack):
+        dim = int(op.node.target is torch.hstack)
     known = [a for a in op.axes if a is not None]
     if not isinstance(dim, int) or not known:
         return opaque(op, "joins tensors whose channels are unknown")
