@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
+from math import isnan, nan
 from pathlib import Path
 from time import process_time
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from benchmarks.conditions import conditions
 from secateurs import Graph, cost, trace
@@ -26,6 +29,7 @@ from secateurs.cli.inputs import BUILTIN, PUBLIC, Origin, build_model, load_data
 from secateurs.config import Precision, TrainSettings
 from secateurs.data import Data, subset
 from secateurs.data.dataset import derive
+from secateurs.errors import TrainingError
 from secateurs.graph.masking import copied
 from secateurs.methods import Task, method
 from secateurs.methods.compare.rows import append_row, read_rows
@@ -90,9 +94,9 @@ class Row(Cell):
     averaged: bool
     macs_removed: float
     validation_before: float  # of the network that is trained
-    validation_after: float
+    validation_after: float | None  # None: the training diverged
     test_before: float
-    test_after: float
+    test_after: float | None
     test_dense: float  # of the untouched network, not trained
     search_seconds: float
     training_seconds: float  # of one core
@@ -160,12 +164,15 @@ class Subject:
         """Train once: the weights of the last step and their average are two rows."""
         graph, searched = self.start(cell.start, cell.target, cell.seed)
         settings, began = cell.settings(), process_time()
-        history = train_(graph.module, self.data.train, settings, teacher=self.graph.module if settings.distill else None)
-        seconds = process_time() - began
+        teacher = self.graph.module if settings.distill else None
+        last: Mapping[str, Tensor] | None = None
+        with suppress(TrainingError):  # it diverged, which is a result
+            last = train_(graph.module, self.data.train, settings, teacher=teacher).last
+        seconds, before = process_time() - began, self.before(cell.start, cell.target, cell.seed)
         for averaged in (True, False):
-            if not averaged:
-                copy_into_(graph.module, history.last)
-            after, before = self.accuracies(graph), self.before(cell.start, cell.target, cell.seed)
+            if last is not None and not averaged:
+                copy_into_(graph.module, last)
+            after = (None, None) if last is None else self.accuracies(graph)
             yield Row(
                 **asdict(cell),
                 averaged=averaged,
@@ -190,7 +197,8 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         groups.setdefault((row.network, row.target, row.start, row.examples, row.epochs, row.precision), []).append(row)
     for (network, target, start, examples, epochs, precision), group in sorted(groups.items(), key=lambda item: str(item[0])):
-        best = max(_mean([r.validation_after for r in cell]) for cell in _cells(group).values())
+        means = [_mean([row.validation_after for row in cell]) for cell in _cells(group).values()]
+        best = max((value for value in means if not isnan(value)), default=nan)
         for loss, norm, averaged in product(("cross-entropy", "distillation"), ("live", "frozen"), (False, True)):
             here = [row for row in group if (row.loss, row.batchnorm, row.averaged) == (loss, norm, averaged)]
             if not here:
@@ -199,6 +207,7 @@ def table(rows: Sequence[Row]) -> str:
             for rate in rates:
                 cell = [row for row in here if row.rate == rate]
                 text = f"{100 * _mean([row.test_after for row in cell]):.2f}" if cell else "–"
+                text = "diverged" if text == "nan" else text
                 wins = bool(cell) and _mean([row.validation_after for row in cell]) == best
                 shown.append(f"**{text}**" if wins else text)
             name = f"{network}, {epochs} epoch{'s' if epochs != 1 else ''}, {precision}"
@@ -216,8 +225,13 @@ def _cells(rows: Sequence[Row]) -> dict[tuple[object, ...], list[Row]]:
     return found
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _mean(values: Sequence[float | None]) -> float:
+    """Not a number where a training diverged, which is never the best."""
+    return sum(nan if value is None else value for value in values) / len(values)
+
+
+def _share(value: float | None) -> str:
+    return "diverged" if value is None else f"{value:.2%}"
 
 
 def say(line: str) -> None:
@@ -257,7 +271,7 @@ def main() -> int:
                     weights = "averaged" if row.averaged else "last"
                     say(
                         f"{network} {start} {share:.0%}, {loss}, BatchNorm {norm}, {rate:g}, {weights}: "
-                        f"validation {row.validation_before:.2%} → {row.validation_after:.2%}, {row.training_seconds:.0f} s"
+                        f"validation {row.validation_before:.2%} → {_share(row.validation_after)}, {row.training_seconds:.0f} s"
                     )
                 known.add(cell)
     say("\n" + table(read_rows(path, Row)))
