@@ -10,35 +10,45 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import product
+from math import isnan, nan
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 from benchmarks.conditions import conditions
 from secateurs import Graph, cost, trace
 from secateurs.cli.inputs import BUILTIN, PUBLIC, Origin, build_model, load_data
-from secateurs.config import TrainSettings
-from secateurs.data import Data
+from secateurs.config import Precision, TrainSettings
+from secateurs.data import Data, subset
+from secateurs.data.dataset import derive
+from secateurs.errors import TrainingError
 from secateurs.graph.masking import copied
 from secateurs.methods import Task, method
 from secateurs.methods.compare.rows import append_row, read_rows
 from secateurs.methods.compare.run import fewer
 from secateurs.metrics import accuracy
 from secateurs.models import example_input
+from secateurs.repair import reconstruct_
 from secateurs.training import train_
 from secateurs.training.state import copy_into_
 
 NETWORKS = {"resnet20": BUILTIN, "resnet32": PUBLIC, "resnet56": PUBLIC}
 UNTOUCHED = "untouched"
 STARTS = (UNTOUCHED, "obs+refit", "l1", "fpgm")
+WHOLE = "+whole"  # behind the name of a start: reconstructed as a whole network, after its own repair
+REPAIRED_ON = 1024  # images
 RATES = (5e-4, 2e-3, 1e-2)
 DECAY = 0.99  # of the average
 TEMPERATURE = 2.0
-BATCH = 256  # images at once while measuring
+BATCH = 64  # images at once while measuring: faster than 256 on one core
 
 Loss = Literal["cross-entropy", "distillation"]
 BatchNorm = Literal["live", "frozen"]
@@ -56,6 +66,7 @@ class Cell:
     rate: float
     seed: int
     epochs: int
+    precision: Precision
     examples: int | None  # of each set; None: all
 
     def settings(self) -> TrainSettings:
@@ -70,6 +81,8 @@ class Cell:
             temperature=TEMPERATURE,
             freeze_batchnorm=self.batchnorm == "frozen",
             average=DECAY,
+            precision=self.precision,
+            channels_last=True,  # faster, and the same but for rounding
             seed=self.seed,
         )
 
@@ -81,12 +94,12 @@ class Row(Cell):
     averaged: bool
     macs_removed: float
     validation_before: float  # of the network that is trained
-    validation_after: float
+    validation_after: float | None  # None: the training diverged
     test_before: float
-    test_after: float
+    test_after: float | None
     test_dense: float  # of the untouched network, not trained
     search_seconds: float
-    training_seconds: float
+    training_seconds: float  # of one core
     conditions: str
 
     @property
@@ -101,6 +114,7 @@ class Subject:
         self.network, self.runs, self.examples = network, runs, examples
         self._origin = Origin(network, "cifar10", weights=NETWORKS[network]).settled()
         self._measured: dict[tuple[str, float, int], tuple[float, float]] = {}
+        self._reconstructed: dict[tuple[str, float, int], tuple[Graph, float]] = {}
 
     @cached_property
     def graph(self) -> Graph:
@@ -114,13 +128,27 @@ class Subject:
         """A fresh copy of what a method makes, without training, and the seconds of its search; kept in its folder."""
         if name == UNTOUCHED:
             return copied(self.graph), 0.0
+        if name.endswith(WHOLE):
+            found, seconds = self._reconstruct(name.removesuffix(WHOLE), target, seed)
+            return copied(found), seconds
         folder = self.runs / f"{self.network}-{name}-{target:g}-{seed}-{self.examples or 'all'}"
         task = Task(self.graph, self.data, target, seed=seed, folder=folder, store=self.runs / f"{self.network}.sqlite")
         found = method(name)(task)
         return copied(found.graph), found.search_seconds
 
+    def _reconstruct(self, name: str, target: float, seed: int) -> tuple[Graph, float]:
+        """A start after whole-network reconstruction, label-free, on the images of a repair."""
+        key = (name, target, seed)
+        if key not in self._reconstructed:
+            (graph, seconds), began = self.start(*key), process_time()
+            few = subset(self.data.train, min(REPAIRED_ON, len(self.data.train)), seed=derive(seed, "repair"))
+            reconstruct_(graph, self.graph, few, seed=seed)
+            self._reconstructed[key] = graph, seconds + process_time() - began
+        return self._reconstructed[key]
+
     def accuracies(self, graph: Graph) -> tuple[float, float]:
         """On the validation set and on the test set."""
+        graph.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         sets = (self.data.search, self.data.test)
         found = [accuracy(graph.module, examples, batch=BATCH) for examples in sets if examples is not None]
         return found[0], found[-1]
@@ -135,13 +163,16 @@ class Subject:
     def rows(self, cell: Cell) -> Iterator[Row]:
         """Train once: the weights of the last step and their average are two rows."""
         graph, searched = self.start(cell.start, cell.target, cell.seed)
-        settings, began = cell.settings(), perf_counter()
-        history = train_(graph.module, self.data.train, settings, teacher=self.graph.module if settings.distill else None)
-        seconds = perf_counter() - began
+        settings, began = cell.settings(), process_time()
+        teacher = self.graph.module if settings.distill else None
+        last: Mapping[str, Tensor] | None = None
+        with suppress(TrainingError):  # it diverged, which is a result
+            last = train_(graph.module, self.data.train, settings, teacher=teacher).last
+        seconds, before = process_time() - began, self.before(cell.start, cell.target, cell.seed)
         for averaged in (True, False):
-            if not averaged:
-                copy_into_(graph.module, history.last)
-            after, before = self.accuracies(graph), self.before(cell.start, cell.target, cell.seed)
+            if last is not None and not averaged:
+                copy_into_(graph.module, last)
+            after = (None, None) if last is None else self.accuracies(graph)
             yield Row(
                 **asdict(cell),
                 averaged=averaged,
@@ -164,9 +195,10 @@ def table(rows: Sequence[Row]) -> str:
     lines = [head, ["---"] * len(head)]
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row.network, row.target, row.start, row.examples, row.epochs), []).append(row)
-    for (network, target, start, examples, epochs), group in sorted(groups.items(), key=lambda item: str(item[0])):
-        best = max(_mean([r.validation_after for r in cell]) for cell in _cells(group).values())
+        groups.setdefault((row.network, row.target, row.start, row.examples, row.epochs, row.precision), []).append(row)
+    for (network, target, start, examples, epochs, precision), group in sorted(groups.items(), key=lambda item: str(item[0])):
+        means = [_mean([row.validation_after for row in cell]) for cell in _cells(group).values()]
+        best = max((value for value in means if not isnan(value)), default=nan)
         for loss, norm, averaged in product(("cross-entropy", "distillation"), ("live", "frozen"), (False, True)):
             here = [row for row in group if (row.loss, row.batchnorm, row.averaged) == (loss, norm, averaged)]
             if not here:
@@ -175,9 +207,11 @@ def table(rows: Sequence[Row]) -> str:
             for rate in rates:
                 cell = [row for row in here if row.rate == rate]
                 text = f"{100 * _mean([row.test_after for row in cell]):.2f}" if cell else "–"
+                text = "diverged" if text == "nan" else text
                 wins = bool(cell) and _mean([row.validation_after for row in cell]) == best
                 shown.append(f"**{text}**" if wins else text)
-            name = f"{network}, {epochs} epoch{'s' if epochs != 1 else ''}" + (f", {examples} images" if examples else "")
+            name = f"{network}, {epochs} epoch{'s' if epochs != 1 else ''}, {precision}"
+            name += f", {examples} images" if examples else ""
             before = f"{100 * _mean([row.test_before for row in here]):.2f}"
             weights = "averaged" if averaged else "last"
             lines.append([name, f"{100 * float(str(target)):.0f} %", str(start), before, loss, norm, weights, *shown])
@@ -191,8 +225,13 @@ def _cells(rows: Sequence[Row]) -> dict[tuple[object, ...], list[Row]]:
     return found
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _mean(values: Sequence[float | None]) -> float:
+    """Not a number where a training diverged, which is never the best."""
+    return sum(nan if value is None else value for value in values) / len(values)
+
+
+def _share(value: float | None) -> str:
+    return "diverged" if value is None else f"{value:.2%}"
 
 
 def say(line: str) -> None:
@@ -204,12 +243,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="+", default=["resnet20", "resnet56"], choices=sorted(NETWORKS))
     parser.add_argument("--targets", nargs="+", type=float, default=[0.3, 0.45])
-    parser.add_argument("--starts", nargs="+", default=list(STARTS), help="methods of secateurs compare, or untouched")
+    parser.add_argument("--starts", nargs="+", default=list(STARTS), help="methods of secateurs compare, each also with +whole")
     parser.add_argument("--losses", nargs="+", default=["cross-entropy", "distillation"])
     parser.add_argument("--batchnorm", nargs="+", default=["live", "frozen"])
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--precision", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--examples", type=int, help="at most this number of each set: to try the command out")
     parser.add_argument("--out", type=Path, default=Path("results/finetuning"))
     parser.add_argument("--runs", type=Path, default=Path("runs/finetuning"))
@@ -222,7 +262,7 @@ def main() -> int:
         for seed, target, start in product(given.seeds, given.targets, given.starts):
             share = 0.0 if start == UNTOUCHED else target
             for loss, norm, rate in product(given.losses, given.batchnorm, given.rates):
-                cell = Cell(network, start, share, loss, norm, rate, seed, given.epochs, given.examples)
+                cell = Cell(network, start, share, loss, norm, rate, seed, given.epochs, given.precision, given.examples)
                 if cell in known:
                     continue
                 rows = list(subject.rows(cell))  # both or none: one training made them
@@ -231,7 +271,7 @@ def main() -> int:
                     weights = "averaged" if row.averaged else "last"
                     say(
                         f"{network} {start} {share:.0%}, {loss}, BatchNorm {norm}, {rate:g}, {weights}: "
-                        f"test {row.test_before:.2%} → {row.test_after:.2%}, {row.training_seconds:.0f} s"
+                        f"validation {row.validation_before:.2%} → {_share(row.validation_after)}, {row.training_seconds:.0f} s"
                     )
                 known.add(cell)
     say("\n" + table(read_rows(path, Row)))

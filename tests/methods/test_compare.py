@@ -37,7 +37,15 @@ from secateurs.methods.compare.rows import (
     named_budget,
 )
 from secateurs.methods.compare.run import ROWS, Comparison, entries
-from secateurs.methods.compare.tables import MISSED, best_words, mean_spread, summaries, tables_text
+from secateurs.methods.compare.tables import (
+    MISSED,
+    best_words,
+    mean_spread,
+    minutes_sheet,
+    own_rate_sheet,
+    summaries,
+    tables_text,
+)
 from secateurs.models import build
 from secateurs.report.comparison import closer_look, curves
 from secateurs.training import train_
@@ -325,6 +333,70 @@ def test_budgets_are_scaled_to_the_data_and_the_network() -> None:
     assert digits.between is not None
     assert digits.between.steps == 17  # 1.7 epochs of 10 steps
     assert digits.between.augment == "none"  # a mirrored 3 is no 3
+
+
+def test_a_budget_at_another_rate_has_a_name_of_its_own() -> None:
+    cifar = images(45_000, 3, 32, 32)
+    gentle, faster = (named_budget(name, cifar, sites=19) for name in ("gentle", "gentle@1e-2"))
+    assert faster.name == "gentle@0.01"
+    assert gentle.after is not None
+    assert faster.after == replace(gentle.after, lr=0.01)
+    assert gentle.keep_best
+    assert faster.keep_best
+    assert (gentle.after.distill, gentle.after.augment) == (1.0, "crop-flip")
+    fast = named_budget("2core@0.05", cifar, sites=19)
+    assert fast.between is not None
+    assert fast.after is not None
+    assert (fast.between.lr, fast.after.lr) == (0.05, 0.05)
+    for wrong, message in (
+        ("none@0.1", "nothing is trained"),
+        ("gentle@fast", "wanted a learning rate"),
+        ("short@-1", "wanted"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            named_budget(wrong, cifar, sites=19)
+
+
+def test_the_untouched_network_has_one_row_a_budget_that_trains() -> None:
+    short = Budget("short", after=TrainSettings(epochs=1))
+    wanted = entries(("l1", "untouched"), (NO_TRAINING, short), (0.3, 0.5), (0,))
+    assert [entry.key for entry in wanted if entry.method == "untouched"] == [("untouched", "short", 0.0, 0)]
+    assert len(wanted) == 5
+
+
+def test_the_own_best_rate_is_chosen_by_the_validation_set() -> None:
+    def row(method: str, rate: float, validation: float, test: float, target: float = 0.3) -> Row:
+        budget = Budget(f"short@{rate:g}", after=TrainSettings(epochs=1, lr=rate))
+        made = made_up_row(method, target, test, budget=budget)
+        return replace(made, search=replace(made.search, after=validation))
+
+    rows = [row("l1", 0.01, 0.88, 0.80), row("l1", 0.1, 0.87, 0.89)]  # the test set would choose otherwise
+    rows += [row("obs+refit", 0.01, 0.85, 0.84), row("obs+refit", 0.1, 0.86, 0.83)]
+    rows += [row("untouched", 0.01, 0.91, 0.905, 0.0), row("untouched", 0.1, 0.90, 0.9, 0.0)]
+    sheet = own_rate_sheet(rows, "short")
+    assert sheet is not None
+    assert dict(sheet.lines) == {
+        "l1": "80.00 @ 0.01 of 2",
+        "obs+refit": "83.00 @ 0.1 of 2",
+        "untouched": "90.50 @ 0.01 of 2",
+    }
+    assert sheet.columns == ("method", "30 % gone")
+    assert own_rate_sheet(rows[:1], "short") is None
+
+
+def test_at_equal_minutes_a_method_is_shown_by_the_best_budget_that_fits() -> None:
+    def row(method: str, name: str, seconds: tuple[float, float], after: float) -> Row:
+        budget = NO_TRAINING if name == "none" else Budget(name, after=TrainSettings(epochs=1))
+        return made_up_row(method, 0.3, after, budget=budget, search_seconds=seconds[0], training_seconds=seconds[1])
+
+    rows = [row("l1", "none", (1, 0), 0.5), row("l1", "short", (1, 299), 0.88), row("l1", "long", (1, 900), 0.87)]
+    rows += [row("obs+refit", "none", (500, 0), 0.86), row("obs+refit", "short", (500, 300), 0.9)]
+    sheet = minutes_sheet(rows)
+    assert sheet is not None
+    assert sheet.columns == ("MACs ↓", "method", "5 min", "10 min", "15 min", "30 min", "60 min", "120 min")
+    l1, ours = sheet.lines
+    assert l1[2:6] == ("88.00 (short)",) * 4  # the longer training fits, and is worse
+    assert ours[2:5] == ("–", "86.00 (none)", "90.00 (short)")
 
 
 def test_budgets_in_words_and_from_files(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from secateurs.data import Data, Examples, load_cifar10, load_digits, subset
 from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.graph.cost import cost
+from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site
 from secateurs.methods import METHODS, NO_TRAINING, Budget, Pruned, Task, Trained, method, sfp
 from secateurs.methods.base import MethodState, opened, recipe_for
@@ -36,6 +37,7 @@ from secateurs.pruning.context import PruningContext
 from secateurs.pruning.results import Progress
 from secateurs.selection.allocation import Curve
 from secateurs.training import train_
+from secateurs.training.objective import held_out_means, objective_for
 from torture.runs import ResidualNet
 
 
@@ -158,6 +160,36 @@ def test_the_target_is_reached_with_no_filter_to_spare(name: str) -> None:
     removed = smaller.plan.removed()
     fewer = [{**removed, site: tuple(i for i in ids if i != back)} for site, ids in removed.items() for back in ids]
     assert any(share_removed(compact(graph(), masks_of(some))) < TARGET for some in fewer)
+
+
+def test_the_untouched_network_is_trained_and_nothing_else() -> None:
+    after = TrainSettings(epochs=2, batch=24, lr=0.05, distill=0.5, average=0.9)
+    found = method("untouched")(task(target_macs=0.0, budget=Budget("after", after=after)))
+    by_hand = trace(copied(graph()).module, graph().example)
+    stage = training_stages(task(budget=Budget("after", after=after)), 1)[0].settings  # with its seed
+    train_(by_hand.module, data().train, stage, teacher=graph().module)
+    assert_same_bits(found.graph.module.state_dict(), by_hand.module.state_dict())
+    assert cost(found.graph).macs == cost(graph()).macs
+    assert found.trained.images == 2 * len(data().train)
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(50.0, "the weights before it are kept"), (0.01, " is kept: loss")])
+def test_a_budget_that_keeps_the_best_never_leaves_worse_weights_on_held_out_examples(rate: float, kept: str) -> None:
+    after = TrainSettings(epochs=2, batch=24, lr=rate, clip_norm=1.0, distill=1.0)
+    start = method("l1:uniform")(task()).graph
+    guarded = method("l1:uniform")(task(budget=Budget("guarded", after=after, keep_best=True)))
+    assert kept in guarded.note
+    with opened(task(), "l1:uniform", recipe_for(task(), "l1"), None) as opening:
+        held_out = opening.context.held_out_examples
+    apart = [
+        float(held_out_means(net.module, held_out, objective_for(after, loss_fn=None, teacher=graph().module))[0])
+        for net in (start, guarded.graph)
+    ]
+    assert apart[1] <= apart[0]
+    if rate > 1:  # harm undone, to the bit
+        assert_same_bits(guarded.graph.module.state_dict(), start.module.state_dict())
+    else:
+        assert apart[1] < apart[0]
 
 
 def test_all_methods_are_trained_on_as_many_images_at_the_same_rates() -> None:

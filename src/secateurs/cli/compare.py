@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from secateurs.methods.compare.run import Comparison
 
 Many = Parameter(consume_multiple=True, negative="")
-ALWAYS = ("random", "l1")  # in every comparison
+ALWAYS = ("random", "l1", "untouched")  # in every comparison; the last where there is training
 
 
 def compare(
@@ -48,10 +48,12 @@ def compare(
     """Prune the same network by several methods under the same training, and draw accuracy against MACs.
 
     Every method starts from the same weights, sees the same data, and removes the same shares of the MACs, counted on the
-    pruned network. Random and l1 are always included, unless you say --only. Each network gives one row in OUT/rows.jsonl;
-    tables (tables.md), curves (accuracy-BUDGET.png and .svg) and a page (comparison.html) are made from the rows alone. The
-    test set is read once for each row, at its end. After Ctrl-C or a crash, the same command continues; given twice at the same
-    time, both processes share the work.
+    pruned network. Random and l1 are always included, unless you say --only, and so is the untouched network with the same
+    training: it shows what the training alone does. Each network gives one row in OUT/rows.jsonl; tables (tables.md), curves
+    (accuracy-BUDGET.png and .svg) and a page (comparison.html) are made from the rows alone. With a budget at several learning
+    rates there is also a table of every method at its own best rate, by the validation set, and with several budgets one at
+    equal minutes of search and training. The test set is read once for each row, at its end. After Ctrl-C or a crash, the same
+    command continues; given twice at the same time, both processes share the work.
 
     Examples:
 
@@ -61,18 +63,22 @@ def compare(
     `secateurs compare --model mynets:build --weights net.pt --data mydata:loaders --methods portfolio+repair sfp --targets 0.3
     0.5 --budgets none,short --out results/mine`
 
+    `secateurs compare --model resnet20 --weights builtin --data cifar10 --methods obs+refit fpgm --targets 0.3 --budgets
+    gentle@0.002,gentle@0.01 --out results/rates`
+
     `secateurs compare --render results/resnet20`
 
     Parameters
     ----------
     methods
         Criteria (l1, fpgm, taylor, ensemble, portfolio, …, or your own as package.module:function), each also with :uniform,
-        +repair or +refit, and whole procedures: li, sfp, fpgm-sfp, paper, paper+repair.
+        +repair or +refit, and whole procedures: li, sfp, fpgm-sfp, paper, paper+repair; untouched removes nothing.
     targets
         Shares of the MACs to remove.
     budgets
-        none; short (1 epoch after the cuts); 2core; paper, or full (10 epochs a cut, 80 at the end); or a TOML file with the
-        tables between and after.
+        none; gentle (1 epoch of distillation after the cuts, the best weights kept); short (1 epoch of cross-entropy); 2core;
+        paper, or full (10 epochs a cut, 80 at the end); or a TOML file with the tables between and after, and keep_best. Any
+        of them at another learning rate: gentle@0.01.
     seeds
         Each repeats everything.
     out
@@ -82,7 +88,7 @@ def compare(
     render
         Only make tables, curves and page again from the rows in this folder.
     only
-        Leave out random and l1 unless they are named.
+        Leave out random, l1 and untouched unless they are named.
     weights
         A state dict, "public", or "builtin".
     examples
@@ -180,7 +186,7 @@ def print_comparison(out: Path, files: Sequence[Path], *, as_json: bool) -> None
     """Print the tables of accuracies, or everything as one JSON document."""
     from secateurs.methods.compare.rows import budgets_of, comparison_rows, row_fields
     from secateurs.methods.compare.run import ROWS
-    from secateurs.methods.compare.tables import sheets_of
+    from secateurs.methods.compare.tables import across_budgets, sheets_of
 
     rows = comparison_rows(out / ROWS)
     if as_json:
@@ -190,6 +196,9 @@ def print_comparison(out: Path, files: Sequence[Path], *, as_json: bool) -> None
         accuracy = sheets_of(rows, budget)[0]
         say(accuracy.title)
         print_table(accuracy.columns, accuracy.lines)
+    for sheet in across_budgets(rows):
+        say(sheet.title)
+        print_table(sheet.columns, sheet.lines)
     say(f"Written: {', '.join(str(file) for file in files)}")
 
 

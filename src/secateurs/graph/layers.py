@@ -90,6 +90,9 @@ class SumInto(nn.Module):
         if torch.compiler.is_compiling() or narrow.numel() < self.large * narrow.shape[self.axis]:
             widened: Tensor = self.widen(narrow)
             return wide + widened
+        if wide.dtype != narrow.dtype:  # under autocast; a sum promotes, index_add does not
+            kind = torch.promote_types(wide.dtype, narrow.dtype)
+            wide, narrow = wide.to(kind), narrow.to(kind)
         return wide.index_add(self.axis, self.index, narrow)
 
 

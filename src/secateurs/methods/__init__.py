@@ -11,11 +11,23 @@ from secateurs.config import CRITERIA, Repair
 from secateurs.criteria import user_function
 from secateurs.errors import InvalidInput, suggest
 from secateurs.methods.algorithm1 import paper
-from secateurs.methods.base import NO_TRAINING, Budget, Pruned, Task, Trained, Watch
+from secateurs.methods.base import (
+    NO_TRAINING,
+    UNTOUCHED,
+    Budget,
+    MethodState,
+    Pruned,
+    Task,
+    Trained,
+    Watch,
+    opened,
+    recipe_for,
+)
 from secateurs.methods.one_shot import BY_LOSS, BY_SENSITIVITY, BY_SHARE, cut_once
 from secateurs.methods.sfp import soft
+from secateurs.methods.training import finished, train_rest
 
-__all__ = ["METHODS", "NO_TRAINING", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
+__all__ = ["METHODS", "NO_TRAINING", "UNTOUCHED", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
 
 
 class Method(Protocol):
@@ -24,6 +36,12 @@ class Method(Protocol):
     def __call__(self, task: Task, *, watch: Watch | None = ...) -> Pruned:
         """Return the smaller network; the task's own is unchanged. A killed method resumes in the task's folder."""
         ...
+
+
+def untouched(task: Task, *, watch: Watch | None = None) -> Pruned:
+    """Remove nothing and spend the budget: what the training alone does to the network."""
+    with opened(task, UNTOUCHED, recipe_for(task, "l1"), watch) as run:
+        return finished(run, train_rest(run, run.load() or MethodState(run.copied())))
 
 
 _UNIFORM = ":uniform"
@@ -51,6 +69,7 @@ _WHOLE: Mapping[str, tuple[Method, str]] = {
         partial(paper, repair=True),
         "Algorithm 1 with the best of several orders, consumers repaired after every cut",
     ),
+    UNTOUCHED: (untouched, "nothing removed: what the training alone does"),
 }
 
 

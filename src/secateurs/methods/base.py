@@ -42,6 +42,7 @@ class Budget:
     name: str
     between: TrainSettings | None = None  # at a constant rate, so that its stages add up to the whole
     after: TrainSettings | None = None
+    keep_best: bool = False  # of the weights before, after and along `after`, by held-out examples; not by soft methods
 
     def __post_init__(self) -> None:
         if self.between is not None and (self.between.schedule != "constant" or self.between.steps is None):
@@ -54,6 +55,7 @@ class Budget:
 
 
 NO_TRAINING = Budget("none")
+UNTOUCHED = "untouched"  # the method that removes nothing: what the training alone does
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,7 +221,7 @@ class MethodRun:
 @contextmanager
 def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterator[MethodRun]:
     """Open the task for the method called `name`, whose search `recipe` describes; resumes what the task's folder holds."""
-    if not 0 < task.target_macs < 1:
+    if not 0 < task.target_macs < 1 and name != UNTOUCHED:
         raise InvalidInput(f"target_macs = {task.target_macs:g}: wanted a share of the MACs between 0 and 1, such as 0.3")
     measures = {"loss": task.loss_fn, "metric": task.metric}
     found = {  # all that the outcome depends on; the test set is not read
@@ -228,7 +230,8 @@ def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterat
         "train": task.data.train.digest(),
         "search": task.data.search.digest(),
         "target_macs": task.target_macs,
-        "budget": asdict(task.budget),
+        # a folder from before there was keep_best goes on
+        "budget": {name: value for name, value in asdict(task.budget).items() if name != "keep_best" or value},
         "shortcut": task.shortcut,
         "seed": task.seed,
         "batch": task.batch,
@@ -264,7 +267,7 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
         allocation="global" if repair in REFITTED else "sequential",  # refitting comes after all cuts
         scoring_examples=_PAIRS_SEE if criterion == "pairs" else None,
         round_to=1,  # methods are compared at equal MACs, which takes single filters
-        target_macs=task.target_macs,
+        target_macs=task.target_macs or None,
         shortcut=task.shortcut,
         batch=task.batch,
         seed=task.seed,

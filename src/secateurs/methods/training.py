@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
+
+from torch import Tensor
 
 from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.methods.base import MethodRun, MethodState, Pruned, Task, Trained
 from secateurs.metrics import cross_entropy
-from secateurs.training import EpochRecord, learning_rate
+from secateurs.training import EpochRecord, History, KeptWeights, candidates, keep_best_, learning_rate
+from secateurs.training.objective import held_out_means, objective_for
 from secateurs.training.resumable import train_resumably_
 from secateurs.training.schedule import steps_in_epoch, total_steps
+from secateurs.training.state import snapshot
 
 AtEpoch = Callable[[int, int], None]
 """Gets the images of the whole budget that were seen before and after an epoch, or a part of one."""
@@ -73,6 +77,7 @@ def train_next(run: MethodRun, state: MethodState, at_epoch: AtEpoch | None = No
     stages, examples = training_stages(task, len(run.sites)), len(task.data.train)
     stage, before = stages[spent.stages], _trained(stages[: spent.stages], examples).images
     assert state.graph.module is not task.graph.module, "the task's own network is never trained"
+    start = snapshot(state.graph.module)  # also of a resumed stage, whose checkpoint is not loaded yet
 
     def after_epoch(records: list[EpochRecord]) -> None:
         seen = [0, *(tally(stage.settings, examples, record.steps).images for record in records[-2:])]
@@ -95,9 +100,30 @@ def train_next(run: MethodRun, state: MethodState, at_epoch: AtEpoch | None = No
         on_step=lambda done, planned: run.report(stage.phase, done, planned),
     )
     assert history.epochs[-1].steps == _steps(stage.settings, examples), "a stage is spent as a whole"
+    note = spent.note
+    if stage.phase == "retrain" and task.budget.keep_best and at_epoch is None:  # a soft method has not cut yet
+        kept = _keep_best_(run, state, start, history, stage.settings)
+        run.journal.once(KeptWeights, lambda: replace(kept, phase=stage.phase, step=spent.stages), step=spent.stages)
+        note = "; ".join(filter(None, (note, kept.summary())))
     seconds = spent.training_seconds + time.monotonic() - began
-    spent = replace(spent, stages=spent.stages + 1, training_seconds=seconds)
+    spent = replace(spent, stages=spent.stages + 1, training_seconds=seconds, note=note)
     return replace(state, momentum=history.momentum, spent=spent)
+
+
+def _keep_best_(
+    run: MethodRun, state: MethodState, start: Mapping[str, Tensor], history: History, settings: TrainSettings
+) -> KeptWeights:
+    """Leave the best of the weights before, after and in between in the network, as a run does."""
+    task, module = run.task, state.graph.module
+    teacher = task.graph.module if settings.distill else None
+    objective = objective_for(settings, loss_fn=None if task.loss_fn is cross_entropy else task.loss_fn, teacher=teacher)
+
+    def measure() -> tuple[float, float | None]:
+        options: dict[str, Any] = {"teacher": teacher, "metric": task.metric, "batch": task.batch, "device": task.device}
+        return held_out_means(module, run.context.held_out_examples, objective, **options)
+
+    by: Literal["loss", "metric"] = "metric" if settings.distill < 1 else "loss"
+    return keep_best_(module, candidates(start, snapshot(module), history.last), measure, by=by)
 
 
 def train_rest(run: MethodRun, state: MethodState, at_epoch: AtEpoch | None = None) -> MethodState:
@@ -117,7 +143,7 @@ def finished(run: MethodRun, state: MethodState) -> Pruned:
             f"budget {task.budget.name!r}: {done.images:,} images were trained on (rates add up to {done.rate_sum:g}), "
             f"wanted {due.images:,} ({due.rate_sum:g}): methods that are trained differently cannot be compared."
         )
-    if not run.reached(state.graph):
+    if task.target_macs and not run.reached(state.graph):
         raise InvalidInput(
             f"target_macs = {task.target_macs:g}: only {run.removed(state.graph):.3f} of the MACs are removed at the end."
         )

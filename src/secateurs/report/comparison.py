@@ -52,6 +52,7 @@ class MethodComparison:
     notes: tuple[str, ...]  # how to read it
     warnings: tuple[str, ...]  # what is missing, or makes the comparison unfair
     budgets: tuple[BudgetComparison, ...]
+    across: tuple[Sheet, ...]  # what several budgets make together
     every: Sheet  # all rows
 
     @property

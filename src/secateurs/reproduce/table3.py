@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -26,10 +26,10 @@ from secateurs.report.comparison import Summary
 
 FRESH = "fresh"
 METHODS = ("paper", "portfolio+refit", "li", "sfp", "fpgm:uniform", "fpgm-sfp", "random:uniform")
-ALWAYS = ("random:uniform", "li")  # added to every comparison: random choice, and L1 norms
+ALWAYS = ("random:uniform", "li", "untouched")  # added to every comparison: random choice, L1 norms, training alone
 COLUMNS = ("ResNet", "method", "seeds", "acc. before, %", "acc. after, %", "change", "FLOPs ↓, %", "params ↓, %")
 
-_OURS = ("paper", "ensemble", "pairs", "portfolio")  # prefixes of the methods that are not rivals
+_OURS = ("paper", "ensemble", "pairs", "portfolio", "obs")  # prefixes of the methods that are not rivals
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ PAPER: Mapping[int, tuple[Published, ...]] = {
 def table3(
     *,
     depth: Annotated[tuple[int, ...], Many] = (20,),
-    budget: Literal["none", "short", "2core", "paper"] = "2core",
+    budget: str = "2core",
     methods: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative="", show_default=" ".join(METHODS))] = (),
     only: Annotated[bool, Parameter(negative="")] = False,
     seeds: Annotated[tuple[int, ...], Many] = (0,),
@@ -98,11 +98,12 @@ def table3(
     depth
         One or more of 20, 32, 56 and 110.
     budget
-        none; short (1 epoch at the end); 2core (1.7 epochs between the cuts and 2 at the end); paper (10 a cut, 80 at the end).
+        none; gentle or short (1 epoch at the end); 2core (1.7 epochs between the cuts and 2 at the end); paper (10 a cut, 80
+        at the end); a TOML file; each also at another learning rate, as gentle@0.01. See `secateurs compare --help`.
     methods
         Methods to compare: see `secateurs compare --help`.
     only
-        Leave out random:uniform and li unless they are named.
+        Leave out random:uniform, li and untouched unless they are named.
     seeds
         Each seed runs everything again.
     targets

@@ -26,7 +26,8 @@ def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: 
     """The mean loss that `settings` ask for; the teacher runs only where they distil from it."""
     if loss_fn is not None and settings.label_smoothing:
         raise InvalidInput(f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy")
-    plain = loss_fn or partial(cross_entropy, label_smoothing=settings.label_smoothing)
+    smoothed = partial(cross_entropy, label_smoothing=settings.label_smoothing)
+    plain = loss_fn or (lambda outputs, targets: smoothed(_full_precision(logits_of(outputs)), targets))
     if settings.distill == 0:
         return lambda inputs, outputs, targets: plain(outputs, targets).mean()
     if teacher is None:
@@ -48,7 +49,7 @@ def distance(outputs: Any, wanted: Any, temperature: float, kind: Distance = "kl
     "kl": their mean divergence (Hinton). "dist": 1 - Pearson's correlation over the classes of an example, plus 1 - that over
     the examples of a class (Huang 2022). The square keeps gradients as large as those of the plain loss at any temperature.
     """
-    outputs, wanted = logits_of(outputs), logits_of(wanted)
+    outputs, wanted = _full_precision(logits_of(outputs)), _full_precision(logits_of(wanted))
     if not isinstance(outputs, Tensor) or not isinstance(wanted, Tensor) or outputs.shape != wanted.shape:
         raise InvalidInput("distillation needs one tensor of class logits, of the same shape, from network and teacher")
     if outputs.ndim < 2 or outputs.shape[1] < 2:  # the probabilities of one class are always equal: nothing would be trained
@@ -63,6 +64,11 @@ def distance(outputs: Any, wanted: Any, temperature: float, kind: Distance = "kl
     # (examples, classes): the pixels of a dense prediction are examples
     one, other = (logs.exp().movedim(1, -1).flatten(0, -2) for logs in (student, teacher))
     return temperature**2 * ((1 - _pearson(one, other, 1)).mean() + (1 - _pearson(one, other, 0)).mean())
+
+
+def _full_precision(outputs: Any) -> Any:
+    """Logits of a network that ran in half precision as float32: the logarithms of two near distributions differ by less."""
+    return outputs.float() if isinstance(outputs, Tensor) and outputs.dtype in (torch.bfloat16, torch.float16) else outputs
 
 
 def _pearson(one: Tensor, other: Tensor, axis: int) -> Tensor:

@@ -15,7 +15,15 @@ from secateurs._util.format import plural
 from secateurs.errors import InvalidInput, RunError
 from secateurs.methods.compare.rows import Row, budget_words, budgets_of, comparison_rows, methods_of
 from secateurs.methods.compare.run import ROWS
-from secateurs.methods.compare.tables import best_words, conditions, rows_sheet, sheets_of, summaries, tables_text
+from secateurs.methods.compare.tables import (
+    across_budgets,
+    best_words,
+    conditions,
+    rows_sheet,
+    sheets_of,
+    summaries,
+    tables_text,
+)
 from secateurs.report.comparison import BudgetComparison, MethodComparison, closer_look, write_method_comparison
 
 if TYPE_CHECKING:
@@ -139,6 +147,7 @@ def comparison_of_methods(rows: Sequence[Row]) -> MethodComparison:
         notes=tuple(conditions(rows)),
         warnings=tuple(_weaknesses(rows)),
         budgets=tuple(_budget(rows, budget) for budget in budgets_of(rows)),
+        across=tuple(across_budgets(rows)),
         every=rows_sheet(rows),
     )
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from secateurs._util.decode import MAX_TOML_BYTES, Malformed, brief, decode_json, decode_toml, read_text_file
-from secateurs.config import PAPER_FINETUNE, PAPER_RETRAIN, TrainSettings, settings_from
+from secateurs.config import GENTLE, PAPER_FINETUNE, PAPER_RETRAIN, TrainSettings, settings_from
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, RecipeError, RunError, suggest
 from secateurs.methods import NO_TRAINING, Budget
@@ -59,19 +59,25 @@ def append_row(path: Path, row: Mapping[str, Any]) -> None:
 
 # ---- budgets of training ---------------------------------------------------------------------------------------------
 
-NAMES = ("none", "short", "2core", "paper")
+NAMES = ("none", "gentle", "short", "2core", "paper")
 SYNONYMS = {"full": "paper"}
+AT = "@"  # between the name of a budget and a learning rate in place of its own
 
+COMMON_RATE = 2e-3  # of "gentle", where all methods train at one rate
 _BETWEEN_2CORE = 1.7  # epochs: 598 steps of 128 over 45,000 images
 
 
 def named_budget(name: str, examples: Examples, *, sites: int) -> Budget:
     """Return the budget of that name (or in that TOML file, tables `between` and `after`) for these training examples.
 
-    "none"; "short": 1 epoch after the cuts; "2core": 1.7 epochs between the cuts and 2 after, which fits ResNet-20 on CIFAR-10
-    into 25 minutes of two cores; "paper" (or "full"): 10 epochs for each of the network's `sites`, and 80 at the end. Colour
-    images are cropped and flipped at random.
+    "none"; "gentle": 1 epoch after the cuts as `config.GENTLE` says, the best weights kept; "short": 1 epoch of cross-entropy
+    after the cuts; "2core": 1.7 epochs between the cuts and 2 after, which fits ResNet-20 on CIFAR-10 into 25 minutes of two
+    cores; "paper" (or "full"): 10 epochs for each of the network's `sites`, and 80 at the end. Colour images are cropped and
+    flipped at random. "gentle@0.002" is the same budget at another learning rate, by a name of its own.
     """
+    name, _, rate = name.partition(AT)
+    if rate:
+        return at_rate(named_budget(name, examples, sites=sites), rate)
     if name.endswith(".toml"):
         return _read_budget(Path(name))
     name = SYNONYMS.get(name, name)
@@ -79,6 +85,8 @@ def named_budget(name: str, examples: Examples, *, sites: int) -> Budget:
         raise InvalidInput(f"no budget {name!r}.{suggest(name, (*NAMES, *SYNONYMS))} A file of your own ends in .toml.")
     if name == "none":
         return NO_TRAINING
+    if name == "gentle":
+        return Budget(name, after=_with_augmentation(replace(GENTLE, lr=COMMON_RATE), examples), keep_best=True)
     if name == "short":
         return Budget(name, after=_with_augmentation(TrainSettings(epochs=1, lr=0.01), examples))
     between = _with_augmentation(PAPER_FINETUNE, examples)
@@ -86,6 +94,18 @@ def named_budget(name: str, examples: Examples, *, sites: int) -> Budget:
     epochs = _BETWEEN_2CORE if name == "2core" else PAPER_FINETUNE.epochs * max(sites, 1)
     steps = max(1, round(epochs * steps_in_epoch(len(examples), between.batch)))
     return Budget(name, replace(between, epochs=ceil(epochs), steps=steps), _with_augmentation(after, examples))
+
+
+def at_rate(budget: Budget, rate: str) -> Budget:
+    """The same budget at another learning rate, which its name then says."""
+    try:
+        number = float(rate)
+        parts = {part: replace(found, lr=number) for part in ("between", "after") if (found := getattr(budget, part))}
+    except (ValueError, RecipeError) as error:
+        raise InvalidInput(f"budget {budget.name}{AT}{rate}: wanted a learning rate behind {AT!r} ({error}).") from error
+    if not parts:
+        raise InvalidInput(f"budget {budget.name}{AT}{rate}: nothing is trained there, so it takes no learning rate.")
+    return replace(budget, name=f"{budget.name}{AT}{number:g}", **parts)
 
 
 def _with_augmentation(settings: TrainSettings, examples: Examples) -> TrainSettings:
@@ -102,14 +122,17 @@ def _read_budget(path: Path) -> Budget:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}).") from error
     except Malformed as error:
         raise RecipeError(f"{path}: {error}.") from error
+    keep_best = tables.pop("keep_best", False)
     unknown = [name for name in tables if name not in ("between", "after")]
-    if unknown or not all(isinstance(table, dict) for table in tables.values()):
+    if unknown or not all(isinstance(table, dict) for table in tables.values()) or not isinstance(keep_best, bool):
         raise RecipeError(
-            f"{path}: got {brief(', '.join(map(repr, unknown or tables)))}, wanted the tables 'between' and 'after'."
+            f"{path}: got {brief(', '.join(map(repr, unknown or tables)))}, wanted the tables 'between' and 'after', and "
+            f"keep_best = true or false."
         )
     if "between" in tables:  # its steps decide when it ends
         tables["between"] = {"schedule": "constant", "epochs": tables["between"].get("steps", 1), **tables["between"]}
-    return Budget(path.stem, **{name: settings_from(table, where=f"{path}, {name}") for name, table in tables.items()})
+    trainings = {name: settings_from(table, where=f"{path}, {name}") for name, table in tables.items()}
+    return Budget(path.stem, **trainings, keep_best=keep_best)
 
 
 def budget_words(budget: Budget) -> str:
@@ -121,6 +144,8 @@ def budget_words(budget: Budget) -> str:
         epochs = f"{after.epochs} epoch{'s' if after.epochs != 1 else ''}"
         length = epochs if after.steps is None else f"at most {after.steps:,} steps"
         parts.append(f"{length} after the cuts from learning rate {after.lr:g} ({after.schedule})")
+    distilled = {f"{s.distill:g} of the loss distilled" for s in (between, after) if s and s.distill}
+    parts += [*sorted(distilled), *(["the best weights kept"] if budget.keep_best else [])]
     augment = {settings.augment for settings in (between, after) if settings} - {"none"}
     tail = f"; images augmented by {' and '.join(sorted(augment))}" if augment else ""
     return ", ".join(parts) + tail if parts else "no training"

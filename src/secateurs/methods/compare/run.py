@@ -31,7 +31,7 @@ from secateurs.graph.cost import cost
 from secateurs.graph.sites import find_sites
 from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import Graph, trace
-from secateurs.methods import Budget, Method, Pruned, Task, Watch
+from secateurs.methods import UNTOUCHED, Budget, Method, Pruned, Task, Watch
 from secateurs.methods.compare.rows import (
     Answers,
     Base,
@@ -187,11 +187,12 @@ def entries(methods: Sequence[str], budgets: Sequence[Budget], targets: Sequence
         if not given:
             raise InvalidInput(f"{name}: got none, wanted at least one.")
     wanted = [
-        Entry(method, budget, float(target), seed)
+        Entry(method, budget, 0.0 if method == UNTOUCHED else float(target), seed)
         for budget in budgets
         for seed in seeds
         for target in targets
         for method in methods
+        if method != UNTOUCHED or budget.between or budget.after  # what training alone does needs some
     ]
     return list({entry.key: entry for entry in wanted}.values())
 

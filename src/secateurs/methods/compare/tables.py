@@ -8,7 +8,7 @@ from statistics import mean, stdev
 
 from secateurs._util.format import NOTHING
 from secateurs._util.tables import Sheet
-from secateurs.methods.compare.rows import Row, budget_words, budgets_of, check_comparable, methods_of
+from secateurs.methods.compare.rows import AT, Row, budget_words, budgets_of, check_comparable, methods_of
 from secateurs.report.comparison import Summary
 
 MISSED = "†"  # marks cells with a network that kept more MACs than its target
@@ -53,14 +53,63 @@ def sheets_of(rows: Sequence[Row], budget: str) -> list[Sheet]:
     ]
 
 
-def _target_sheet(rows: Sequence[Row], title: str, value: Callable[[Row], float]) -> Sheet:
-    targets, grouped, lines = sorted({row.target for row in rows}), by_target(rows), []
+def _target_sheet(
+    rows: Sequence[Row],
+    title: str,
+    value: Callable[[Row], float],
+    words: Callable[[Sequence[Row]], str] = lambda group: "",
+) -> Sheet:
+    targets, grouped, lines = sorted({row.target for row in rows if row.target} or {0.0}), by_target(rows), []
     for method in methods_of(rows):
-        groups = [grouped.get((method, target), []) for target in targets]
-        marks = ["" if all(row.reached for row in group) else MISSED for group in groups]
+        # the untouched network is the same at every target
+        groups = [grouped.get((method, target)) or grouped.get((method, 0.0)) or [] for target in targets]
+        marks = [("" if all(row.reached for row in group) else MISSED) + (words(group) if group else "") for group in groups]
         cells = [mean_spread([value(row) for row in group]) for group in groups]
         lines.append((method, *map("".join, zip(cells, marks, strict=True))))
     return Sheet(title, ("method", *(f"{100 * target:g} % gone" for target in targets)), tuple(lines))
+
+
+def own_rate_sheet(rows: Sequence[Row], stem: str) -> Sheet | None:
+    """Test accuracy of each method at its own best learning rate, by the validation set; None where all rows have one rate."""
+    here = [row for row in rows if row.budget.name.partition(AT)[0] == stem]
+    if len({row.budget.name for row in here}) < 2:
+        return None
+    best: list[Row] = []
+    words: dict[tuple[str, float], str] = {}
+    for key, group in by_target(here).items():
+        rates = {name: [row for row in group if row.budget.name == name] for name in budgets_of(group)}
+        most = max(len(found) for found in rates.values())  # seeds: a rate that some have not run is not compared
+        whole = {name: found for name, found in rates.items() if len(found) == most}
+        chosen = max(whole, key=lambda name: mean(row.search.after for row in whole[name]))
+        best += whole[chosen]
+        words[key] = f" @ {_rate(whole[chosen][0]):g} of {len(whole)}"
+    title = f"Test accuracy (%), every method at the best of its learning rates by the validation set; budget {stem}"
+    return _target_sheet(best, title, lambda row: row.test.after, lambda group: words[group[0].method, group[0].target])
+
+
+def _rate(row: Row) -> float:
+    settings = row.budget.after or row.budget.between
+    return 0.0 if settings is None else settings.rate
+
+
+def minutes_sheet(rows: Sequence[Row], minutes: Sequence[float] = (5, 10, 15, 30, 60, 120)) -> Sheet | None:
+    """Test accuracy within a number of minutes of search and training: of all rows that fit, the best by the validation set."""
+    lines = []
+    for (method, target), group in by_target(rows).items():
+        cells = []
+        for bound in minutes:
+            fitting = [row for row in group if row.search_seconds + row.training_seconds <= 60 * bound]
+            runs = [[row for row in fitting if row.budget.name == name] for name in budgets_of(fitting)]
+            best = max(runs, key=lambda found: mean(row.search.after for row in found), default=[])
+            cells.append(f"{mean_spread([row.test.after for row in best])} ({best[0].budget.name})" if best else NOTHING)
+        lines.append((f"{100 * target:g} %", method, *cells))
+    used = [place for place in range(len(minutes)) if len({line[place + 2] for line in lines} - {NOTHING})]
+    if not used or len({row.budget.name for row in rows}) < 2:
+        return None
+    columns = ("MACs ↓", "method", *(f"{minutes[place]:g} min" for place in used))
+    kept = sorted(((line[0], line[1], *(line[place + 2] for place in used)) for line in lines), key=lambda line: line[0])
+    title = "Test accuracy (%) within minutes of search and training together: the best budget that fits, by the validation set"
+    return Sheet(title, columns, tuple(kept))
 
 
 def _cost_sheet(rows: Sequence[Row], budget: str) -> Sheet:
@@ -146,4 +195,12 @@ def tables_text(rows: Sequence[Row]) -> str:
         best = best_words(rows, budget)
         parts += [f"Highest mean test accuracy, budget {budget}: {best}.\n"] if best else []
         parts += [sheet.markdown() for sheet in sheets_of(rows, budget)]
+    parts += [sheet.markdown() for sheet in across_budgets(rows)]
     return "\n".join([*parts, rows_sheet(rows).markdown()])
+
+
+def across_budgets(rows: Sequence[Row]) -> list[Sheet]:
+    """Return the tables that several budgets make together: each method at its own best rate, and at equal minutes."""
+    stems = dict.fromkeys(name.partition(AT)[0] for name in budgets_of(rows))
+    found = [*(own_rate_sheet(rows, stem) for stem in stems), minutes_sheet(rows)]
+    return [sheet for sheet in found if sheet is not None]
