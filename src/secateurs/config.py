@@ -462,10 +462,13 @@ class Recipe(EnsembleSettings):
 
     @staticmethod
     def best(**changes: Any) -> Recipe:
-        """The best recipe measured: a portfolio of criteria, all cuts allocated together, every layer repaired, no training."""
-        return Recipe(
-            **{"max_drop": 0.01, "criterion": "portfolio", "repair": "every-layer", "allocation": "global", **changes}
-        )
+        """The best recipe measured: structured OBS, all cuts allocated together, every layer repaired, no training.
+
+        With a `portfolio` given, or without repair, a portfolio of criteria ranks the filters.
+        """
+        by_repair = "portfolio" not in changes and changes.get("repair") != "none"
+        chosen = {"criterion": "obs" if by_repair else "portfolio", "repair": "every-layer", "allocation": "global"}
+        return Recipe(**{"max_drop": 0.01, **chosen, **changes})
 
     @staticmethod
     def paper(**changes: Any) -> Recipe:

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from secateurs.compaction import compact
 from secateurs.config import REFITTED, Shortcut
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import NonFinite, RunError
+from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
@@ -28,6 +29,7 @@ from secateurs.pruning.results import ChosenAllocation, ChosenShortcut, SiteCurv
 from secateurs.repair import prepare, solve_together, write_
 from secateurs.selection.allocation import Allocation, Curve, calibrated, frontier
 
+_MOST_TRIED = 160  # allocations that a search looks among: neighbours then differ by less than their accuracies are known
 _TINY = 1e-12  # sums of shares are rounded
 _GRID = 8  # points of a curve between nothing and all filters
 _CALIBRATED_AT = (2, 5)  # of them: where a predicted curve is measured
@@ -238,20 +240,44 @@ def to_certify(allocations: Sequence[Allocation], edge: int, growth: float = FIN
     return tuple(sorted(reached - {0}))
 
 
+class CutsTogether:
+    """The cuts of an allocation, in network order, each repaired as the survey of the original network says.
+
+    What each layer really sees between the others' cuts comes with the refit, after the last one.
+    """
+
+    def __init__(self, context: PruningContext, curves: Mapping[str, SiteCurve], removed: Mapping[str, int]) -> None:
+        self.context, self.masks, self._solved = context, dict[str, Tensor](), dict[bytes, dict[str, Tensor]]()
+        for name, curve in curves.items():
+            site = context.site(context.original, name) if removed.get(name, 0) else None
+            if site is not None:
+                self.masks[name] = curve.keep(removed[name], site)
+        survey = context.survey
+        self.surveyed = {} if survey is None else survey.reconstructions
+        self.possible = context.recipe.repair in REFITTED and bool(self.masks) and set(self.masks) <= set(self.surveyed)
+
+    @cached_property
+    def _wide(self) -> Graph:
+        return prepare(self.context.original, self.masks)
+
+    def up_to(self, last: str, *, verify: bool = False) -> Graph:
+        """The network with the cuts up to that at the site `last` made and repaired, not refitted."""
+        names = list(self.masks)
+        masks: dict[str | Site, Tensor] = {name: self.masks[name] for name in names[: names.index(last) + 1]}
+        graph, some = copied(self._wide), {str(name): mask for name, mask in masks.items()}
+        write_(graph, solve_together({name: self.surveyed[name] for name in some}, some, self._solved))
+        return compact(graph, masks, verify=verify)
+
+
 def apply_allocation(
     context: PruningContext, curves: Mapping[str, SiteCurve], allocation: Allocation, *, verify: bool = False
 ) -> Graph:
-    """The original network with all cuts of an allocation made in network order, each repaired after those before it."""
-    graph, survey = context.original, context.survey
-    sites = {name: context.site(graph, name) for name, m in allocation.removed.items() if m}
-    cut = {name: curves[name].keep(allocation.removed[name], site) for name, site in sites.items() if site is not None}
-    if survey is not None and context.recipe.repair in REFITTED and cut and set(cut) <= set(survey.reconstructions):
-        # the repairs of the original network are a start: what each layer really sees comes with the refit
-        graph = prepare(graph, cut)
-        write_(graph, solve_together({name: survey.reconstructions[name] for name in cut}, cut))
-        masks: dict[str | Site, Tensor] = dict(cut.items())
-        return context.refit(compact(graph, masks, verify=verify))
-    for name, curve in curves.items():
+    """The original network with all cuts of an allocation made, repaired, and refitted if the recipe wants that."""
+    together = CutsTogether(context, curves, allocation.removed)
+    if together.possible:
+        return context.refit(together.up_to(list(together.masks)[-1], verify=verify))
+    graph = context.original
+    for name, curve in curves.items():  # in network order, each repaired after those before it
         m = allocation.removed.get(name, 0)
         site = context.site(graph, name) if m else None
         if site is not None:
@@ -269,6 +295,8 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
         if by_time
         else frontier([curve.curve for curve in curves.values()], context.branches(curves))
     )
+    every = -(-len(allocations) // _MOST_TRIED)  # predicted curves have a point for every filter
+    allocations = (*allocations[:-1:every], allocations[-1]) if every > 1 else allocations
     share = target_share(context) if by_time else None
     if recipe.target_macs is None and recipe.target_parameters is None and share is None:
         return allocations

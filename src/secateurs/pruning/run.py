@@ -35,7 +35,7 @@ from secateurs.pruning.folder import (
     save_start,
     save_step,
 )
-from secateurs.pruning.global_allocation import allocate, allocations_for, compare_shortcuts, measure_curve
+from secateurs.pruning.global_allocation import CutsTogether, allocate, allocations_for, compare_shortcuts, measure_curve
 from secateurs.pruning.latency_tables import fast_widths
 from secateurs.pruning.latency_target import measured_speed, target_share
 from secateurs.pruning.results import (
@@ -90,6 +90,7 @@ class Run:
         self._allocation: ChosenAllocation | None = None
         self._curves: Mapping[str, SiteCurve] = {}
         self._last_allocated = ""
+        self._together: CutsTogether | None = None
         self._loss_cut, self._training = self.state.loss, 0.0  # right after the current cut; seconds of training after it
         assert context.acceptance_sets  # too few images for the contract are an error at once
 
@@ -137,8 +138,9 @@ class Run:
                 f"evaluate gives {values or 1} values, and gave {start.values or 1} when the run was started. Give the one "
                 f"that it was started with, or start a new run."
             )
+        self._measured_original = NetworkState(self.original, start.accuracy, start.loss)
         if not self.steps:
-            self.state = replace(self.state, accuracy=start.accuracy, loss=start.loss)
+            self.state = self._measured_original
 
     def site_order(self) -> Iterator[PreparedSite]:
         """The sites to visit, each looked up when its turn comes: an earlier cut may have narrowed it or removed it."""
@@ -171,6 +173,7 @@ class Run:
             self.context = replace(self.context, position=self._best_shortcut())
         self._curves = self._measure_curves()
         self._allocation = allocate(self.context, self.budget, self._curves)
+        self._together = CutsTogether(self.context, self._curves, self._allocation.removed)
         chosen = [name for name in self._curves if self._allocation.removed.get(name, 0)]
         self._last_allocated = chosen[-1] if chosen else ""
         places = {name: place for place, name in enumerate(self._curves, 1)}
@@ -205,8 +208,9 @@ class Run:
         """The site, prepared; nothing if the current network no longer has it."""
         site = self.context.site(self.state.graph, name)
         if site is not None:
-            self._before = self.state
-            yield self.context.prepare(self.state.graph, site)
+            self._before, graph = self.state, self.state.graph
+            surveyed = self._together is not None and self._together.possible
+            yield PreparedSite(graph, site, None) if surveyed else self.context.prepare(graph, site)
 
     def _sites_of_round(self, number: int) -> tuple[str, ...]:
         """The names of the sites that a round visits, in turn: those that the network has when the round begins."""
@@ -333,7 +337,10 @@ class Run:
         """
         context, step = self.context, self.context.round_to(prepared.site.name)
         while cut.m:
-            smaller = context.with_cut(self.state, prepared, cut.keep)
+            if self._together is not None and self._together.possible:
+                smaller = self._cut_together(self._together, prepared.site.name)
+            else:
+                smaller = context.with_cut(self.state, prepared, cut.keep)
             if self._allocation is not None and prepared.site.name == self._last_allocated:
                 smaller = context.refitted(smaller)
                 cut = replace(cut, bound=self._allocation.bound)
@@ -345,6 +352,15 @@ class Run:
                 cut, removed=cut.removed[: max(cut.m - step, 0)], evaluated=(*cut.evaluated, (cut.m, smaller.accuracy))
             )
         return cut
+
+    def _cut_together(self, together: CutsTogether, site: str) -> NetworkState:
+        """The network with the allocation's cuts up to one made; measured as a whole only after the last, when it is refitted."""
+        graph = together.up_to(site, verify=site == self._last_allocated)
+        repair = together.surveyed[site].solve(together.masks[site])
+        smaller = replace(self.state, graph=graph, repair=repair)
+        if site == self._last_allocated:
+            return smaller
+        return self.context.estimated(smaller, self._measured_original)
 
     def finetune(self, prepared: PreparedSite, cut: Cut) -> None:
         """Recalibrate and fine-tune the network after a cut, if the recipe asks for that; an allocation's cuts together."""

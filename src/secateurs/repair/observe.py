@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -197,16 +198,30 @@ def observe_sites(
     }
     sum_tallies = [SumTally() for _ in sums]
 
+    def add_layer(node: str, read: Tensor, wanted: Tensor | None, first: int) -> None:
+        tallies[node].add(read, wanted, first)
+
+    def add_sums(node: str, terms: Sequence[Any], wanted: Tensor | None) -> None:
+        for (_, total), add, sum_tally in zip(sums, adds, sum_tallies, strict=True):
+            if total.node == node:
+                sum_tally.add(_sum_of(add, terms), _sum_of(add, terms, total), wanted, total.axis)
+
     def add_batch(first: int, outputs: tuple[Any, ...], original_outputs: tuple[Any, ...]) -> None:
         values = dict(zip(ends, outputs, strict=True))
         wanted = {node: convert(value) for (node, convert), value in zip(converts.items(), original_outputs, strict=True)}
-        for source, (node, tally) in zip(inputs, tallies.items(), strict=True):
-            tally.add(values[source], wanted.get(node), first)
-        for (_, total), add, sum_tally in zip(sums, adds, sum_tallies, strict=True):
-            terms = [values[term] for term in mentioned(add)]
-            sum_tally.add(_sum_of(add, terms), _sum_of(add, terms, total), wanted.get(total.node), total.axis)
+        for source, node in zip(inputs, layers, strict=True):
+            add_layer(node, values[source], wanted[node], first)
+        for add in dict.fromkeys(adds):
+            add_sums(add.name, [values[term] for term in mentioned(add)], wanted[add.name])
 
-    run_both(network_up_to(module, ends), targets, examples, add_batch, batch=batch, device=device)
+    if targets is not None:
+        run_both(network_up_to(module, ends), targets, examples, add_batch, batch=batch, device=device)
+    else:
+        first = 0
+        with on_device(module, device) as where, eval_mode(module):
+            for part in examples.batches(batch, device=where):
+                _Observer(module, layers, {add.name for add in adds}, partial(add_layer, first=first), add_sums).run(*part.args)
+                first += part.size
     moments = {node: list(tally.moments(matrix_of(tally.layer))) for node, tally in tallies.items()}
     return {
         place.name: Reconstruction(
@@ -217,6 +232,29 @@ def observe_sites(
         )
         for place in places
     }
+
+
+class _Observer(fx.Interpreter):
+    """Runs a network and hands over what its consumers read, each when it is reached: nothing is kept for longer."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        layers: Collection[str],
+        sums: Collection[str],
+        on_layer: Callable[[str, Tensor, None], None],
+        on_sum: Callable[[str, Sequence[Any], None], None],
+    ) -> None:
+        super().__init__(module)
+        self.layers, self.sums, self.on_layer, self.on_sum = layers, sums, on_layer, on_sum
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        if n.name in self.layers:
+            self.on_layer(n.name, self.env[n.all_input_nodes[0]], None)
+        if n.name in self.sums:
+            self.on_sum(n.name, [self.env[term] for term in mentioned(n)], None)
+        return super().run_node(n)
 
 
 def _is_current(graph: Graph, site: Site) -> bool:

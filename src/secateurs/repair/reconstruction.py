@@ -258,11 +258,15 @@ class Reconstruction:
         return bool(names) and not self.skipped and all(name in curvature for name in names)
 
 
-def solve_together(found: Mapping[str, Reconstruction], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def solve_together(
+    found: Mapping[str, Reconstruction], masks: Mapping[str, Tensor], solved: dict[bytes, dict[str, Tensor]] | None = None
+) -> dict[str, Tensor]:
     """Solve for the weights, by name, when several sites are cut at once, each as it was observed in the same network.
 
-    A layer that reads several of the sites is solved once, for what is left of all of them.
+    A layer that reads several of the sites is solved once, for what is left of all of them. `solved` keeps solutions from call
+    to call.
     """
+    known = {} if solved is None else solved
     layers: dict[str, tuple[LayerFit, Tensor]] = {}
     sums: dict[str, tuple[SumFit, Tensor]] = {}
     for name, each in found.items():
@@ -274,7 +278,9 @@ def solve_together(found: Mapping[str, Reconstruction], masks: Mapping[str, Tens
             sums[total.node] = total, gone + sums[total.node][1] if total.node in sums else gone
     weights: dict[str, Tensor] = {}
     for layer, kept in layers.values():
-        weights |= layer.mend(kept, None)[0]
+        key = layer.name.encode() + bytes(kept.flatten().tolist())
+        known[key] = known[key] if key in known else layer.mend(kept, None)[0]
+        weights |= known[key]
     for total, gone in sums.values():
         if total.name is not None:
             value = torch.where(total.covered, (total.sums[0] + gone) / total.count, total.value)

@@ -7,6 +7,7 @@ at different places were independent. So the loss without some filters is predic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from secateurs.data.dataset import Examples
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import find_consumers
 from secateurs.graph.masking import copy_module
+from secateurs.graph.node_info import shape_of
 from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure
@@ -26,7 +28,8 @@ from secateurs.repair.observe import GRAM_BYTES, channel_axis, gram_size, observ
 from secateurs.repair.reconstruction import Reconstruction
 from secateurs.repair.solve import groups_of
 
-_BATCH = 64  # examples at once there and back: all activations are in memory
+_BATCH = 64  # examples at once there and back, when all activations are in memory
+_ACTIVATION_BYTES = 2**31  # that they may take
 
 Curvature = Mapping[str, Tensor]
 """Of the loss at a network's consumers: (G, O, O) by the path of a layer, (C,) by the node of a sum."""
@@ -66,7 +69,10 @@ def survey(
     if not chosen:
         return Survey(graph, {}, {})
     found = observe_sites(graph, chosen, examples, batch=batch, device=device, gram_bytes=gram_bytes, seed=seed)
-    return Survey(graph, found, curvature_of(graph, chosen, curved, loss_fn, batch=min(batch, _BATCH), device=device))
+    values = [math.prod(dims[1:]) for node in graph.module.graph.nodes if (dims := shape_of(node).dims)]
+    fits = _ACTIVATION_BYTES // max(8 * sum(values), 1)  # there and back
+    few = max(min(batch, _BATCH, fits), 1)
+    return Survey(graph, found, curvature_of(graph, chosen, curved, loss_fn, batch=few, device=device))
 
 
 def curvature_of(
