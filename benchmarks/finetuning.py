@@ -3,7 +3,8 @@
 Cross-entropy or distillation, BatchNorm live or frozen, three learning rates, averaged weights or those of the last step: from
 our repaired network, from those that L1 norms and the geometric median leave without repair, and from the untouched one.
 Every cell is a row of results/finetuning/rows.jsonl: give the same command again after a crash and it goes on. The validation
-set chooses the best cell; test accuracies are measured once and choose nothing. `--render` only prints the table.
+set chooses the best cell; test accuracies are measured once and choose nothing. `--render` writes the table to
+docs/notes/training.md, and trains nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.conditions import conditions
+from benchmarks.render import with_part
 from secateurs import Graph, cost, trace
+from secateurs._util.files import write_text
 from secateurs.cli.inputs import BUILTIN, PUBLIC, Origin, build_model, load_data
 from secateurs.config import Precision, TrainSettings
 from secateurs.data import Data, subset
@@ -40,6 +43,7 @@ from secateurs.repair import reconstruct_
 from secateurs.training import train_
 from secateurs.training.state import copy_into_
 
+PAGE = Path(__file__).parents[1] / "docs" / "notes" / "training.md"
 NETWORKS = {"resnet20": BUILTIN, "resnet32": PUBLIC, "resnet56": PUBLIC}
 UNTOUCHED = "untouched"
 STARTS = (UNTOUCHED, "obs+refit", "l1", "fpgm")
@@ -253,7 +257,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, help="at most this number of each set: to try the command out")
     parser.add_argument("--out", type=Path, default=Path("results/finetuning"))
     parser.add_argument("--runs", type=Path, default=Path("runs/finetuning"))
-    parser.add_argument("--render", action="store_true", help="only print the table")
+    parser.add_argument("--render", action="store_true", help=f"only write the table to {PAGE.name}")
     given = parser.parse_args()
     path: Path = given.out / "rows.jsonl"
     known = {row.cell for row in read_rows(path, Row)}
@@ -274,7 +278,10 @@ def main() -> int:
                         f"validation {row.validation_before:.2%} → {_share(row.validation_after)}, {row.training_seconds:.0f} s"
                     )
                 known.add(cell)
-    say("\n" + table(read_rows(path, Row)))
+    found = table(read_rows(path, Row))
+    if given.render:
+        write_text(PAGE, with_part(PAGE.read_text(), "python -m benchmarks.finetuning", found.rstrip()))
+    say("\n" + found)
     return 0
 
 

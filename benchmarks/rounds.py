@@ -2,7 +2,8 @@
 
 With k rounds each removes the same share of the MACs that are left, by the same method, and gets an equal part of the optimiser
 steps, its own schedule from start to end; the teacher is always the untouched network. Every k and seed is a row of
-results/rounds/rows.jsonl: give the same command again after a crash and it goes on. `--render` only prints the table.
+results/rounds/rows.jsonl: give the same command again after a crash and it goes on. `--render` writes the table to
+docs/notes/training.md, and trains nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from time import process_time
 import torch
 
 from benchmarks.conditions import conditions
-from benchmarks.finetuning import NETWORKS, Cell, Subject, say
+from benchmarks.finetuning import NETWORKS, PAGE, Cell, Subject, say
+from benchmarks.render import with_part
 from secateurs import Graph, cost, trace
+from secateurs._util.files import write_text
 from secateurs.config import Precision
 from secateurs.graph.masking import copied
 from secateurs.methods import Task, method
@@ -136,7 +139,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, help="at most this number of each set: to try the command out")
     parser.add_argument("--out", type=Path, default=Path("results/rounds"))
     parser.add_argument("--runs", type=Path, default=Path("runs/finetuning"))
-    parser.add_argument("--render", action="store_true", help="only print the table")
+    parser.add_argument("--render", action="store_true", help=f"only write the table to {PAGE.name}")
     given = parser.parse_args()
     path: Path = given.out / "rows.jsonl"
     known = {row.plan for row in read_rows(path, Row)}
@@ -152,7 +155,10 @@ def main() -> int:
             say(
                 f"{rounds} rounds, seed {seed}: validation {row.validation_after:.2%}, {row.training_seconds:.0f} s of training"
             )
-    say("\n" + table(read_rows(path, Row)))
+    found = table(read_rows(path, Row))
+    if given.render:
+        write_text(PAGE, with_part(PAGE.read_text(), "python -m benchmarks.rounds", found.rstrip()))
+    say("\n" + found)
     return 0
 
 

@@ -314,8 +314,8 @@ PAPER_FINETUNE = TrainSettings(epochs=10, batch=128, lr=0.01, schedule="constant
 PAPER_RETRAIN = TrainSettings(epochs=80, batch=128, lr=0.01, schedule="step", milestones=(20, 40, 60), augment="crop-flip")
 
 
-# After a repair the network is nearly right, and any rate that is not small takes more from it than it gives: labels are
-# left alone, the original network's answers are the aim, and BatchNorm keeps the statistics that the repair was solved for.
+# After a repair the network is nearly right: labels are left alone, and the original network's answers are the aim.
+# BatchNorm is live: with the statistics that the repair was solved for, rates that help most diverge (docs/notes/training.md).
 GENTLE = TrainSettings(
     epochs=1,
     batch=128,
@@ -324,7 +324,6 @@ GENTLE = TrainSettings(
     warmup_share=0.1,
     distill=1.0,
     temperature=2.0,
-    freeze_batchnorm=True,
     average=0.99,
     augment="auto",
 )

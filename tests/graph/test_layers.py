@@ -35,6 +35,17 @@ def test_a_sum_into_a_wide_tensor_is_widening_and_adding(large: int) -> None:
 
 
 @pytest.mark.parametrize("large", [0, 10**9])
+def test_a_sum_of_two_precisions_is_of_the_wider_one(large: int) -> None:
+    # what autocast makes of a cut residual network: the shortcut float32, the branch bfloat16
+    align = Align(torch.tensor([-1, 0, 1]), 1)
+    wide, narrow = torch.randn(2, 3, 4, 4), torch.randn(2, 2, 4, 4).bfloat16()
+    for one, other in ((wide, narrow), (wide.bfloat16(), narrow.float())):
+        expected = one.clone().float()
+        expected[:, [1, 2]] += other.float()
+        torch.testing.assert_close(SumInto(align, large)(one, other), expected)
+
+
+@pytest.mark.parametrize("large", [0, 10**9])
 @pytest.mark.parametrize("shortcut", ["before", "after"])
 def test_both_ways_to_add_keep_the_network_equal(large: int, shortcut: Shortcut) -> None:
     graph = trace(randomise_(build("resnet20"), 0), example_input("resnet20").double()[..., :16, :16])

@@ -450,6 +450,17 @@ def test_killed_methods_resume_to_the_same_result(name: str, kills: list[tuple[s
     assert_same_bits(whole.graph.module.state_dict(), again.graph.module.state_dict())
 
 
+def test_a_killed_training_whose_best_weights_are_kept_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    after = TrainSettings(epochs=3, batch=24, lr=0.01, distill=1.0, average=0.9, freeze_batchnorm=True)
+    asked = task(budget=Budget("guarded", after=after, keep_best=True), folder=tmp_path)
+    with pytest.raises(Killed):
+        method("l1:uniform")(asked, watch=killer("retrain", 8))  # in the second epoch
+    again, whole = method("l1:uniform")(asked), method("l1:uniform")(replace(asked, folder=None))
+    assert_same_bits(whole.graph.module.state_dict(), again.graph.module.state_dict())
+    assert again.note == whole.note
+    assert "kept" in again.note
+
+
 def test_training_stages_add_up_to_the_budget() -> None:
     for count in (1, 2, 3, 7):
         found = training_stages(task(budget=BUDGET), count)

@@ -204,6 +204,22 @@ def test_gradients_equal_finite_differences(kind: Any, share: float) -> None:
         assert float(logits.grad[place]) == pytest.approx(slope, abs=1e-8)
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_loss_of_outputs_in_half_precision_is_computed_in_full(share: float) -> None:
+    logits, targets = 5 * torch.randn(64, 10, generator=seeded(0)).bfloat16(), torch.arange(64) % 10
+    wanted = logits.double() + 0.1 * torch.randn(64, 10, generator=seeded(1)).double()  # a teacher that is near
+    exact = (
+        float(4 * nn.functional.kl_div((logits.double() / 2).log_softmax(1), (wanted / 2).softmax(1), reduction="batchmean"))
+        if share
+        else float(nn.functional.cross_entropy(logits.double(), targets))
+    )
+    teacher = seeded_net(lambda: nn.Linear(1, 10), 0)
+    teacher.forward = lambda x: wanted.float()  # type: ignore[method-assign]
+    objective = objective_for(TrainSettings(distill=share, temperature=2.0), loss_fn=None, teacher=teacher)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert float(objective((torch.zeros(64, 1),), logits, targets)) == pytest.approx(exact, rel=1e-2)
+
+
 def test_one_example_and_equal_outputs_have_finite_gradients() -> None:
     for logits in (torch.zeros(1, 4), torch.zeros(3, 4)):
         student = logits.clone().requires_grad_()

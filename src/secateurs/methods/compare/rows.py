@@ -144,7 +144,9 @@ def budget_words(budget: Budget) -> str:
         epochs = f"{after.epochs} epoch{'s' if after.epochs != 1 else ''}"
         length = epochs if after.steps is None else f"at most {after.steps:,} steps"
         parts.append(f"{length} after the cuts from learning rate {after.lr:g} ({after.schedule})")
-    distilled = {f"{s.distill:g} of the loss distilled" for s in (between, after) if s and s.distill}
+    distilled = {
+        f"{s.distill:.0%} of the loss the distance to the original network" for s in (between, after) if s and s.distill
+    }
     parts += [*sorted(distilled), *(["the best weights kept"] if budget.keep_best else [])]
     augment = {settings.augment for settings in (between, after) if settings} - {"none"}
     tail = f"; images augmented by {' and '.join(sorted(augment))}" if augment else ""
