@@ -259,6 +259,15 @@ def divergence(outputs: Any, targets: Any) -> Tensor:
     return each.reshape(len(each), -1).mean(1)
 
 
+def drawn_labels(probabilities: Any, seed: int) -> Tensor:
+    """Draw a class from each of the probabilities (N, K, …), and return it as probabilities: all on that class."""
+    by_place = probabilities.movedim(1, -1)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.multinomial(by_place.reshape(-1, by_place.shape[-1]).cpu().double(), 1, generator=generator)
+    labels = functional.one_hot(drawn.squeeze(1), by_place.shape[-1]).view(by_place.shape).movedim(-1, 1)
+    return labels.to(probabilities)
+
+
 def _described(value: object) -> str:
     return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 

@@ -21,6 +21,7 @@ from secateurs.data.dataset import Examples, derive
 from secateurs.data.splits import subset
 from secateurs.metrics import Measure
 from secateurs.repair import Reconstruction
+from secateurs.repair.survey import Curvature
 from secateurs.scoring import OnScored, score_site
 from secateurs.scoring.ensemble import Ensemble
 from secateurs.scoring.evaluator import SiteEvaluator
@@ -50,6 +51,7 @@ class Ranking:
     r2_held_out: float = math.nan
     split_half: float = math.nan
     compared: tuple[tuple[str, float], ...] = ()  # by a portfolio: mean loss over the cuts compared, best first
+    predicted: tuple[float, ...] = ()  # by obs: losses without the first 1, 2, … filters, up to a factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,26 +74,31 @@ def rank(
     ranker: Ranker,
     *,
     reconstruction: Reconstruction | None = None,
+    curvature: Curvature | None = None,
     step: int = 1,
     on_scored: OnScored | None = None,
 ) -> Ranking:
     """Rank the filters of the evaluator's site by the criterion called `name`.
 
     `evaluator` measures the network as a cut would leave it, repaired if the run repairs: a portfolio compares orders by it.
+    With the `curvature` of the loss, obs weighs errors by what they cost, and predicts losses.
     """
     if name == "portfolio":
-        return _portfolio(evaluator, ranker, reconstruction, step, on_scored)
+        return _portfolio(evaluator, ranker, reconstruction, curvature, step, on_scored)
     if name == "obs":
         if reconstruction is None:
             note = "no consumer of the site can be observed: ranked by l1 instead of obs"
             return replace(rank("l1", evaluator, ranker, step=step), note=note)
-        return Ranking(name, reconstruction.order().order)
+        if curvature is None or not reconstruction.is_predictable(curvature):
+            return Ranking(name, reconstruction.order().order)
+        found = reconstruction.order(curvature=curvature)
+        return Ranking(name, found.order, predicted=tuple(found.increases.cumsum(0).tolist()))
     plain = evaluator.unrepaired(ranker.loss_fn)
     if name in ("ensemble", "pairs"):
         return _ensemble(name, plain, ranker, reconstruction, step, on_scored)
     few = subset(ranker.pool, min(_EXAMPLES, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
-    found = score_filters(name, plain, few, seed=ranker.seed + step)
-    return Ranking(short_name(name), order(found), found, examples=len(few))
+    scores = score_filters(name, plain, few, seed=ranker.seed + step)
+    return Ranking(short_name(name), order(scores), scores, examples=len(few))
 
 
 def _ensemble(
@@ -128,12 +135,18 @@ def _ensemble(
 
 
 def _portfolio(
-    evaluator: SiteEvaluator, ranker: Ranker, reconstruction: Reconstruction | None, step: int, on_scored: OnScored | None
+    evaluator: SiteEvaluator,
+    ranker: Ranker,
+    reconstruction: Reconstruction | None,
+    curvature: Curvature | None,
+    step: int,
+    on_scored: OnScored | None,
 ) -> Ranking:
     """The ranking that leaves the smallest loss, a mean over cuts of several sizes."""
     names = [name for name in ranker.portfolio if name != "obs" or reconstruction is not None]
     found = {
-        name: rank(name, evaluator, ranker, reconstruction=reconstruction, step=step, on_scored=on_scored) for name in names
+        name: rank(name, evaluator, ranker, reconstruction=reconstruction, curvature=curvature, step=step, on_scored=on_scored)
+        for name in names
     }
     channels = evaluator.site.channels
     counts = sorted({min(max(round(share * channels), 1), channels - 1) for share in _SHARES})

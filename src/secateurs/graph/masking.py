@@ -118,6 +118,14 @@ def network_up_to(module: fx.GraphModule, ends: Sequence[fx.Node], *, name: str 
     return _part(module, needed, name, outputs=ends)
 
 
+def network_between(module: fx.GraphModule, starts: Sequence[fx.Node], ends: Sequence[fx.Node]) -> fx.GraphModule:
+    """Return the part of `module` that computes `ends`, as a tuple, from the values of `starts`, its inputs; shares weights."""
+    given = set(starts)
+    behind = lambda node: [] if node in given else node.all_input_nodes  # noqa: E731
+    needed = {*ends, *_reachable(ends, behind)} - given
+    return _part(module, needed, "Part", inputs={node: f"from_{node.name}" for node in starts}, outputs=ends)
+
+
 def _reachable(places: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     """Return all nodes that can be reached from `places`; one of `places` only if it can be reached from another."""
     found: set[fx.Node] = set()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from secateurs._util.journal import plain, record_from
 from secateurs.compaction import compact
-from secateurs.config import Repair
+from secateurs.config import REFITTED, Repair
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
@@ -34,7 +34,6 @@ from secateurs.pruning.context import PreparedSite
 from secateurs.pruning.folder import environment
 from secateurs.pruning.global_allocation import apply_allocation, counts_of, measure_curve
 from secateurs.pruning.results import SiteCurve
-from secateurs.repair import prepare
 from secateurs.scoring.cache import context_of
 from secateurs.selection.allocation import Allocation, Curve, frontier
 
@@ -61,14 +60,16 @@ def cut_once(
     task: Task, *, name: str, criterion: str, choice: Choice, repair: Repair = "none", watch: Watch | None = None
 ) -> Pruned:
     """Rank the filters once, make the first cuts of the series that reach the target, then spend the budget."""
-    with opened(task, name, recipe_for(task, criterion, repair=repair), watch) as run:
+    recipe = replace(recipe_for(task, criterion, repair=repair), allocation="global" if repair != "none" else "sequential")
+    with opened(task, name, recipe, watch) as run:
 
         def cut() -> MethodState:
             profiles, began = profile_sites(run, choice), time.monotonic()
             curves = {name: profile.curve for name, profile in profiles.items()}
             series, words = choice.series(run, curves)
             chosen = first_reaching(run, curves, series)
-            passes = sum(profile.passes for profile in profiles.values()) + repair_passes(run) * chosen.cuts
+            together = 1 if repair in REFITTED else chosen.cuts  # a refit runs both networks once from layer to layer
+            passes = sum(profile.passes for profile in profiles.values()) + repair_passes(run) * together
             seconds = sum(profile.seconds for profile in profiles.values()) + time.monotonic() - began
             return MethodState(chosen.graph, Spent(passes=passes, search_seconds=seconds, note=words(chosen)))
 
@@ -96,7 +97,9 @@ def _profiled(run: MethodRun, choice: Choice, site: Site, number: int) -> SitePr
     # all that a profile depends on besides the site: neither the target nor the training that follows
     asked = {name: value for name, value in run.asked.items() if name not in _NOT_OF_A_PROFILE}
     measures, versions = (fingerprint(run.task.loss_fn), fingerprint(run.task.metric)), environment()["versions"]
-    context = context_of("profiles", json.dumps([asked, versions], sort_keys=True), f"{module.code}{module}", *measures)
+    context = context_of(
+        "profiles of surveyed sites", json.dumps([asked, versions], sort_keys=True), f"{module.code}{module}", *measures
+    )
     kept = cache.get_fields(context, key)
     found = choice.profile(run, site, number) if kept is None else record_from(kept, SiteProfile)
     if kept is None:
@@ -109,9 +112,19 @@ def loss_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
     prepared = run.context.prepare(run.task.graph, site)
     ranking, passes = ranked(run, prepared, number)
     curve = measure_curve(run.context, prepared, ranking)
+    few, all_held = len(run.context.held_out_few.examples), len(run.context.held_out.examples)
+    measured = 2 * few if ranking.predicted else len(curve.curve.removed) * all_held
     # the first site also counts the outputs of the original network, which all curves are measured against
-    measured = (len(curve.curve.removed) + (number == 1)) * len(run.context.held_out.examples)
-    return SiteProfile(curve, passes + measured + repair_passes(run))
+    return SiteProfile(curve, passes + measured + (all_held if number == 1 else 0) + _observing(run, prepared, number))
+
+
+def _observing(run: MethodRun, prepared: PreparedSite, number: int) -> int:
+    """The passes that observing a site took; the first one also counts what was observed of all sites together."""
+    survey = run.context.survey
+    if survey is None or prepared.graph is not survey.graph:
+        return repair_passes(run)
+    few = len(run.context.held_out_few.examples)
+    return len(run.context.repair_examples) + _THERE_AND_BACK * few if number == 1 else 0
 
 
 def order_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
@@ -119,7 +132,7 @@ def order_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
     observed = run.context.recipe.criterion in _BY_REPAIRS
     prepared = run.context.prepare(run.task.graph, site) if observed else PreparedSite(run.task.graph, site, None)
     ranking, passes = ranked(run, prepared, number)
-    return SiteProfile(unmeasured(site, ranking), passes + (repair_passes(run) if observed else 0))
+    return SiteProfile(unmeasured(site, ranking), passes + (_observing(run, prepared, number) if observed else 0))
 
 
 def sensitivity_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:
@@ -291,8 +304,9 @@ def _first(run: MethodRun, curves: Curves, series: Sequence[Counts]) -> int:
     def network(counts: Counts) -> Graph:
         wide = run.task.graph
         masks = masks_of(wide, curves, counts)
-        if run.context.recipe.repair != "none":  # what repairs add to the network keeps channels alive
-            wide = prepare(wide, masks)
+        survey = run.context.survey
+        if survey is not None:  # what repairs add to the network keeps channels alive
+            wide = survey.graph
         return compact(wide, masks, verify=False) if masks else wide
 
     def reaches(index: int) -> bool:

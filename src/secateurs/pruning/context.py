@@ -31,7 +31,7 @@ from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site, find_site, find_sites
 from secateurs.graph.structure import is_bypassed
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, evaluate, loss, values, with_answers
+from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, drawn_labels, evaluate, loss, values, with_answers
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
 from secateurs.pruning.latency_tables import (
     SECONDS,
@@ -45,7 +45,7 @@ from secateurs.pruning.latency_tables import (
 )
 from secateurs.pruning.results import Progress, TimeTable, WidthMultiple
 from secateurs.pruning.whole_metric import WholeMetric
-from secateurs.repair import Reconstruction, Repair, apply_, observe, prepare, refit_
+from secateurs.repair import Reconstruction, Repair, Survey, apply_, observe, prepare, refit_, survey
 from secateurs.scoring import OnScored
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.evaluator import SiteEvaluator
@@ -59,6 +59,7 @@ T = TypeVar("T")
 _PROBED_BATCH = 4  # examples at once where the multiple of widths is measured in eager mode
 _FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 _HELD_OUT = 1024  # examples tell orders and curves apart well enough; the search images may be many more
+_FEW = 512  # of them: for the curvature of the loss, and for the points that predicted curves are brought to
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,47 @@ class PruningContext:
         return HeldOut(self.held_out_examples, self.runtime.loss_fn)
 
     @cached_property
+    def held_out_few(self) -> HeldOut:
+        """Fewer of the held-out examples."""
+        held = self.held_out
+        few = subset(held.examples, min(_FEW, len(held.examples)), seed=derive(self.recipe.seed, "few"), stratified=False)
+        return HeldOut(few, held.loss_fn)
+
+    @cached_property
+    def loss_of_few(self) -> float:
+        """The mean loss of the original network on them."""
+        few, module, device = self.held_out_few, self.original.module, self.runtime.device
+        return self._batched(lambda batch: loss(module, few.examples, loss_fn=few.loss_fn, batch=batch, device=device))
+
+    @cached_property
+    def survey(self) -> Survey | None:
+        """All sites of the original network, observed together; None where nothing is repaired, or one site after the other.
+
+        A divergence from the network's own outputs has no slope there; its curvature is that of the loss of labels drawn from
+        these outputs.
+        """
+        if self.recipe.repair == "none" or self.recipe.allocation != "global":
+            return None
+        names = [site.name for site in find_sites(self.original, self.shortcut) if site.channels > 1]
+        few, seed = self.held_out_few, derive(self.recipe.seed, "repair")
+        examples = few.examples
+        if few.loss_fn is divergence:
+            examples = replace(examples, targets=drawn_labels(examples.targets, seed))
+        graph = prepare(self.original, names)
+        return self._batched(
+            lambda batch: survey(
+                graph,
+                names,
+                self.repair_examples,
+                examples,
+                few.loss_fn,
+                batch=batch,
+                device=self.runtime.device,
+                seed=seed,
+            )
+        )
+
+    @cached_property
     def ranker(self) -> Ranker:
         """The examples that filters are ranked on, and the loss that goes with them."""
         recipe, loss_fn = self.recipe, self.runtime.loss_fn
@@ -287,6 +329,9 @@ class PruningContext:
         """The site with what a repair of it needs, if the recipe repairs."""
         if self.recipe.repair == "none":
             return PreparedSite(graph, site, None)
+        known = None if graph is not self.original or self.survey is None else self.survey.reconstructions.get(site.name)
+        if self.survey is not None and known is not None and (known.layers or known.sums):
+            return PreparedSite(self.survey.graph, known.site, known)
         prepared = prepare(graph, [site])
         found = self._batched(
             lambda batch: observe(
@@ -331,11 +376,13 @@ class PruningContext:
 
     def rank(self, prepared: PreparedSite, *, step: int, on_scored: OnScored) -> Ranking:
         """Rank the site's filters by the recipe's criterion, least important first."""
+        surveyed = self.survey if self.survey is not None and prepared.graph is self.survey.graph else None
         return rank(
             self.recipe.criterion,
             replace(self.evaluator(prepared, self.runtime.loss_fn), precision=self.recipe.scoring_precision),
             self.ranker,
             reconstruction=prepared.reconstruction,
+            curvature=None if surveyed is None else surveyed.curvature,
             step=step,
             on_scored=on_scored,
         )

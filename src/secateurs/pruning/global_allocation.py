@@ -10,12 +10,13 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from secateurs._util.decode import brief
 from secateurs.compaction import compact
-from secateurs.config import Shortcut
+from secateurs.config import REFITTED, Shortcut
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import NonFinite, RunError
 from secateurs.graph.sites import Site
@@ -24,44 +25,76 @@ from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PreparedSite, PruningContext
 from secateurs.pruning.latency_target import target_share, timed_allocations
 from secateurs.pruning.results import ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
-from secateurs.selection.allocation import Allocation, Curve, frontier
+from secateurs.repair import prepare, solve_together, write_
+from secateurs.selection.allocation import Allocation, Curve, calibrated, frontier
 
 _TINY = 1e-12  # sums of shares are rounded
 _GRID = 8  # points of a curve between nothing and all filters
+_CALIBRATED_AT = (2, 5)  # of them: where a predicted curve is measured
 _FIRST = (0.4, 0.5)  # of the saving at the predicted edge: the first allocations that are certified
 FINE = 1.06  # saving of the next allocation that is certified, relative to the one before
 COARSE = 1.3  # the same where training follows, which a refusal makes harder to certify
 
 
 def counts_of(
-    channels: int, largest_share: float, round_to: int, widths: Sequence[int] | None = None, *, folds: bool = False
+    channels: int,
+    largest_share: float,
+    round_to: int,
+    widths: Sequence[int] | None = None,
+    at: Sequence[int] | None = tuple(range(1, _GRID)),
+    *,
+    folds: bool = False,
 ) -> tuple[int, ...]:
-    """Numbers of filters at which a curve is measured, from 0 on; kept ones are multiples of `round_to`, and in `widths`.
+    """Numbers of filters at which a curve is known, from 0 on; kept ones are multiples of `round_to`, and in `widths`.
 
-    Where the site's branch `folds`, all filters are the last of them.
+    They are those nearest to some eighths of the filters, `at`; None: all. Where the site's branch `folds`, all filters are the
+    last of them.
     """
     most = min(math.floor(round(largest_share * channels, 12)), channels - 1)
-    wanted = {round(channels * step / _GRID) for step in range(1, _GRID)}
     allowed = [m for m in range(1, most + 1) if (channels - m) % round_to == 0 and (widths is None or channels - m in widths)]
-    found = {min(allowed, key=lambda m: abs(m - want)) for want in wanted} if allowed else set()
-    return (0, *sorted({*found, channels} if folds else found))
+    wanted = {round(channels * step / _GRID) for step in at or ()}
+    found = allowed if at is None or not allowed else sorted({min(allowed, key=lambda m: abs(m - want)) for want in wanted})
+    return (0, *found, *([channels] if folds else ()))
 
 
 def measure_curve(
     context: PruningContext, prepared: PreparedSite, ranking: Ranking, widths: Sequence[int] | None = None
 ) -> SiteCurve:
-    """Measure the held-out loss along the ranking, and what the cuts save."""
+    """The held-out loss along the ranking, and what the cuts save: predicted and measured at two points, else all measured."""
     recipe, site = context.recipe, prepared.site
     folds = site.name in context.folding_sites
-    counts = counts_of(site.channels, recipe.largest_share, context.round_to(site.name), widths, folds=folds)
-    measured = context.evaluator(prepared, context.held_out.loss_fn).on(context.held_out.examples)
-    losses = measured.means(cuts_along(ranking.order, counts)).tolist()
-    if not math.isfinite(losses[0]):
+    counts_at = partial(counts_of, site.channels, recipe.largest_share, context.round_to(site.name), widths, folds=folds)
+    counts = counts_at(at=None)
+    losses = _predicted_losses(context, prepared, ranking, counts_at(at=_CALIBRATED_AT)) if ranking.predicted else {}
+    if losses:
+        losses_at = tuple(losses[m] for m in counts)
+    else:
+        counts = counts_at()
+        measured = context.evaluator(prepared, context.held_out.loss_fn).on(context.held_out.examples)
+        losses_at = tuple(measured.means(cuts_along(ranking.order, counts)).tolist())
+    if not math.isfinite(losses_at[0]):
         raise NonFinite(
-            f"site {site.name!r}: the loss of the uncut network on {len(measured.examples)} validation examples is "
-            f"{losses[0]}. Check its outputs and the examples for NaN."
+            f"site {site.name!r}: the loss of the uncut network on {len(context.held_out.examples)} validation examples is "
+            f"{losses_at[0]}. Check its outputs and the examples for NaN."
         )
-    return SiteCurve(ranking, site.original, Curve(site.name, counts, tuple(losses), _savings(context, site, ranking, counts)))
+    return SiteCurve(ranking, site.original, Curve(site.name, counts, losses_at, _savings(context, site, ranking, counts)))
+
+
+def _predicted_losses(
+    context: PruningContext, prepared: PreparedSite, ranking: Ranking, counts: Sequence[int]
+) -> dict[int, float]:
+    """The loss without 0, 1, 2, … filters as predicted, brought to what is measured at `counts`; empty if that cannot be.
+
+    Without any filter nothing is left to solve for, so that the loss of a folded branch is the measured one.
+    """
+    few, start = context.held_out_few, context.loss_of_few
+    measured = context.evaluator(prepared, few.loss_fn).on(few.examples)
+    if not math.isfinite(start) or len(counts) < 2:
+        return {}
+    losses = dict(zip(counts[1:], measured.means(cuts_along(ranking.order, counts[1:])).tolist(), strict=True))
+    folded = {m: loss for m, loss in losses.items() if m == prepared.site.channels}
+    found = calibrated(ranking.predicted, {m: loss - start for m, loss in losses.items() if m not in folded})
+    return {m: start + increase for m, increase in enumerate(found)} | folded if found else {}
 
 
 def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequence[int]) -> tuple[float, ...]:
@@ -70,9 +103,9 @@ def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequ
         cuts = cuts_along(ranking.order, counts)
         seconds = [context.latency_model.seconds({site.name: keep}) for keep in cuts]
         return tuple((seconds[0] - each) / seconds[0] for each in seconds)
-    partial, *whole = (counts[:-1], counts[-1]) if counts[-1] == site.channels else (counts,)
-    most = _saved_alone(context, site, ranking, partial[-1])
-    found = [most * count / max(partial[-1], 1) for count in partial]
+    some, *whole = (counts[:-1], counts[-1]) if counts[-1] == site.channels else (counts,)
+    most = _saved_alone(context, site, ranking, some[-1])
+    found = [most * count / max(some[-1], 1) for count in some]
     return (*found, *(_saved_alone(context, site, ranking, count) for count in whole))
 
 
@@ -209,7 +242,15 @@ def apply_allocation(
     context: PruningContext, curves: Mapping[str, SiteCurve], allocation: Allocation, *, verify: bool = False
 ) -> Graph:
     """The original network with all cuts of an allocation made in network order, each repaired after those before it."""
-    graph = context.original
+    graph, survey = context.original, context.survey
+    sites = {name: context.site(graph, name) for name, m in allocation.removed.items() if m}
+    cut = {name: curves[name].keep(allocation.removed[name], site) for name, site in sites.items() if site is not None}
+    if survey is not None and context.recipe.repair in REFITTED and cut and set(cut) <= set(survey.reconstructions):
+        # the repairs of the original network are a start: what each layer really sees comes with the refit
+        graph = prepare(graph, cut)
+        write_(graph, solve_together({name: survey.reconstructions[name] for name in cut}, cut))
+        masks: dict[str | Site, Tensor] = dict(cut.items())
+        return context.refit(compact(graph, masks, verify=verify))
     for name, curve in curves.items():
         m = allocation.removed.get(name, 0)
         site = context.site(graph, name) if m else None

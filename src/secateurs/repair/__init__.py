@@ -19,11 +19,26 @@ from secateurs.graph.masking import Masks, copied
 from secateurs.graph.sites import Site, check_masks, resolve
 from secateurs.graph.trace import Graph
 from secateurs.repair.observe import ROWS, observe
-from secateurs.repair.reconstruction import Errors, Reconstruction, Repair, apply_
+from secateurs.repair.reconstruction import Errors, Reconstruction, Repair, apply_, solve_together, write_
 from secateurs.repair.refit import refit_
+from secateurs.repair.survey import Survey, survey
 from secateurs.repair.whole import reconstruct_
 
-__all__ = ["Errors", "Reconstruction", "Repair", "apply_", "observe", "prepare", "reconstruct_", "refit_", "repair_"]
+__all__ = [
+    "Errors",
+    "Reconstruction",
+    "Repair",
+    "Survey",
+    "apply_",
+    "observe",
+    "prepare",
+    "reconstruct_",
+    "refit_",
+    "repair_",
+    "solve_together",
+    "survey",
+    "write_",
+]
 
 
 def prepare(graph: Graph, sites: Iterable[Site | str]) -> Graph:

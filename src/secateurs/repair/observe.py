@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from secateurs.graph.trace import Graph
 from secateurs.repair.reconstruction import LayerFit, Reconstruction, SumFit
 from secateurs.repair.solve import Moments, feature_source, gram_features, groups_of, matrix_of, patches, target_rows
 
-ROWS = 2**17  # places of a consumer's output that are used
+ROWS = 2**16  # places of a consumer's output that are used
 GRAM_BYTES = 2**31  # that the Gram matrices of one layer may take
 CHUNK_BYTES = 2**25  # of features in float64 that are computed at once
 HELD = 3  # every third example is held back to choose a ridge
@@ -99,13 +99,18 @@ class SumTally:
         self.sums: Tensor | None = None
         self.count = 0
 
-    def add(self, there: Tensor, without: Tensor, target: Tensor, axis: int) -> None:
-        """Add a batch of the sum, of the sum without the site, and of its target; channels lie along `axis`."""
+    def add(self, there: Tensor, without: Tensor, target: Tensor | None, axis: int) -> None:
+        """Add a batch of the sum, of the sum without the site, and of its target (None: itself); channels lie along `axis`."""
         dtype = accumulation_dtype(there.device)
-        there, without, target = (t.transpose(0, axis).flatten(1).to(dtype) for t in (there, without, target))
-        lacking, part = target - there, there - without
-        terms = [lacking, part, lacking**2, part**2, lacking * part, target, target**2]
-        found = torch.stack([t.sum(1) for t in terms])
+        there, without = (t.transpose(0, axis).flatten(1).to(dtype) for t in (there, without))
+        part, nothing = there - without, there.new_zeros(len(there))
+        if target is None:
+            found = torch.stack([nothing, part.sum(1), nothing, (part**2).sum(1), nothing, there.sum(1), (there**2).sum(1)])
+        else:
+            target = target.transpose(0, axis).flatten(1).to(dtype)
+            lacking = target - there
+            terms = [lacking, part, lacking**2, part**2, lacking * part, target, target**2]
+            found = torch.stack([t.sum(1) for t in terms])
         self.sums = found if self.sums is None else self.sums + found
         self.count += there.shape[1]
 
@@ -129,48 +134,89 @@ def observe(
     made yet. At most `rows` places of a consumer's output are used (None: all), equally many of each example. A layer whose
     Gram matrices would take more than `gram_bytes` is skipped, with the reason. No network is changed.
     """
-    place = site if isinstance(site, Site) and _is_current(graph, site) else next(iter(resolve(graph, [site]).values()))
+    (found,) = observe_sites(
+        graph,
+        [site],
+        examples,
+        original=original,
+        masks=masks,
+        batch=batch,
+        device=device,
+        rows=rows,
+        gram_bytes=gram_bytes,
+        seed=seed,
+    ).values()
+    return found
+
+
+def observe_sites(
+    graph: Graph,
+    sites: Iterable[Site | str],
+    examples: Examples,
+    *,
+    original: Graph | None = None,
+    masks: Masks | None = None,
+    batch: int = 256,
+    device: Device = None,
+    rows: int | None = ROWS,
+    gram_bytes: int = GRAM_BYTES,
+    seed: int = 0,
+) -> dict[str, Reconstruction]:
+    """Observe several sites as `observe` does one, all in one pass over the examples; gives the reconstructions by site."""
+    places = [s if isinstance(s, Site) and _is_current(graph, s) else next(iter(resolve(graph, [s]).values())) for s in sites]
     if len(examples) == 0:
-        raise InvalidInput(f"repair of site {place.name!r}: got no examples, wanted at least one.")
-    consumers = find_consumers(graph, place)
-    layers: list[LayerConsumer] = []
-    sums, skipped = consumers.sums, dict(consumers.others)
-    for consumer in consumers.layers:
-        layer: Any = graph.module.get_submodule(consumer.module)
-        if gram_size(layer) <= gram_bytes:
-            layers.append(consumer)
-        else:
-            skipped[consumer.node] = (
-                f"layer {consumer.module!r} reads {gram_features(layer) - 1} features, whose Gram matrices would take "
-                f"{gram_size(layer) / 2**30:.3g} GiB: more than gram_bytes={gram_bytes}"
-            )
+        raise InvalidInput(f"repair of site {places[0].name!r}: got no examples, wanted at least one.")
+    consumers = {place.name: find_consumers(graph, place) for place in places}
+    skipped: dict[str, dict[str, str]] = {name: dict(each.others) for name, each in consumers.items()}
+    layers: dict[str, LayerConsumer] = {}  # by node: one that reads several sites is tallied once
+    sums: list[tuple[str, SumConsumer]] = []
+    for name, each in consumers.items():
+        sums += [(name, total) for total in each.sums]
+        for consumer in each.layers:
+            layer: Any = graph.module.get_submodule(consumer.module)
+            if gram_size(layer) <= gram_bytes:
+                layers[consumer.node] = consumer
+            else:
+                skipped[name][consumer.node] = (
+                    f"layer {consumer.module!r} reads {gram_features(layer) - 1} features, whose Gram matrices would take "
+                    f"{gram_size(layer) / 2**30:.3g} GiB: more than gram_bytes={gram_bytes}"
+                )
     module = spread_sums(masked(graph, masks) if masks else graph.module)
-    adds = [find_node(module, total.node) for total in sums]
-    inputs = [find_node(module, layer.node).all_input_nodes[0] for layer in layers]
-    seen = network_up_to(module, [*inputs, *(term for add in adds for term in mentioned(add))])
+    adds = [find_node(module, total.node) for _, total in sums]
+    inputs = [find_node(module, node).all_input_nodes[0] for node in layers]
+    ends = list(dict.fromkeys([*inputs, *(term for add in adds for term in mentioned(add))]))
     targets, converts = None, {}
     if original is not None:
         whole = spread_sums(original.module)
-        both: list[LayerConsumer | SumConsumer] = [*layers, *sums]
-        targets = network_up_to(whole, [find_node(whole, c.node, whose="original") for c in both])
-        converts = {c.node: converted(graph, original, c) for c in both}
-    tallies = [LayerTally(module.get_submodule(c.module), examples=len(examples), rows=rows, seed=seed) for c in layers]
+        both: dict[str, LayerConsumer | SumConsumer] = {**layers, **{total.node: total for _, total in sums}}
+        targets = network_up_to(whole, [find_node(whole, node, whose="original") for node in both])
+        converts = {node: converted(graph, original, consumer) for node, consumer in both.items()}
+    tallies = {
+        node: LayerTally(module.get_submodule(c.module), examples=len(examples), rows=rows, seed=seed)
+        for node, c in layers.items()
+    }
     sum_tallies = [SumTally() for _ in sums]
 
     def add_batch(first: int, outputs: tuple[Any, ...], original_outputs: tuple[Any, ...]) -> None:
-        values = iter(outputs)
+        values = dict(zip(ends, outputs, strict=True))
         wanted = {node: convert(value) for (node, convert), value in zip(converts.items(), original_outputs, strict=True)}
-        for consumer, tally in zip(layers, tallies, strict=True):
-            tally.add(next(values), wanted.get(consumer.node), first)
-        for total, add, sum_tally in zip(sums, adds, sum_tallies, strict=True):
-            terms = [next(values) for _ in mentioned(add)]
-            there = _sum_of(add, terms)
-            sum_tally.add(there, _sum_of(add, terms, total), wanted.get(total.node, there), total.axis)
+        for source, (node, tally) in zip(inputs, tallies.items(), strict=True):
+            tally.add(values[source], wanted.get(node), first)
+        for (_, total), add, sum_tally in zip(sums, adds, sum_tallies, strict=True):
+            terms = [values[term] for term in mentioned(add)]
+            sum_tally.add(_sum_of(add, terms), _sum_of(add, terms, total), wanted.get(total.node), total.axis)
 
-    run_both(seen, targets, examples, add_batch, batch=batch, device=device)
-    layer_fits = tuple(layer_fit(graph, c, tally) for c, tally in zip(layers, tallies, strict=True))
-    sum_fits = tuple(_sum_fit(graph, c, tally) for c, tally in zip(sums, sum_tallies, strict=True))
-    return Reconstruction(place, layer_fits, sum_fits, skipped)
+    run_both(network_up_to(module, ends), targets, examples, add_batch, batch=batch, device=device)
+    moments = {node: list(tally.moments(matrix_of(tally.layer))) for node, tally in tallies.items()}
+    return {
+        place.name: Reconstruction(
+            place,
+            tuple(layer_fit(graph, c, *moments[c.node]) for c in consumers[place.name].layers if c.node in layers),
+            tuple(_sum_fit(graph, c, t) for (name, c), t in zip(sums, sum_tallies, strict=True) if name == place.name),
+            skipped[place.name],
+        )
+        for place in places
+    }
 
 
 def _is_current(graph: Graph, site: Site) -> bool:
@@ -288,11 +334,10 @@ def select(value: Tensor, positions: Tensor | None, axis: int) -> Tensor:
     return value if positions is None else value.index_select(axis, positions.to(value.device))
 
 
-def layer_fit(graph: Graph, consumer: LayerConsumer, tally: LayerTally) -> LayerFit:
-    """Return the fit of a layer from its moments, with its weights as they are."""
+def layer_fit(graph: Graph, consumer: LayerConsumer, total: Moments | None, held: Moments | None) -> LayerFit:
+    """Return the fit of a layer from its moments over all examples and those held back, with its weights as they are."""
     layer: Any = graph.module.get_submodule(consumer.module)
     start = matrix_of(layer)
-    total, held = tally.moments(start)
     assert total is not None
     bias, mean = (None if layer.bias is None else f"{consumer.module}.bias"), None
     if bias is None and consumer.norm is not None:

@@ -90,11 +90,17 @@ class LayerFit:
     bias: str | None
     mean: Tensor | None
 
-    def mend(self, keep: Tensor, ridge: float | None) -> tuple[dict[str, Tensor], Errors, float]:
-        """Return new weights by name, the errors, and the ridge, which is chosen on the examples held back if it is None."""
+    def kept(self, keep: Tensor) -> Tensor:
+        """Return which features (G, p) remain with the filters in `keep` (C,): theirs, and those from elsewhere."""
+        return _kept(self.source, keep)
+
+    def mend(self, kept: Tensor, ridge: float | None) -> tuple[dict[str, Tensor], Errors, float]:
+        """Return new weights by name, the errors, and the ridge, which is chosen on the examples held back if it is None.
+
+        Only the features in `kept` (G, p) remain.
+        """
         if self.bias is None:
             raise InvalidInput(f"layer {self.name!r} has no bias that a repair could set: call prepare(graph, sites) first.")
-        kept = _kept(self.source, keep)
         if ridge is None and self.held is not None:
             ridge = choose_ridge(self.total - self.held, self.held, self.start, kept)
         elif ridge is None:
@@ -112,16 +118,21 @@ class LayerFit:
     def _spread(self) -> float:
         return max(float(self.total.spread.sum()), 1e-300)
 
-    def quadratics(self, ridge: float) -> list[Quadratic]:
-        """Return the layer's error around its best weights, as a share of its variance: one quadratic for each group."""
+    def quadratics(self, ridge: float, curvature: Tensor | None) -> list[Quadratic]:
+        """Return the layer's error around its best weights, one quadratic for each group.
+
+        It counts as a share of the outputs' variance, or by the `curvature` (G, O, O) of the loss along them: then it is the
+        loss that the error is predicted to cost.
+        """
         everything = torch.ones(self.source.shape, dtype=torch.bool)
         best = solve(self.total, self.start, everything, ridge)
+        best = best / self._spread() ** 0.5 if curvature is None else best @ _root(curvature) / (2 * self.total.count) ** 0.5
         found = []
         for group, gram in enumerate(self.total.gram):
             size = gram.diagonal().clamp_min(0.0)
             regular = gram.clone()
             regular.diagonal().add_(ridge * torch.where(size > 0, size, 1.0))
-            found.append(Quadratic(regular, best[group] / self._spread() ** 0.5, self.source[group]))
+            found.append(Quadratic(regular, best[group], self.source[group]))
         return found
 
 
@@ -166,12 +177,16 @@ class SumFit:
         target, squared = self.sums[5:]
         return max(float((squared - target**2 / self.count).sum()), 1e-300)
 
-    def costs(self, channels: int) -> Tensor:
-        """Return the error that removing each filter of the site adds when the offset keeps its mean: its variance, (C,)."""
+    def costs(self, channels: int, curvature: Tensor | None) -> Tensor:
+        """Return the error that removing each filter of the site adds when the offset keeps its mean: its variance, (C,).
+
+        It counts as a share of the sum's variance, or by the `curvature` (C,) of the loss along the sum's channels.
+        """
         lack, part, lack_squared, part_squared, both = self.sums[:5]
         with_part = lack_squared + 2 * both + part_squared - (lack + part) ** 2 / self.count
         without = lack_squared - lack**2 / self.count
-        added = torch.where(self.covered, with_part - without, 2 * both + part_squared) / self._spread()
+        added = torch.where(self.covered, with_part - without, 2 * both + part_squared)
+        added = added / self._spread() if curvature is None else added * curvature / (2 * self.count)
         costs = torch.zeros(channels + 1, dtype=torch.float64)
         return costs.index_add(0, self.source % (channels + 1), added)[:channels]
 
@@ -214,23 +229,64 @@ class Reconstruction:
         errors: dict[str, Errors] = {}
         ridges: dict[str, float] = {}
         for layer in self.layers:
-            changed, errors[layer.name], ridges[layer.name] = layer.mend(keep, ridge)
+            changed, errors[layer.name], ridges[layer.name] = layer.mend(layer.kept(keep), ridge)
             weights |= changed
         for total in self.sums:
             changed, errors[total.node] = total.mend(keep, 0.0 if ridge is None else ridge)
             weights |= changed
         return Repair(self.site.name, keep, weights, errors, ridges)
 
-    def order(self, *, ridge: float = OBS_RIDGE) -> Elimination:
-        """Rank the site's filters by Optimal Brain Surgeon over all consumers, each error as a share of its variance."""
+    def order(self, *, ridge: float = OBS_RIDGE, curvature: Mapping[str, Tensor] | None = None) -> Elimination:
+        """Rank the site's filters by Optimal Brain Surgeon over all consumers, each error as a share of its variance.
+
+        With the `curvature` of the loss at all of its consumers (by a layer's path, a sum's node) errors count by what they are
+        predicted to cost, and the elimination's increases are those of the loss.
+        """
         if not self.layers and not self.sums:
             reasons = "; ".join(self.skipped.values()) or "nothing reads it"
             raise InvalidInput(f"site {self.site.name!r}: no consumer was observed, so filters cannot be ranked ({reasons}).")
-        quadratics = [q for layer in self.layers for q in layer.quadratics(ridge)]
+        bent = curvature or {}
+        quadratics = [q for layer in self.layers for q in layer.quadratics(ridge, bent.get(layer.name))]
         alone = torch.zeros(self.site.channels, dtype=torch.float64)
         for total in self.sums:
-            alone += total.costs(self.site.channels)
+            alone += total.costs(self.site.channels, bent.get(total.node))
         return obs_order(quadratics, self.site.channels, alone=alone)
+
+    def is_predictable(self, curvature: Mapping[str, Tensor]) -> bool:
+        """Whether the loss of a cut follows from the curvature: it is known at every consumer, and none was skipped."""
+        names = [*(layer.name for layer in self.layers), *(total.node for total in self.sums)]
+        return bool(names) and not self.skipped and all(name in curvature for name in names)
+
+
+def solve_together(found: Mapping[str, Reconstruction], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Solve for the weights, by name, when several sites are cut at once, each as it was observed in the same network.
+
+    A layer that reads several of the sites is solved once, for what is left of all of them.
+    """
+    layers: dict[str, tuple[LayerFit, Tensor]] = {}
+    sums: dict[str, tuple[SumFit, Tensor]] = {}
+    for name, each in found.items():
+        for layer in each.layers:
+            kept = layer.kept(masks[name])
+            layers[layer.name] = layer, kept & layers[layer.name][1] if layer.name in layers else kept
+        for total in each.sums:
+            gone = total.sums[1] * ~_kept(total.source, masks[name])
+            sums[total.node] = total, gone + sums[total.node][1] if total.node in sums else gone
+    weights: dict[str, Tensor] = {}
+    for layer, kept in layers.values():
+        weights |= layer.mend(kept, None)[0]
+    for total, gone in sums.values():
+        if total.name is not None:
+            value = torch.where(total.covered, (total.sums[0] + gone) / total.count, total.value)
+            weights[total.name] = value.to(total.like)
+    return weights
+
+
+def _root(matrices: Tensor) -> Tensor:
+    """Return L with L Lᵀ = matrices (G, O, O), which are symmetric and not negative but for rounding."""
+    values, vectors = torch.linalg.eigh(matrices)
+    root: Tensor = vectors * values.clamp_min(0.0).sqrt()[:, None, :]
+    return root
 
 
 def _mean(values: list[float]) -> float:

@@ -5,19 +5,19 @@ A layer whose output is a term of a sum makes up for everything that the sum lac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
-from secateurs._util.modules import Device
+from secateurs._util.modules import Device, eval_mode, on_device
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import LastTerm, LayerConsumer, find_layers
-from secateurs.graph.masking import network_up_to
+from secateurs.graph.masking import network_between
 from secateurs.graph.trace import Graph
 from secateurs.repair.observe import (
     GRAM_BYTES,
@@ -30,10 +30,12 @@ from secateurs.repair.observe import (
     gram_size,
     kept_positions,
     layer_fit,
-    run_both,
     select,
 )
 from secateurs.repair.reconstruction import Errors, write_
+from secateurs.repair.solve import matrix_of
+
+KEPT_BYTES = 2**31  # of activations between one layer and the next, for all examples
 
 Target = Callable[..., Tensor]
 """From the original's output, and for a term of a sum the layer's output and the sum, to the target of the layer's output."""
@@ -48,38 +50,101 @@ def refit_(
     device: Device = None,
     rows: int | None = ROWS,
     gram_bytes: int = GRAM_BYTES,
+    kept_bytes: int = KEPT_BYTES,
     seed: int = 0,
 ) -> Mapping[str, Errors]:
     """Refit every layer of `graph`, in place, to its output in `original`, the network that `graph` was cut from.
 
     Returns the errors before and after by layer. Layers without a bias or a BatchNorm behind them, which cannot represent a
-    mean, and layers whose Gram matrices would take more than `gram_bytes` stay as they are and are not in the result.
+    mean, and layers whose Gram matrices would take more than `gram_bytes` stay as they are and are not in the result. Both
+    networks are run once from layer to layer, as long as the activations on the way take no more than `kept_bytes`.
     """
     if len(examples) == 0:
         raise InvalidInput("refit: got no examples, wanted at least one.")
-    errors = {}
+    ours, theirs = spread_sums(graph.module), spread_sums(original.module)
+    solved: list[_Solved] = []
     for consumer, term in find_layers(graph):
         layer: Any = graph.module.get_submodule(consumer.module)
         if (layer.bias is None and consumer.norm is None) or gram_size(layer) > gram_bytes:
             continue
-        ours, theirs = spread_sums(graph.module), spread_sums(original.module)
         node = find_node(ours, consumer.node)
         seen, wanted = [node.all_input_nodes[0]], consumer.node
-        target: Target = converted(graph, original, consumer)
         if term is not None:
             seen, wanted = [*seen, node, find_node(ours, term.end)], term.node
-            target = _target_of_term(graph, original, consumer, term)
-        reference = network_up_to(theirs, [find_node(theirs, wanted, whose="original")])
-        tally = LayerTally(layer, examples=len(examples), rows=rows, seed=seed)
-        add = partial(_add_batch, tally, target)
-        run_both(network_up_to(ours, seen), reference, examples, add, batch=batch, device=device)
-        weights, errors[consumer.module], _ = layer_fit(graph, consumer, tally).mend(torch.ones(0, dtype=torch.bool), None)
-        write_(graph, weights)
+        solved.append(_Solved(consumer, term, node, seen, find_node(theirs, wanted, whose="original")))
+    errors = {}
+    with on_device(ours, device) as where, on_device(theirs, where), eval_mode(ours, theirs):
+        here = _Stretches(ours, [each.node for each in solved], kept_bytes // 2)
+        there = _Stretches(theirs, [each.wanted for each in solved], kept_bytes // 2)
+        for number, (consumer, term, _, seen, wanted_node) in enumerate(solved):
+            layer = graph.module.get_submodule(consumer.module)
+            target: Target = (
+                converted(graph, original, consumer) if term is None else _target_of_term(graph, original, consumer, term)
+            )
+            tally, first = LayerTally(layer, examples=len(examples), rows=rows, seed=seed), 0
+            batches = [here.run(number, seen, examples, batch, where), there.run(number, [wanted_node], examples, batch, where)]
+            for (read, *others), (given,) in zip(*batches, strict=True):
+                tally.add(read, target(given, *others), first)
+                first += batch
+            fit = layer_fit(graph, consumer, *tally.moments(matrix_of(layer)))
+            weights, errors[consumer.module], _ = fit.mend(fit.kept(torch.ones(0, dtype=torch.bool)), None)
+            write_(graph, weights)
     return errors
 
 
-def _add_batch(tally: LayerTally, target: Target, first: int, seen: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
-    tally.add(seen[0], target(wanted[0], *seen[1:]), first)
+class _Solved(NamedTuple):
+    """A layer to be solved: what of our network it is solved from, and the node of the original that it is to give."""
+
+    consumer: LayerConsumer
+    term: LastTerm | None
+    node: fx.Node
+    seen: list[fx.Node]
+    wanted: fx.Node
+
+
+class _Stretches:
+    """A network run from stop to stop over the same examples: what later nodes need is kept at each stop, and read again.
+
+    Where that would take more than `budget` bytes, the next run starts from an earlier stop.
+    """
+
+    def __init__(self, module: fx.GraphModule, stops: Sequence[fx.Node], budget: int) -> None:
+        self.module, self.budget = module, budget
+        self.place = {node: number for number, node in enumerate(module.graph.nodes)}
+        # nothing before a stop is needed again, nor anything that is computed from weights that may change
+        ahead = [self.place[node] for node in stops]
+        self.ends = [min(ahead[number:]) for number in range(len(ahead))]
+        self.starts: list[fx.Node] = [node for node in self.place if node.op == "placeholder"]
+        self.kept: list[tuple[Any, ...]] | None = None  # values of `starts` for each batch; None: the examples themselves
+
+    def run(
+        self, number: int, wanted: Sequence[fx.Node], examples: Examples, batch: int, device: torch.device
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield the values of the `wanted` nodes for each batch, on the way to the stop of that number."""
+        end = self.ends[number]
+        live = [
+            node
+            for node, at in self.place.items()
+            if at < end and node.op != "get_attr" and any(self.place[user] >= end for user in node.users)
+        ]
+        ends = list(dict.fromkeys([*live, *wanted]))
+        part = network_between(self.module, self.starts, ends)
+        kept: list[tuple[Any, ...]] | None = []
+        inputs = (each.args for each in examples.batches(batch, device=device)) if self.kept is None else iter(self.kept)
+        count = -(-len(examples) // batch)
+        for values in inputs:
+            found = dict(zip(ends, part(*values), strict=True))
+            if kept is not None:
+                kept.append(tuple(found[node] for node in live))
+                if count * _bytes_of(kept[0]) > self.budget:
+                    kept = None
+            yield tuple(found[node] for node in wanted)
+        if kept is not None:
+            self.starts, self.kept = live, kept
+
+
+def _bytes_of(values: Sequence[Any]) -> int:
+    return sum(t.nbytes for t in pytree.tree_leaves(values) if isinstance(t, Tensor))
 
 
 def _target_of_term(graph: Graph, original: Graph, consumer: LayerConsumer, term: LastTerm) -> Target:

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 from secateurs.errors import InvalidInput
 
+_POWERS = (0.7, 2.0)  # of a measured loss over the predicted one: beyond these it is noise
 MOST_OPTIONS = 1024  # of a group of sites that are chosen together
 
 
@@ -67,6 +68,22 @@ class Option:
     saved: float
     loss: float  # increase
     removed: Mapping[str, int]  # every site of the group
+
+
+def calibrated(predicted: Sequence[float], measured: Mapping[int, float]) -> tuple[float, ...]:
+    """Increases of the loss without 0, 1, 2, … filters: predicted ones, brought to those measured at some numbers of filters.
+
+    A prediction is right up to a factor, and curved too little where cuts are large: measured = factor · predicted ** power,
+    fitted in logarithms. Empty where no prediction follows: an increase that is measured is not above 0.
+    """
+    pairs = [(predicted[m - 1], loss) for m, loss in sorted(measured.items())]
+    if not pairs or any(not (math.isfinite(loss) and loss > 0 and guess > 0) for guess, loss in pairs):
+        return ()
+    (low, first), (high, last) = pairs[0], pairs[-1]
+    power = math.log(last / first) / math.log(high / low) if high > low else 1.0
+    power = min(max(power, _POWERS[0]), _POWERS[1])
+    factor = math.exp(math.fsum(math.log(loss) - power * math.log(guess) for guess, loss in pairs) / len(pairs))
+    return (0.0, *(factor * max(guess, 0.0) ** power for guess in predicted))
 
 
 def options(
