@@ -378,6 +378,13 @@ class Recipe(EnsembleSettings):
     target_macs: float | None = setting(
         None, "Stop when this share of the multiply-accumulates is removed.", "pruning", low=0, high=1
     )
+    target_memory: float | None = setting(
+        None,
+        "Stop when the activations take, at their peak, this share of what they took in the original network.",
+        "pruning",
+        above=0,
+        below=1,
+    )
     criterion: str = setting(
         "ensemble",
         f"Criterion that ranks the filters: {', '.join(CRITERIA)}, or your own as package.module:function.",

@@ -179,7 +179,8 @@ class Run:
             if not self._done(0, name):
                 yield from self._entered_site(name)
         recipe = self.recipe
-        wanted = recipe.target_macs is not None or recipe.target_parameters is not None or recipe.has_time_target
+        targets = (recipe.target_macs, recipe.target_parameters, recipe.target_memory)
+        wanted = recipe.has_time_target or any(target is not None for target in targets)
         if not self.steps:
             self.stopped = "no allocation is within the allowed drop"
         elif not self._reached_target():
@@ -263,6 +264,10 @@ class Run:
             for what, want, got in wanted
             if want is not None
         ]
+        if recipe.target_memory is not None:
+            left = self.context.memory_left(self.state.graph)
+            words = f"the activations' peak takes {left:.1%} of the original's, of {recipe.target_memory:.1%} wanted"
+            known.append((left <= recipe.target_memory, words))
         share = target_share(self.context) if self._allocation is not None and recipe.has_time_target else None
         if self._allocation is not None and share is not None:
             remains = 1 - self._allocation.saved

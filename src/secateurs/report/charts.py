@@ -236,7 +236,7 @@ def milliseconds(run: RunReport) -> Figure | None:
 
 def layer_times(run: RunReport) -> list[tuple[str, float, float]]:
     """Seconds of the slowest layers before and after, of all other layers together, and of what is no such layer."""
-    found = [] if run.end is None else list(run.end.layer_times)
+    found = [] if run.end is None or run.end.latency is None else list(run.end.layer_times)
     layers = sorted((one for one in found if one.name), key=lambda one: -one.before)
     shown = [(one.name, one.before, one.after) for one in layers[:_SLOWEST]]
     if layers[_SLOWEST:]:
