@@ -240,6 +240,10 @@ def page() -> str:
             f"{1e3 * row['smaller']:.1f} ms | {100 * (predicted / row['smaller'] - 1):+.1f} % | "
             f"{SpeedUp(**row['smaller speed']).summary()} | {len(row['kept'])} | {gone} | {rival} |"
         )
+    for row in timed:
+        gone = [site for site, (_, kept) in row["kept"].items() if kept == 0]
+        if gone:
+            lines += ["", f"Branches gone in {row['network']}, {row['shortcut']}: those of {', '.join(gone)}."]
     for row in (row for row in found if row["part"] == "hand"):
         speeds = ", ".join(f"{SpeedUp(**row[name]).summary()} in {name}" for name in ("onnxruntime", "torch"))
         lines += ["", f"ResNet-20 compacted to 8, 16 and 32 channels, beside one that is built with them, batch 64: {speeds}."]

@@ -24,6 +24,7 @@ from secateurs._util.files import write_text
 from secateurs.errors import InvalidInput, RecipeError, suggest
 
 Shortcut = Literal["before", "after", "stream"]
+ShortcutChoice = Literal["before", "after", "stream", "auto"]
 Transform = Literal["linear", "log", "rank"]
 Design = Literal["exact", "bernoulli", "balanced"]
 Method = Literal["bisect", "paper", "scan"]
@@ -364,7 +365,7 @@ class Recipe(EnsembleSettings):
         "pruning",
     )
     direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
-    shortcut: Shortcut | Literal["auto"] = setting(
+    shortcut: ShortcutChoice = setting(
         "before",
         "Where the last filters of a residual block are masked: before or after the add, or all of a stage's with one mask; "
         "auto: where the same saving costs least, with all sites weighed together.",
