@@ -24,6 +24,7 @@ from secateurs._util.files import write_text
 from secateurs.errors import InvalidInput, RecipeError, suggest
 
 Shortcut = Literal["before", "after", "stream", "coupled"]
+ShortcutChoice = Literal["before", "after", "stream", "coupled", "auto"]
 Transform = Literal["linear", "log", "rank"]
 Design = Literal["exact", "bernoulli", "balanced"]
 Method = Literal["bisect", "paper", "scan"]
@@ -366,7 +367,7 @@ class Recipe(EnsembleSettings):
         "pruning",
     )
     direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
-    shortcut: Shortcut | Literal["auto"] = setting(
+    shortcut: ShortcutChoice = setting(
         "before",
         "Where the last filters of a residual block are masked: before or after the add, or all of a stage's with one mask "
         "(stream), or all that the model's own code ties together (coupled); auto: where the same saving costs least, with all "
@@ -380,6 +381,13 @@ class Recipe(EnsembleSettings):
     )
     target_macs: float | None = setting(
         None, "Stop when this share of the multiply-accumulates is removed.", "pruning", low=0, high=1
+    )
+    target_memory: float | None = setting(
+        None,
+        "Stop when the activations take, at their peak, this share of what they took in the original network.",
+        "pruning",
+        above=0,
+        below=1,
     )
     criterion: str = setting(
         "ensemble",

@@ -21,6 +21,7 @@ from secateurs.errors import InvalidInput, RecipeError, RunError
 from secateurs.graph.engine import MeasureEngine, TorchEngine, in_rounds
 from secateurs.graph.latency import median
 from secateurs.graph.layers import Align, SumInto
+from secateurs.graph.structure import activations
 from secateurs.models import build, example_input
 from secateurs.pruning import latency_tables
 from secateurs.pruning.context import PruningContext
@@ -348,6 +349,19 @@ def test_a_branch_goes_as_a_whole_where_that_is_the_only_way_to_save_time(
     assert resume(tmp_path / "run", Residual().eval(), data).finish().plan == result.plan
     alone = Pruner(Residual().eval(), data, recipe=replace(asked, branches=False)).finish()
     assert alone.macs.removed == 0
+
+
+def test_activations_are_counted_and_can_be_the_target() -> None:
+    """By hand, for one image: two tensors of 24 and 32 channels of 8 × 8 are the most at one time, with a ReLU's copy."""
+    graph = trace(small_net((24, 32)), torch.randn(1, 1, 8, 8))
+    assert activations(graph).peak == 64 * 2 * 32
+    assert activations(graph).total == 64 * (1 + 3 * 24 + 3 * 32) + 32 + 32 + 10
+    result = Pruner(small_net((24, 32)), few_digits(128), recipe=recipe(target_latency=None, target_memory=0.5)).finish()
+    left = activations(result.graph).peak / activations(trace(small_net((24, 32)), result.graph.example)).peak
+    assert 0.3 < left <= 0.5
+    assert "activations' peak takes" in result.stopped
+    sequential = recipe(target_latency=None, target_memory=0.8, allocation="sequential")
+    assert "of 80.0% wanted" in Pruner(small_net((24, 32)), few_digits(128), recipe=sequential).finish().stopped
 
 
 @pytest.mark.parametrize("target", [0.7, None])

@@ -124,7 +124,13 @@ def test_the_page_needs_nothing_else_and_says_what_the_journal_says(finished: Pa
     assert f"{100 * (1 - end['macs']['after'] / end['macs']['before']):.1f} % of the MACs" in page.words
     assert "Allowed drop kept" in page.words
     speed = end["latency"]
-    assert f"{speed['speedup']:.2f}×{speed['low']:.2f} to {speed['high']:.2f}× in this run" in "".join(page.words.splitlines())
+    shown, times = "".join(page.words.splitlines()), [f"{1e3 * speed[name]:.3g} ms" for name in ("original", "pruned")]
+    assert f"{speed['speedup']:.2f}×batch {speed['batch']}, PyTorch, eager: {' → '.join(times)}, " in shown
+    assert f"({speed['low']:.2f} to {speed['high']:.2f})" in shown
+    assert [other["batch"] for other in end["speeds"]] == [1]
+    assert "batch 1, PyTorch, eager: " in shown
+    for layer in end["layer_times"][:3]:
+        assert f"{layer['name']}{1e3 * layer['before']:.3g} ms" in shown
     before, after = end["classes"]["before"], end["classes"]["after"]
     lost = min(range(10), key=lambda place: after[place] - before[place])
     points = 100 * (after[lost] - before[lost])
@@ -478,7 +484,7 @@ def test_the_page_shows_exports_and_where_they_gain_nothing(folder: Path) -> Non
     words = page_of(folder).words
     assert "ONNX2.5 kB1 kB3e-06 of 1264ONNX Runtime1e+03 ms2e+03 ms2.00x slower (1.82 to 2.22)" in words
     assert "In ONNX Runtime the exported network is slower than the unpruned one: 2.00x slower" in words
-    assert "--round-to 8." in words
+    assert "prune with --engine onnxruntime, or export with --pad-to 8 or 16." in words
     assert "more than pruning saves" not in words  # 0.9 of 0.5 s, where 0.5 s are saved
     note_exports(folder, [export_fields("source", 0.5, share=1.0), export_fields("onnx", 0.5)])
     assert "more than pruning saves" not in page_of(folder).words

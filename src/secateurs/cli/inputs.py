@@ -61,7 +61,12 @@ DataOptions = Annotated[
     Parameter(negative="", show_default=False, help="name=value for the data set, such as split=public or seed=1; repeatable."),
 ]
 Device = Annotated[str | None, Parameter(help="Where to compute: cpu, cuda, cuda:1, mps. Default: where the model is.")]
-ShortcutFlag = Annotated[Shortcut, Parameter(help=declarations(Recipe)["shortcut"][2].help)]
+ShortcutFlag = Annotated[
+    Shortcut,
+    Parameter(
+        help="Where the end of a residual block is masked: before or after the add, or with one mask for the whole stage."
+    ),
+]
 Json = Annotated[
     bool,
     Parameter(name="--json", negative="", show_default=False, help="Print one JSON document on stdout, and no progress."),

@@ -93,8 +93,8 @@ def _print_closing(folder: Path, figures: ResultFigures, recipe: Recipe, records
     from secateurs.pruning.results import Step, promised_bound
     from secateurs.report.result import promise
 
-    if figures.latency is not None:
-        say(f"{figures.latency.headline()}.")
+    if (first := figures.headline()) is not None:
+        say(f"{first}.")
     say(f"{figures.summary()}.")
     say(promise(recipe, records_of(records, Step), promised_bound(recipe.budget, records), figures.metric))
     say(f"Stopped because {figures.stopped}, after {clock(figures.seconds)}.")

@@ -109,6 +109,13 @@ class MeasureEngine:
         raise InvalidInput(f"{self.name} measures whole networks, and cannot time a {type(layer).__name__} alone.")
 
 
+def at_batch(engine: Engine, batch: int) -> Engine:
+    """The same engine for batches of another size."""
+    other = copy.copy(engine)
+    other.batch = batch
+    return other
+
+
 def batch_like(graph: Graph, batch: int) -> tuple[Tensor, ...]:
     """The graph's example inputs, repeated or truncated to `batch` examples."""
     count = len(graph.example[0])

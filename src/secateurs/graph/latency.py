@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from secateurs._util.modules import eval_mode
 from secateurs.errors import InvalidInput
@@ -212,6 +212,20 @@ def aligning_share(graph: Graph, inputs: Example) -> float:
             if run:  # the first run is the warm-up
                 shares.append(timer.aligning / sum(timer.seconds.values()))
     return statistics.median(shares)
+
+
+def by_module(graph: Graph, inputs: Example) -> dict[str, float]:
+    """Seconds of every convolution and linear layer for `inputs`, by path: medians of several runs, node by node, eager."""
+    given, found = like_network(graph.module, as_example(inputs)), dict[str, list[float]]()
+    with eval_mode(graph.module), torch.inference_mode():
+        for run in range(RUNS + 1):
+            timer = NodeTimer(graph.module)
+            timer.run(*given)
+            for node, seconds in timer.seconds.items() if run else ():  # the first run is the warm-up
+                layer = called_module(graph.module, node)
+                if isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
+                    found.setdefault(str(node.target), []).append(seconds)
+    return {name: statistics.median(seconds) * len(seconds) / RUNS for name, seconds in found.items()}
 
 
 class NodeTimer(fx.Interpreter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,3 +78,31 @@ def is_bypassed(graph: fx.Graph, place: fx.Node) -> bool:
         if node is not place and (node.op == "placeholder" or not reached.isdisjoint(node.all_input_nodes)):
             reached.add(node)
     return any(node.op == "output" for node in reached)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Numbers that the tensors of a network hold, for its example: at most at one time, and all together.
+
+    Every op counts as if it gave a tensor of its own, which is freed after its last reader.
+    """
+
+    peak: int
+    total: int
+
+
+def activations(graph: Graph) -> Activations:
+    """Count the numbers in the tensors of a network."""
+    nodes = list(graph.module.graph.nodes)
+    last = {source: place for place, node in enumerate(nodes) for source in node.all_input_nodes}
+    held, peak, total = dict[fx.Node, int](), 0, 0
+    for place, node in enumerate(nodes):
+        dims = shape_of(node).dims
+        if dims is not None and node.op not in ("get_attr", "output"):
+            held[node] = math.prod(dims)
+            total += held[node]
+        peak = max(peak, sum(held.values()))
+        for source in {*node.all_input_nodes, node}:
+            if last.get(source, place) <= place:
+                held.pop(source, None)
+    return Activations(peak, total)

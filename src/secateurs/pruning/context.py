@@ -29,7 +29,7 @@ from secateurs.graph.cost import Cost, cost
 from secateurs.graph.engine import Engine, Timer, TorchEngine
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site, find_site, find_sites
-from secateurs.graph.structure import is_bypassed
+from secateurs.graph.structure import activations, is_bypassed
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, drawn_labels, evaluate, loss, values, with_answers
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
@@ -220,7 +220,7 @@ class PruningContext:
         """
         if self.recipe.repair == "none" or self.recipe.allocation != "global":
             return None
-        names = [site.name for site in find_sites(self.original, self.recipe.shortcut) if site.channels > 1]
+        names = [site.name for site in find_sites(self.original, self.shortcut) if site.channels > 1]
         few, seed = self.held_out_few, derive(self.recipe.seed, "repair")
         examples = few.examples
         if few.loss_fn is divergence:
@@ -495,6 +495,10 @@ class PruningContext:
         """The shares of the original's parameters and MACs that `graph` does without."""
         now, before = cost(graph), self.cost_before
         return 1 - now.parameters / before.parameters, 1 - now.macs / max(before.macs, 1)
+
+    def memory_left(self, graph: Graph) -> float:
+        """The share of the original's activations, at their peak, that those of `graph` take."""
+        return activations(graph).peak / max(activations(self.original).peak, 1)
 
     def evaluate(self, graph: Graph, examples: Examples | Stream) -> Evaluation:
         """Loss and accuracy of a network."""

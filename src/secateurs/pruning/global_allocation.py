@@ -21,6 +21,7 @@ from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import NonFinite, RunError
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site
+from secateurs.graph.structure import activations
 from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PreparedSite, PruningContext
@@ -112,10 +113,13 @@ def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequ
 
 
 def _saved_alone(context: PruningContext, site: Site, ranking: Ranking, count: int) -> float:
-    """The share of the MACs, or of the parameters if they alone are the target, that a cut of one site saves."""
+    """The share of the MACs that a cut of one site saves; of the parameters or activations if they alone are the target."""
     recipe = context.recipe
     masks: dict[str | Site, Tensor] = {site.name: cuts_along(ranking.order, [count])[0]}
-    parameters, macs = context.shares_removed(compact(context.original, masks, verify=False))
+    smaller = compact(context.original, masks, verify=False)
+    if recipe.target_memory is not None and recipe.target_macs is None and recipe.target_parameters is None:
+        return 1 - activations(smaller).total / activations(context.original).total
+    parameters, macs = context.shares_removed(smaller)
     by_parameters = recipe.target_macs is None and recipe.target_parameters is not None
     return parameters if by_parameters else macs
 
@@ -298,14 +302,15 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
     every = -(-len(allocations) // _MOST_TRIED)  # predicted curves have a point for every filter
     allocations = (*allocations[:-1:every], allocations[-1]) if every > 1 else allocations
     share = target_share(context) if by_time else None
-    if recipe.target_macs is None and recipe.target_parameters is None and share is None:
+    by_structure = any(t is not None for t in (recipe.target_macs, recipe.target_parameters, recipe.target_memory))
+    if not by_structure and share is None:
         return allocations
 
     def reaches(index: int) -> bool:
         """By structure and predicted time alone: nothing is repaired or measured."""
         if share is not None and allocations[index].saved < 1 - share:
             return False
-        if recipe.target_macs is None and recipe.target_parameters is None:
+        if not by_structure:
             return True
         masks: dict[str | Site, Tensor] = {}
         for name, curve in curves.items():
@@ -314,7 +319,8 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
                 masks[name] = curve.keep(m, site)
         smaller = compact(context.original, masks, verify=False) if masks else context.original
         parameters, macs = context.shares_removed(smaller)
-        return macs >= (recipe.target_macs or 0.0) and parameters >= (recipe.target_parameters or 0.0)
+        enough = macs >= (recipe.target_macs or 0.0) and parameters >= (recipe.target_parameters or 0.0)
+        return enough and context.memory_left(smaller) <= (recipe.target_memory or 1.0)
 
     return allocations[: bisect_left(range(len(allocations) - 1), True, key=reaches) + 1]
 
@@ -332,7 +338,7 @@ def compare_shortcuts(
     for shortcut, (context, curves, allocations) in found.items():
         recipe = context.recipe
         target = target_share(context) if recipe.has_time_target and context.by_time else None
-        bounded = recipe.target_macs is not None or recipe.target_parameters is not None
+        bounded = any(t is not None for t in (recipe.target_macs, recipe.target_parameters, recipe.target_memory))
         wanted = 1 - target if target is not None else allocations[-1].saved if bounded else half
         reached = (i for i, one in enumerate(allocations) if one.saved >= wanted - _TINY)
         chosen = allocations[next(reached, len(allocations) - 1)]

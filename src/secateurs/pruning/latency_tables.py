@@ -303,8 +303,16 @@ class LatencyModel:
 
     def seconds(self, masks: Masks) -> float:
         """Predicted seconds of all layers that any measured cut changes, under the masks."""
-        found = self.narrowed(masks)
-        return math.fsum(self.times[key].seconds(found[node].size) for node, key in self.keys.items() if key in self.times)
+        return math.fsum(self.by_layer(masks).values())
+
+    def by_layer(self, masks: Masks) -> dict[str, float]:
+        """The same, layer by layer, by the path of its module."""
+        found, seconds = self.narrowed(masks), dict[str, float]()
+        for node, key in self.keys.items():
+            if key in self.times:
+                name = str(node.target)
+                seconds[name] = seconds.get(name, 0.0) + self.times[key].seconds(found[node].size)
+        return seconds
 
     def aligned(self, masks: Masks) -> float:
         """Elements of sums, for one example, with terms that carry other channels than the sum: these have to be aligned."""

@@ -8,6 +8,7 @@ solved for again around it, with the layers timed at the sizes they have there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -17,19 +18,22 @@ from torch import Tensor
 
 from secateurs.compaction import compact
 from secateurs.errors import RunError
-from secateurs.graph.engine import in_rounds
-from secateurs.graph.latency import aligning_share, speedup
+from secateurs.graph.engine import Engine, batch_like, in_rounds
+from secateurs.graph.latency import aligning_share, by_module, speedup
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.pruning.context import PruningContext
 from secateurs.pruning.latency_tables import LatencyModel
-from secateurs.pruning.results import MeasuredSpeed, SiteCurve, TimedAllocation
+from secateurs.pruning.results import LayerTime, MeasuredSpeed, SiteCurve, TimedAllocation
 from secateurs.repair import prepare
 from secateurs.selection.allocation import Allocation
 from secateurs.selection.knapsack import ascending, best_allocations
 
 CORRECTIONS = 3  # networks that are compacted and timed before an allocation is chosen
 CLOSE = 0.02  # relative error of the predicted time at which the tables are correct enough
+BATCHES = (1, 64)  # at which results are timed, besides that of the recipe
+LONGEST_PASS = 3.0  # seconds: networks are not timed at batches that take longer
+LONGEST_MEASURED = 20.0  # seconds of rounds of two networks, beyond the fewest
 _TIMED_ROUNDS, _FINAL_ROUNDS = 15, 25  # of two networks in turns
 
 
@@ -87,24 +91,53 @@ def network_seconds(context: PruningContext, *graphs: Graph) -> tuple[float, ...
 
 def network_rounds(context: PruningContext, *graphs: Graph, rounds: int = _TIMED_ROUNDS) -> list[list[float]]:
     """Seconds of networks in the engine in every round, in which all run in turns."""
-    engine = context.engine
+    return _rounds(context, context.engine, graphs, rounds)
+
+
+def _rounds(context: PruningContext, engine: Engine, graphs: Sequence[Graph], rounds: int) -> list[list[float]]:
+    known = engine is context.engine
     timers = {
-        place: context.original_timer if graph is context.original else engine.network(graph)
+        place: context.original_timer if known and graph is context.original else engine.network(graph)
         for place, graph in enumerate(graphs)
     }
     if not engine.runs_layers:
         return list(in_rounds(timers, rounds=5, shortest=0.0).values())
-    return list(in_rounds(timers, threads=engine.threads, rounds=rounds).values())
+    return list(in_rounds(timers, threads=engine.threads, rounds=rounds, at_most=LONGEST_MEASURED).values())
 
 
-def measured_speed(context: PruningContext, graph: Graph, inputs: tuple[Tensor, ...], saved: float | None) -> MeasuredSpeed:
-    """Time the smaller network in the engine, in turns with the original one; `saved` is the share that was predicted."""
-    rows = torch.tensor(network_rounds(context, context.original, graph, rounds=_FINAL_ROUNDS), dtype=torch.float64)
-    found, engine = speedup(*rows), context.engine
+def measured_speed(
+    context: PruningContext, engine: Engine, graph: Graph, inputs: tuple[Tensor, ...], saved: float | None
+) -> MeasuredSpeed:
+    """Time the smaller network in an engine, in turns with the original one; `saved` is the share that was predicted."""
+    rows = torch.tensor(_rounds(context, engine, (context.original, graph), _FINAL_ROUNDS), dtype=torch.float64)
+    found = speedup(*rows)
     original, pruned = (float(row.quantile(0.5)) for row in rows)
     predicted = original * (1 - saved) if saved is not None and context.by_time else None
     aligning = aligning_share(graph, inputs)
     return MeasuredSpeed(found.ratio, found.low, found.high, engine.batch, aligning, engine.name, original, pruned, predicted)
+
+
+def layer_times(context: PruningContext, engine: Engine, graph: Graph, speed: MeasuredSpeed) -> tuple[LayerTime, ...]:
+    """Seconds of every layer in the original network and in the smaller one, and of all else, as an entry without a name.
+
+    By the tables where cuts were weighed by time in an engine that runs layers; otherwise layer by layer in eager mode.
+    """
+    if not engine.runs_layers:
+        return ()
+    if context.by_time and isinstance(context.latency_model, LatencyModel):
+        model, kept = context.latency_model, dict[str, Tensor]()
+        for name, gone in graph.plan.removed().items():
+            if name in model.sites:
+                kept[name] = torch.tensor([channel not in gone for channel in model.sites[name].original])
+        before, after = (model.by_layer(masks) for masks in ({}, kept))
+    else:
+        before, after = (by_module(each, batch_like(each, engine.batch)) for each in (context.original, graph))
+    each = [LayerTime(name, seconds, after.get(name, 0.0)) for name, seconds in before.items()]
+    rest = [
+        max((whole or 0.0) - math.fsum(found.values()), 0.0)
+        for whole, found in ((speed.original, before), (speed.pruned, after))
+    ]
+    return (*each, LayerTime("", rest[0], rest[1]))
 
 
 def aimed(allocations: Sequence[Allocation], wanted: float | None) -> int:

@@ -358,6 +358,15 @@ class MeasuredSpeed:
         return self.aligning > max(self.speedup - 1, 0.0)  # in units of the pruned network's time it saves speedup - 1
 
 
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of a layer in the original network and in the smaller one; without a name: of all that is no such layer."""
+
+    name: str
+    before: float
+    after: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ResultFigures:
     """The figures of a finished run: before and after, on data that decided nothing (test) and on the validation set."""
@@ -374,6 +383,14 @@ class ResultFigures:
     seconds: Seconds  # of all phases
     phases: tuple[tuple[str, Seconds], ...] = ()  # in the order of the work; what a crash interrupted is not counted
     files: Files = field(default_factory=dict)
+    speeds: tuple[MeasuredSpeed, ...] = ()  # the same at other batches
+    layer_times: tuple[LayerTime, ...] = ()  # at the batch of `latency`
+
+    def headline(self) -> str | None:
+        """What was measured in time, at all batches, as the first words of a result; None where nothing was."""
+        if self.latency is None:
+            return None
+        return "; ".join([self.latency.headline(), *(f"{other.summary()}, {other.times()}" for other in self.speeds)])
 
     def summary(self) -> str:
         """One sentence with the figures that matter; a metric of the user's own is no percentage."""

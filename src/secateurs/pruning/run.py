@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from secateurs._util.decode import brief
 from secateurs.compaction.serialization import save
@@ -19,7 +20,7 @@ from secateurs.criteria.ranking import Ranking
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.graph.cost import cost
-from secateurs.graph.latency import aligning_share, latency
+from secateurs.graph.engine import TorchEngine, at_batch
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import display_name
@@ -37,14 +38,13 @@ from secateurs.pruning.folder import (
 )
 from secateurs.pruning.global_allocation import CutsTogether, allocate, allocations_for, compare_shortcuts, measure_curve
 from secateurs.pruning.latency_tables import fast_widths
-from secateurs.pruning.latency_target import measured_speed, target_share
+from secateurs.pruning.latency_target import BATCHES, LONGEST_PASS, layer_times, measured_speed, target_share
 from secateurs.pruning.results import (
     NO_TEST,
     Change,
     ChosenAllocation,
     ChosenShortcut,
     ClassAccuracies,
-    MeasuredSpeed,
     ResultFigures,
     RunResult,
     SiteCurve,
@@ -56,7 +56,7 @@ from secateurs.pruning.results import (
 )
 from secateurs.selection.search import Cut
 
-_TIMED, _TIMINGS = 64, 12  # examples at once, and how often, when the speed is measured in eager mode
+_TIMED = 64  # examples at once when the speed is measured in eager mode
 _MEASUREMENTS = 3  # at the end: on the test set, on the validation set, of the speed
 
 
@@ -182,7 +182,8 @@ class Run:
             if not self._done(0, name):
                 yield from self._entered_site(name)
         recipe = self.recipe
-        wanted = recipe.target_macs is not None or recipe.target_parameters is not None or recipe.has_time_target
+        targets = (recipe.target_macs, recipe.target_parameters, recipe.target_memory)
+        wanted = recipe.has_time_target or any(target is not None for target in targets)
         if not self.steps:
             self.stopped = "no allocation is within the allowed drop"
         elif not self._reached_target():
@@ -253,7 +254,7 @@ class Run:
         prepared = self.context.prepare(self.original, site)
         ranking = self._ranked(prepared, number, f"curve-{site.node}")
         found = measure_curve(self.context, prepared, ranking, self._allowed_widths(site))
-        return replace(found, seconds=self.context.clock.lap(), **self.context.at_node(site))
+        return replace(found, seconds=self.context.clock.lap(), node=self.context.at_node(site).get("node", ""))
 
     def _done(self, number: int, name: str) -> bool:
         return any(step.round == number and step.site == name for step in self.steps)
@@ -267,6 +268,10 @@ class Run:
             for what, want, got in wanted
             if want is not None
         ]
+        if recipe.target_memory is not None:
+            left = self.context.memory_left(self.state.graph)
+            words = f"the activations' peak takes {left:.1%} of the original's, of {recipe.target_memory:.1%} wanted"
+            known.append((left <= recipe.target_memory, words))
         share = target_share(self.context) if self._allocation is not None and recipe.has_time_target else None
         if self._allocation is not None and share is not None:
             remains = 1 - self._allocation.saved
@@ -457,19 +462,25 @@ class Run:
             macs=Change(cost_before.macs, cost_after.macs),
             bytes=Change(cost_before.bytes, cost_after.bytes),
             classes=ClassAccuracies(tuple(self.data.classes), *classes) if classes and all(classes) else ClassAccuracies(),
-            latency=self._measure_speed(timed) if any(step.removed for step in self.steps) else None,
+            **self._measure_times(timed) if any(step.removed for step in self.steps) else {"latency": None},
             seconds=0.0,  # known when all is saved
         )
 
-    def _measure_speed(self, examples: Examples) -> MeasuredSpeed:
-        graph, device, limit = self.state.graph, self.context.runtime.device, self.context.runtime.limit
+    def _measure_times(self, examples: Examples) -> dict[str, Any]:
+        """The speed of the smaller network, also at batches of 1 and 64, and where the time goes in both networks."""
+        context, saved = self.context, None if self._allocation is None else self._allocation.saved
+        limit, timed = context.runtime.limit, context.runtime.engine
+        engine = timed or TorchEngine(min(_TIMED, limit.within(_TIMED), len(examples)), device=context.runtime.device)
         inputs = examples.batch(slice(0, limit.within(_TIMED))).args
-        if self.context.runtime.engine is not None:
-            return measured_speed(self.context, graph, inputs, None if self._allocation is None else self._allocation.saved)
-        timed = latency(self.original, graph, example_input=inputs, repeats=_TIMINGS, device=device)
-        (found,), (original, pruned) = timed.speedups, (each.median for each in timed.timings)
-        aligning = aligning_share(graph, inputs)
-        return MeasuredSpeed(found.ratio, found.low, found.high, len(inputs[0]), aligning, original=original, pruned=pruned)
+        first = measured_speed(context, engine, self.state.graph, inputs, saved)
+        others = [batch for batch in BATCHES if engine.runs_layers and batch != engine.batch]
+        rest = [
+            measured_speed(context, at_batch(engine, batch), self.state.graph, inputs, None)
+            for batch in others
+            if (first.original or 0.0) * batch / engine.batch < LONGEST_PASS
+        ]
+        layers = layer_times(context, engine, self.state.graph, first)
+        return {"latency": first, "speeds": tuple(rest), "layer_times": layers}
 
     # ---- what a run can be asked for -------------------------------------------------------------------------------------
 

@@ -207,6 +207,52 @@ def allocation(run: RunReport) -> Figure | None:
     return plot.figure(f"Predicted loss against {run.saving} removed", words)
 
 
+def milliseconds(run: RunReport) -> Figure | None:
+    """The metric against predicted milliseconds of the allocations that were made; None where time was not weighed."""
+    found, speed, start = run.allocation, None if run.end is None else run.end.latency, run.start
+    if found is None or run.saving != "time" or speed is None or speed.original is None or start is None or not found.tried:
+        return None
+    points = sorted(
+        (1e3 * speed.original * (1 - saved), value, "allowed" if accepted else "beyond")
+        for saved, value, accepted in {*found.tried, (0.0, start.accuracy, True)}
+    )
+    chosen = 1e3 * speed.original * (1 - found.saved)
+    low, high = padded([value for _, value, _ in points], least=1e-3)
+    left, right = padded([ms for ms, _, _ in points], share=0.05)
+    x = Axis(
+        max(left, 0.0), right, f"ms at batch {speed.batch} in {engine_name(speed.engine)}, predicted", lambda v, _: f"{v:.3g}"
+    )
+    plot = Plot(MEDIUM, x, _metric_axis(run.metric, low, high))
+    plot.chosen(chosen, "chosen")
+    dots = [
+        Dot(ms, value, f"{ms:.3g} ms: {run.metric.value(value)}", "point" if kind == "allowed" else "point hollow", 4.5)
+        for ms, value, kind in points
+    ]
+    plot.curve([(ms, value) for ms, value, _ in points], dots)
+    plot.legend(("point", "within the allowed drop"), ("point hollow", "beyond it"))
+    words = f"from {1e3 * speed.original:.3g} to {points[0][0]:.3g} ms, {chosen:.3g} ms chosen"
+    return plot.figure(f"{run.metric.title} against milliseconds", words)
+
+
+def layer_times(run: RunReport) -> list[tuple[str, float, float]]:
+    """Seconds of the slowest layers before and after, of all other layers together, and of what is no such layer."""
+    found = [] if run.end is None or run.end.latency is None else list(run.end.layer_times)
+    layers = sorted((one for one in found if one.name), key=lambda one: -one.before)
+    shown = [(one.name, one.before, one.after) for one in layers[:_SLOWEST]]
+    if layers[_SLOWEST:]:
+        rest = layers[_SLOWEST:]
+        shown.append((f"{len(rest)} other layers", sum(one.before for one in rest), sum(one.after for one in rest)))
+    return shown + [("between the layers", one.before, one.after) for one in found if not one.name]
+
+
+_SLOWEST = 15  # layers that are shown one by one
+
+
+def engine_name(engine: str) -> str:
+    """An engine as its users call it."""
+    return {"torch": "PyTorch, eager", "compile": "torch.compile", "onnxruntime": "ONNX Runtime"}.get(engine, engine)
+
+
 def _metric_axis(metric: Metric, low: float, high: float) -> Axis:
     return Axis(low, high, f"{metric.name} on the validation set", metric.value)
 

@@ -61,10 +61,10 @@ def export_warnings(exports: Iterable[ExportFigures], shortcut: str = "before") 
     slower = [timed for one in exports for timed in one.speeds if timed.speedup.high < 1]
     for runtime in dict.fromkeys(timed.runtime for timed in slower):
         cases = " and ".join(f"{t.speedup.summary()} at batch {t.batch}" for t in slower if t.runtime == runtime)
-        aware = " or --latency-aware" if runtime == "PyTorch" else ""  # which measures PyTorch, on this device
+        engine = "onnxruntime" if runtime == "ONNX Runtime" else "torch"
         found.append(
-            f"In {runtime} the exported network is slower than the unpruned one: {cases}. Layer widths that are not "
-            f"multiples of eight are slow on many devices: prune with --round-to 8{aware}."
+            f"In {runtime} the exported network is slower than the unpruned one: {cases}. Widths that do not fit its blocks "
+            f"are slow: prune with --engine {engine}, or export with --pad-to 8 or 16."
         )
     return found + [aligning_warning(one.alignment.share, shortcut) for one in exports if one.alignment_outweighs][:1]
 

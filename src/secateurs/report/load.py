@@ -25,6 +25,8 @@ from secateurs.pruning.results import (
     KINDS,
     Change,
     ChosenAllocation,
+    ChosenShortcut,
+    MeasuredSpeed,
     ResultFigures,
     Retrained,
     SiteCurve,
@@ -122,6 +124,13 @@ class RunReport:
     layers: tuple[LayerChange, ...] = ()
     exports: tuple[ExportFigures, ...] = ()
     notes: tuple[str, ...] = ()  # what is missing or damaged
+    left_alone: tuple[str, ...] = ()  # sites at which no number of filters measurably saves time
+    shortcut: ChosenShortcut | None = None  # the position that was taken, where several were compared
+
+    @property
+    def speeds(self) -> tuple[MeasuredSpeed, ...]:
+        """All speeds that were measured at the end, the recipe's batch first."""
+        return () if self.end is None or self.end.latency is None else (self.end.latency, *self.end.speeds)
 
     @property
     def name(self) -> str:
@@ -161,7 +170,7 @@ class RunReport:
     @property
     def saving_scale(self) -> float:
         """What turns savings of allocations, summed over sites, into shares of the network: right for the one that was made."""
-        if self.end is None or self.allocation is None or not self.allocation.saved:
+        if self.end is None or self.allocation is None or not self.allocation.saved or self.saving == "time":
             return 1.0
         made = self.end.parameters if self.saving == "parameters" else self.end.macs
         return made.removed / self.allocation.saved
@@ -275,6 +284,8 @@ def _report(
         layers=() if folder is None else _layers(folder, nodes, steps, notes),
         exports=() if folder is None else read_exports(folder, notes),
         notes=tuple(notes),
+        left_alone=tuple(dict.fromkeys(found.site for found in records_of(records, SiteWidths) if not found.widths)),
+        shortcut=_only(records, ChosenShortcut),
     )
 
 

@@ -106,7 +106,7 @@ class Result(RunResult):
     def __str__(self) -> str:
         kept = f" It is kept in {self.folder}." if self.folder is not None else ""
         lines = [
-            *([] if self.latency is None else [f"{self.latency.headline()}."]),
+            *([f"{first}."] if (first := self.headline()) else []),
             f"{self.summary()}.",
             promise(self.recipe, self.steps, self.bound, self.metric),
             *(f"{found.summary().capitalize()}." for found in records_of(self.records, ChosenShortcut)),

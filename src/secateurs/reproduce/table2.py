@@ -233,7 +233,7 @@ class VariantJob:
         removed = result.graph.plan.removed()
         shares = {lost.name: lost.parameters for lost in layer_costs(before, after)}
         layers = []
-        for site in find_sites(run.original, self.recipe.shortcut):
+        for site in find_sites(run.original, run.context.shortcut):
             (name,) = site.layers
             layer = before.layer(name)
             lost = len(removed.get(site.name, ()))

@@ -14,7 +14,7 @@ from itertools import pairwise
 from secateurs.errors import InvalidInput
 
 _POWERS = (0.7, 2.0)  # of a measured loss over the predicted one: beyond these it is noise
-MOST_OPTIONS = 1024  # of a group of sites that are chosen together
+MOST_OPTIONS, MOST_TOGETHER = 1024, 64  # of a group of sites that are chosen together; where a function gives their savings
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def options(
         for curve in (curve for curve in curves if curve.site in group):
             merged = _fewer([_both(one, other) for one in merged for other in _points(curve)], branches)
         if saved is not None and len(group) > 1:
-            merged = [merged[0], *(replace(one, saved=saved(one.removed)) for one in merged[1:])]
+            merged = [merged[0], *(replace(one, saved=saved(one.removed)) for one in _spaced(merged, MOST_TOGETHER)[1:])]
         found.append(merged)
     return found
 
@@ -127,22 +127,26 @@ def _both(one: Option, other: Option) -> Option:
 
 
 def _fewer(merged: Sequence[Option], branches: Sequence[Branch]) -> list[Option]:
-    """Without what cuts a part of a folded branch; where there are many, only those of least loss for evenly spaced savings."""
+    """Without what cuts a part of a folded branch, and without most of too many."""
 
     def possible(one: Option) -> bool:
         return not any(
             one.removed.get(b.site) == b.channels and any(one.removed.get(site) for site in b.gone) for b in branches
         )
 
-    first, *others = filter(possible, merged)
-    if len(others) < MOST_OPTIONS:
-        return [first, *others]
-    largest, best = max(one.saved for one in others), dict[int, Option]()
-    for one in others:
-        place = math.ceil(MOST_OPTIONS * one.saved / largest) if largest > 0 else 0
+    return _spaced([one for one in merged if possible(one)], MOST_OPTIONS)
+
+
+def _spaced(found: list[Option], most: int) -> list[Option]:
+    """The first option and, where there are more than `most`, those of least loss for evenly spaced savings."""
+    if len(found) <= most:
+        return found
+    largest, best = max(one.saved for one in found), dict[int, Option]()
+    for one in found[1:]:
+        place = math.ceil(most * one.saved / largest) if largest > 0 else 0
         if place not in best or one.loss < best[place].loss:
             best[place] = one
-    return [first, *best.values()]
+    return [found[0], *best.values()]
 
 
 def frontier(curves: Sequence[Curve], branches: Sequence[Branch] = ()) -> tuple[Allocation, ...]:
