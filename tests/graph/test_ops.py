@@ -495,7 +495,7 @@ op(
     "division by a tensor",
     two_branches(lambda x, y: x / (y * y + 1)),
     branches(),
-    ("a", "c"),
+    ("c", "a"),
     may_empty=True,
 )
 for label, multiply in {
@@ -719,7 +719,11 @@ flattened("max over space by a pair", lambda x: x.flatten(2).max(2)[0], 8)
 flattened("torch.max over space by a pair", lambda x: torch.max(torch.min(x, 2, keepdim=True)[0], dim=-1)[0].flatten(1), 8)
 flattened("max over channels", lambda x: x.max(1)[0].flatten(1), 64)
 flattened(
-    "where the largest channel is", lambda x: x.max(1)[1].flatten(1).to(x.dtype), 64, sites=(), refused={"a": "over the channels"}
+    "where the largest channel is",
+    lambda x: x.max(1)[1].flatten(1).to(x.dtype),
+    64,
+    sites=(),
+    refused={"a": "over the channels"},
 )
 between("squeeze(1) of more than one channel", lambda x: F.relu(x).squeeze(1))
 between("unsqueeze and squeeze", lambda x: F.relu(x).unsqueeze(-1).squeeze(-1))
@@ -820,12 +824,26 @@ def in_a_row(net: Net, x: Tensor) -> Tensor:
     return net.b(F.relu(net.d(F.relu(net.c(F.relu(net.a(x)))))))
 
 
+for label, normed_layer in {
+    "weight norm": lambda: parametrizations.weight_norm(conv(8, 8)),
+    "weight norm by a hook": lambda: torch.nn.utils.weight_norm(conv(8, 8)),
+    "weight norm of all weights": lambda: parametrizations.weight_norm(conv(8, 8, bias=False), dim=None),
+    "weight norm, grouped": lambda: parametrizations.weight_norm(conv(8, 8, groups=2)),
+    "weight norm of inputs": lambda: parametrizations.weight_norm(nn.ConvTranspose2d(8, 8, 2, 2)),
+}.items():
+    op(
+        label,
+        lambda net, x: net.b(F.relu(net.w(F.relu(net.a(x))))),
+        lambda make=normed_layer: {"a": conv(3, 8), "w": make(), "b": conv(8, 4)},
+        ("a", "w"),
+        may_empty="grouped" in label,
+    )
 op(
-    "weight norm",
+    "orthogonal weights",
     lambda net, x: net.b(F.relu(net.a(x))),
-    lambda: {"a": parametrizations.weight_norm(conv(3, 8)), "b": conv(8, 4)},
+    lambda: {"a": parametrizations.orthogonal(conv(3, 8)), "b": conv(8, 4)},
     (),
-    refused={"a": "computes its weights"},
+    refused={"a": "computes its weights from all of them .*Orthogonal"},
 )
 op(
     "spectral norm behind",
@@ -948,7 +966,6 @@ for label, f in {
     "unflatten": lambda x: F.relu(x).flatten(1).unflatten(1, (8, 8, 8)),
     "F.lp_pool2d": lambda x: F.lp_pool2d(F.relu(x), 2, 2),
     "einsum with dots": lambda x: torch.einsum("b...,b->b...", F.relu(x), x.sum((1, 2, 3))),
-    "einsum without an arrow": lambda x: torch.einsum("nchw,nchv", F.relu(x), x),
 }.items():
     between(label, f)
 between("torch.topk, where", lambda x: F.relu(x).flatten(2).topk(3)[1][:, :, None].to(x.dtype), "asks where equal values are")
@@ -958,6 +975,7 @@ between("space to depth, channels last", lambda x: F.relu(x).unflatten(2, (4, 2)
 between("sum of two halves", lambda x: F.relu(x).view(-1, 2, 4, 8, 8).sum(1), out=4)
 between("the larger of two halves", lambda x: x.reshape(x.size(0), 2, 4, 8, 8).max(1)[0], out=4)
 between("torch.addcmul", lambda net, x: torch.addcmul(net.s, net.s, F.relu(x)), s=parameter(1, 8, 1, 1))
+between("einsum without an arrow", lambda net, x: torch.einsum("abcd,cz", F.relu(x), net.w), w=parameter(8, 5))
 between("nn.Unflatten", lambda net, x: net.u(F.relu(x).flatten(1)), u=lambda: nn.Unflatten(1, (8, 8, 8)))
 between(
     "grid_sample",
@@ -1174,6 +1192,37 @@ def test_functional_batch_norm_follows_the_mode_only_if_it_did() -> None:
         before = run(net.eval(), x)
         assert_same(run(graph.module, x), run(net.train(), x))
         assert torch.equal(run(graph.module.eval(), x), before) == (net is frozen)  # statistics moved, or did not
+
+
+def test_a_removed_hidden_unit_is_zero_at_every_step() -> None:
+    """By hand: the recurrence of an LSTM with h_j set to zero before anything reads it, against the masked network."""
+    net = randomise_(Net(lambda net, x: net.r(x)[0], r=nn.LSTM(3, 6, batch_first=True)))
+    keep, x = torch.arange(6) % 3 > 0, random_tensor(2, 5, 3)
+    cell = nn.LSTMCell(3, 6).double()
+    for name, parameter in cell.named_parameters():
+        parameter.data = getattr(net.r, f"{name}_l0").data
+    h, c, wanted = torch.zeros(2, 6).double(), torch.zeros(2, 6).double(), []
+    for step in x.unbind(1):
+        h, c = cell(step, (h, c))
+        h = h * keep
+        wanted.append(h)
+    net = Net(lambda net, x: net.b(net.r(x)[0]), r=net.r, b=nn.Linear(6, 6, bias=False).double().eval())
+    net.b.weight.data = torch.eye(6).double()
+    graph = trace(net, x)
+    assert_same(run(masked(graph, {"r": keep}), x), torch.stack(wanted, 1))
+    smaller = assert_compact_is_masked(graph, {"r": keep}, (x[:1],))
+    assert smaller.module.r.hidden_size == 4
+    again = assert_compact_is_masked(smaller, {"r": torch.arange(4) > 0}, (x[:1],))
+    assert find_site(again, "r").original == (2, 4, 5)
+
+
+def test_weight_norm_stays_after_a_cut() -> None:
+    net = Net(CASES["weight norm"].body, **CASES["weight norm"].parts())
+    graph = traced(net, random_tensor(2, 3, 8, 8))
+    smaller = compact(graph, {"a": torch.arange(8) > 2, "w": torch.arange(8) > 3})
+    assert [n for n, _ in smaller.module.named_parameters()] == [n for n, _ in net.named_parameters()]
+    assert smaller.module.w.parametrizations.weight.original1.shape == (4, 5, 3, 3)
+    torch.testing.assert_close(smaller.module.w.weight, graph.module.w.weight[4:, 3:], rtol=0, atol=1e-12)
 
 
 def test_functional_weights_are_there_once() -> None:
