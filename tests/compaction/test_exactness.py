@@ -389,7 +389,7 @@ def test_every_layer_without_a_site_has_one_reason_and_its_own_macs() -> None:
         weight = net.w - net.w.mean((1, 2, 3), keepdim=True)
         y = F.relu(F.conv2d(x, weight, padding=1))
         y = net.b(net.b(net.b(y)))
-        return net.o(y.sum(dim=[]) + y.mean((2, 3)))
+        return net.o(y.logsumexp(1).mean((1, 2))[:, None] + y.mean((2, 3)))
 
     net = Net(body, w=nn.Parameter(torch.ones(8, 3, 3, 3)), b=conv(8, 8, 1), o=nn.Linear(8, 2))
     found = {u.name: u for u in find_sites(traced(net, random_tensor(2, 3, 6, 6))).unprunable}

@@ -368,10 +368,10 @@ op(
 between("Softmax", lambda net, x: net.m(F.relu(x)), "removed channels would count", m=lambda: nn.Softmax(1))
 between("F.softmax", lambda x: F.softmax(x, 1), "removed channels would count")
 between("F.normalize", lambda x: F.normalize(F.relu(x)), "removed channels would count")
-between("mean over channels", lambda x: x - F.relu(x).mean(1, keepdim=True), "reduces over the channels")
-between("sum over channels", lambda x: x * F.relu(x).sum(dim=1, keepdim=True), "reduces over the channels")
-between("sum of everything", lambda x: x / (1 + F.relu(x).sum()), ".")
-between("cumsum over channels", lambda x: F.relu(x).cumsum(1), "no rule for cumsum")
+between("mean over channels", lambda x: x - F.relu(x).mean(1, keepdim=True))
+between("sum over channels", lambda x: x * F.relu(x).sum(dim=1, keepdim=True))
+between("sum of everything", lambda x: F.relu(x) / (1 + F.relu(x).sum()))
+between("cumsum over channels", lambda x: F.relu(x).cumsum(1), "accumulates over the channels")
 between("F.instance_norm", lambda x: F.relu(F.instance_norm(x)))
 between("softmax over space", lambda x: torch.softmax(x.flatten(2), -1).view(-1, 8, 8, 8))
 
@@ -408,7 +408,7 @@ between("3 * x", lambda x: 3 * F.relu(x))
 between("torch.mul(x, 0.5)", lambda x: torch.mul(F.relu(x), 0.5))
 between("x / 3", lambda x: F.relu(x) / 3)
 between("x.div(3)", lambda x: F.relu(x).div(3))
-between("3 / (x + 2)", lambda x: 3 / (F.relu(x) + 2), "divides by a tensor")
+between("3 / (x + 2)", lambda x: 3 / (F.relu(x) + 2))
 between("x + 3", lambda x: F.relu(x) + 3)
 between("3 + x", lambda x: 3 + F.relu(x))
 between("3 - x", lambda x: 3 - F.relu(x))
@@ -490,14 +490,13 @@ op(
     ("a", "c"),
 )
 op("cat with the input", lambda net, x: net.b(torch.cat([x, F.relu(net.a(x))], 1)), lambda: {"a": conv(3, 8), "b": conv(11, 4)})
-NO_WHERE = "no rule for (where|gt)"
-op("torch.where", two_branches(lambda x, y: torch.where(x > y, x, y)), branches(), (), refused={"a": NO_WHERE, "c": NO_WHERE})
+op("torch.where", two_branches(lambda x, y: torch.where(x > y, x, y)), branches(), ("a", "c"))
 op(
     "division by a tensor",
     two_branches(lambda x, y: x / (y * y + 1)),
     branches(),
-    (),
-    refused={"a": "divides by a tensor", "c": f"{REVIVES}|divides by a tensor"},
+    ("c", "a"),
+    may_empty=True,
 )
 for label, multiply in {
     "matmul": torch.matmul,
@@ -515,7 +514,6 @@ between(
     lambda net, x: (lambda y: net.n(y.flatten(0, 1)).reshape_as(y).relu().transpose(1, 2).unflatten(2, (8, 8)))(
         x.flatten(2).transpose(1, 2)
     ),
-    "no rule for unflatten",
     n=lambda: nn.BatchNorm1d(8),
 )
 op(
@@ -657,9 +655,9 @@ op("x[-1:]", lambda net, x: net.b(F.relu(net.a(x))[-1:]), lambda: {"a": conv(3, 
 op("x[0]", lambda net, x: net.b(F.relu(net.a(x))[0]), lambda: {"a": conv(3, 8), "b": conv(8, 3)})
 op("narrow", lambda net, x: net.b(F.relu(net.a(x)).narrow(1, 2, 4)), lambda: {"a": conv(3, 8), "b": conv(4, 3)}, may_empty=True)
 between("x[:, 3] refused", lambda x: F.relu(x)[:, 3:4] + F.relu(x)[:, 3, None], "picks a single channel", out=1)
-between("x[:, [0, 2, 4]]", lambda x: F.relu(x)[:, [0, 2, 4]], "indexed by something else", out=3)
+between("x[:, [0, 2, 4]]", lambda x: F.relu(x)[:, [4, 2, 0]], out=3)
 between("index_select", lambda net, x: F.relu(x).index_select(1, net.i), "no rule for index_select", i=lambda: torch.arange(8))
-between("flip of channels", lambda x: F.relu(x).flip(1), "no rule for flip")
+between("flip of channels", lambda x: F.relu(x).flip(1))
 
 # ---- pads -------------------------------------------------------------------------------------------------------------
 
@@ -719,7 +717,14 @@ flattened("permute, reshape to pixels", lambda x: x.permute(0, 2, 3, 1).reshape(
 flattened("swapaxes", lambda x: x.swapaxes(1, 3), 8)
 flattened("max over space by a pair", lambda x: x.flatten(2).max(2)[0], 8)
 flattened("torch.max over space by a pair", lambda x: torch.max(torch.min(x, 2, keepdim=True)[0], dim=-1)[0].flatten(1), 8)
-flattened("max over channels", lambda x: x.max(1)[0].flatten(1), 64, sites=(), refused={"a": "maximum over the channels"})
+flattened("max over channels", lambda x: x.max(1)[0].flatten(1), 64)
+flattened(
+    "where the largest channel is",
+    lambda x: x.max(1)[1].flatten(1).to(x.dtype),
+    64,
+    sites=(),
+    refused={"a": "over the channels"},
+)
 between("squeeze(1) of more than one channel", lambda x: F.relu(x).squeeze(1))
 between("unsqueeze and squeeze", lambda x: F.relu(x).unsqueeze(-1).squeeze(-1))
 between("unsqueeze(0), squeeze(0)", lambda x: torch.squeeze(torch.unsqueeze(F.relu(x), 0), 0))
@@ -733,10 +738,10 @@ for label, sizes in {"x.shape[:2]": lambda x: x.shape[:2], "x.size()[0:2]": lamb
         return net.b(y * torch.sigmoid(net.e(y.mean((2, 3)).view(batch, channels))).view(batch, channels, 1, 1))
 
     op(f"{label} taken apart", by_sizes, lambda: {"a": conv(3, 8), "e": nn.Linear(8, 8), "b": conv(8, 4)})
-between("x.view(x.size())", lambda x: F.relu(x).view(x.size()), "no rule for size")
+between("x.view(x.size())", lambda x: F.relu(x).view(x.size()))
 between("expand of space", lambda x: F.relu(x).mean((2, 3), keepdim=True).expand(-1, -1, 8, 8))
 between("expand with all sizes", lambda x: F.relu(x).mean((2, 3), keepdim=True).expand(x.size(0), 8, 4, 4))
-between("repeat", lambda x: F.relu(x).repeat(1, 1, 2, 2), "no rule for repeat")
+between("repeat", lambda x: F.relu(x).repeat(1, 1, 2, 2))
 between("shuffle by views", lambda x: F.relu(x).view(-1, 2, 4, 8, 8).transpose(1, 2).reshape(-1, 8, 8, 8))
 between("nn.ChannelShuffle", lambda net, x: net.m(F.relu(x)), m=lambda: nn.ChannelShuffle(4))
 between("interpolate", lambda x: F.interpolate(F.relu(x), scale_factor=2))
@@ -744,10 +749,10 @@ between("bilinear to a size", lambda x: F.interpolate(F.relu(x), size=(5, 6), mo
 between("contiguous, clone, detach", lambda x: F.relu(x).contiguous().clone().detach())
 between("to another layout in memory", lambda x: F.relu(x).contiguous(memory_format=torch.channels_last))
 between("to(dtype of another tensor)", lambda x: F.relu(x).to(x.dtype))
-between("mask by comparison", lambda x: F.relu(x) * (x > 0).to(x.dtype), "no rule for gt")
+between("mask by comparison", lambda x: F.relu(x) * (x > 0).to(x.dtype))
 between("x.size(1) in arithmetic", lambda x: F.relu(x) * x.size(1) / x.shape[1] ** 0.5)
 between("numel in arithmetic", lambda x: F.relu(x) / x.numel(), "no rule for numel")
-between("zeros_like", lambda x: F.relu(x) + torch.zeros_like(x), "no rule for zeros_like")
+between("zeros_like", lambda x: F.relu(x) + torch.zeros_like(x))
 between("a constant tensor", lambda x: F.relu(x) * torch.full((1, 1, 8, 8), 2.0, dtype=torch.float64))
 for label, target, width in (("(8, 1, 1)", (8, 1, 1), 8), ("(2, 2, 2)", (2, 2, 2), 2)):
     op(
@@ -767,8 +772,7 @@ op(
     "x.view(y.size())",
     lambda net, x: (lambda y: net.b(F.relu(net.c(y)).view(y.size())))(F.relu(net.a(x))),
     lambda: {"a": conv(3, 8), "c": conv(8, 8), "b": conv(8, 4)},
-    (),
-    refused={"a": "no rule for size", "c": "takes its sizes from elsewhere"},
+    ("a", "c"),
 )
 op(
     "interpolate to another tensor's size",
@@ -820,12 +824,26 @@ def in_a_row(net: Net, x: Tensor) -> Tensor:
     return net.b(F.relu(net.d(F.relu(net.c(F.relu(net.a(x)))))))
 
 
+for label, normed_layer in {
+    "weight norm": lambda: parametrizations.weight_norm(conv(8, 8)),
+    "weight norm by a hook": lambda: torch.nn.utils.weight_norm(conv(8, 8)),
+    "weight norm of all weights": lambda: parametrizations.weight_norm(conv(8, 8, bias=False), dim=None),
+    "weight norm, grouped": lambda: parametrizations.weight_norm(conv(8, 8, groups=2)),
+    "weight norm of inputs": lambda: parametrizations.weight_norm(nn.ConvTranspose2d(8, 8, 2, 2)),
+}.items():
+    op(
+        label,
+        lambda net, x: net.b(F.relu(net.w(F.relu(net.a(x))))),
+        lambda make=normed_layer: {"a": conv(3, 8), "w": make(), "b": conv(8, 4)},
+        ("a", "w"),
+        may_empty="grouped" in label,
+    )
 op(
-    "weight norm",
+    "orthogonal weights",
     lambda net, x: net.b(F.relu(net.a(x))),
-    lambda: {"a": parametrizations.weight_norm(conv(3, 8)), "b": conv(8, 4)},
+    lambda: {"a": parametrizations.orthogonal(conv(3, 8)), "b": conv(8, 4)},
     (),
-    refused={"a": "computes its weights"},
+    refused={"a": "computes its weights from all of them .*Orthogonal"},
 )
 op(
     "spectral norm behind",
@@ -909,6 +927,155 @@ op(
         "mask_relu": conv(8, 3),
     },
     ("a", "align_relu"),
+)
+
+
+# ---- parts, choices, repetitions ------------------------------------------------------------------------------------------
+
+for label, f in {
+    "mean over channels and space": lambda x: x - F.relu(x).mean((1, 2), keepdim=True),
+    "mean of everything": lambda x: x * F.relu(x).mean(),
+    "amax over channels": lambda x: x * torch.amax(x, dim=1, keepdim=True),
+    "amin over channels and space": lambda x: x + x.amin((1, 3), keepdim=True),
+    "min over channels": lambda x: x - x.min(1, keepdim=True).values,
+    "norm over channels": lambda x: F.relu(x) / (1 + torch.linalg.vector_norm(F.relu(x), dim=1, keepdim=True)),
+    "channel and spatial statistics": lambda x: F.relu(x) * torch.cat([x.mean(1, True), x.amax(1, True)], 1).sum(1, True),
+    "argmax over space": lambda x: (F.relu(x).flatten(2).argmax(-1) / 8)[:, :, None, None] * x,
+    "max over space with places": lambda x: sum(F.relu(x).flatten(2).max(2))[:, :, None, None] + x,
+    "topk over space": lambda x: F.relu(x).flatten(2).topk(3)[0].mean(-1)[:, :, None, None],
+    "sort over space": lambda x: torch.sort(x.flatten(2), dim=-1)[0].view_as(x),
+    "median over space": lambda x: x.median(dim=3)[0].unsqueeze(3),
+    "var_mean over space": lambda x: torch.var_mean(x, (2, 3), keepdim=True)[0],
+    "logsumexp over space": lambda x: x.logsumexp((2, 3), keepdim=True),
+    "x.norm over space": lambda x: x.norm(dim=2, keepdim=True),
+    "cumsum over space": lambda x: F.relu(x).cumsum(2),
+    "where with a number that revives": lambda x: torch.where(x > 0, x, 0.5),
+    "x.where": lambda x: x.where(x > 0, 0.1 * x),
+    "masked_fill": lambda x: x.masked_fill(x < 0, 0.0),
+    "masked_fill that revives": lambda x: F.relu(x).masked_fill(x < 0, 2.0),
+    "x / its own norm": lambda x: F.relu(x) / F.relu(x).amax((2, 3), keepdim=True),  # 0 / 0 where a channel is masked
+    "rsqrt": lambda x: x * (1 + x.square().mean((2, 3), keepdim=True)).rsqrt(),
+    "instance norm by hand": lambda x: (x - x.mean((2, 3), True)) / (x.var((2, 3), keepdim=True) + 1e-5).sqrt(),
+    "select": lambda x: F.relu(x).select(2, 1).unsqueeze(2),
+    "torch.select": lambda x: torch.select(F.relu(x), -1, 0).unsqueeze(-1),
+    "windows": lambda x: F.relu(x).unfold(2, 4, 4).unfold(3, 4, 4).amax((-1, -2)),
+    "fold of unfold": lambda x: F.fold(F.unfold(F.relu(x), 3, padding=1), (8, 8), 3, padding=1),
+    "movedim": lambda x: torch.movedim(F.relu(x), 1, -1).movedim(-1, 1),
+    "flip of space": lambda x: F.relu(x).flip(2),
+    "lerp": lambda x: torch.lerp(F.relu(x), x, 0.3),
+    "unflatten": lambda x: F.relu(x).flatten(1).unflatten(1, (8, 8, 8)),
+    "F.lp_pool2d": lambda x: F.lp_pool2d(F.relu(x), 2, 2),
+    "einsum with dots": lambda x: torch.einsum("b...,b->b...", F.relu(x), x.sum((1, 2, 3))),
+}.items():
+    between(label, f)
+between("torch.topk, where", lambda x: F.relu(x).flatten(2).topk(3)[1][:, :, None].to(x.dtype), "asks where equal values are")
+between("repeat of channels", lambda x: F.relu(x).repeat(1, 2, 1, 1), out=16)
+between("repeat_interleave of channels", lambda x: F.relu(x).repeat_interleave(2, 1), out=16)
+between("space to depth, channels last", lambda x: F.relu(x).unflatten(2, (4, 2)).permute(0, 3, 1, 2, 4).flatten(1, 2), out=16)
+between("sum of two halves", lambda x: F.relu(x).view(-1, 2, 4, 8, 8).sum(1), out=4)
+between("the larger of two halves", lambda x: x.reshape(x.size(0), 2, 4, 8, 8).max(1)[0], out=4)
+between("torch.addcmul", lambda net, x: torch.addcmul(net.s, net.s, F.relu(x)), s=parameter(1, 8, 1, 1))
+between("einsum without an arrow", lambda net, x: torch.einsum("abcd,cz", F.relu(x), net.w), w=parameter(8, 5))
+between("nn.Unflatten", lambda net, x: net.u(F.relu(x).flatten(1)), u=lambda: nn.Unflatten(1, (8, 8, 8)))
+between(
+    "grid_sample",
+    lambda net, x: F.grid_sample(x, net.g.repeat(x.size(0), 1, 1, 1), align_corners=False),
+    g=parameter(1, 5, 5, 2),
+)
+op("hstack", two_branches(lambda x, y: torch.hstack([x, y])), branches(16), ("a", "c"))
+op(
+    "torch.batch_norm that follows the mode",
+    lambda net, x: net.b(
+        torch.batch_norm(net.a(x), net.weight, net.bias, net.running_mean, net.running_var, net.training, 0.2, 1e-3, False)
+    ),
+    batch_norm_parts,
+)
+op(
+    "F.batch_norm of the batch, always",
+    lambda net, x: net.b(F.relu(F.batch_norm(net.a(x), None, None, net.weight, net.bias, True))),
+    batch_norm_parts,
+)
+op(
+    "F.instance_norm with weights",
+    lambda net, x: net.b(F.relu(F.instance_norm(net.a(x), weight=net.weight, bias=net.bias))),
+    batch_norm_parts,
+)
+
+
+def split_attention(net: Net, x: Tensor) -> Tensor:
+    """Two groups of channels, weighted by a softmax between them and added (ResNeSt)."""
+    y = F.relu(net.a(x))
+    groups = y.reshape(y.shape[0], 2, 4, y.shape[2], y.shape[3])
+    weights = net.up(F.relu(net.down(groups.sum(dim=1).mean((2, 3), keepdim=True))))
+    weights = F.softmax(weights.view(y.shape[0], 1, 2, -1).transpose(1, 2), dim=1).reshape(y.shape[0], -1)
+    return net.b((groups * weights.view(y.shape[0], -1, 1, 1).reshape(y.shape[0], 2, 4, 1, 1)).sum(dim=1))
+
+
+op(
+    "split attention",
+    split_attention,
+    lambda: {"a": conv(3, 8), "down": conv(4, 3, 1), "up": conv(3, 8, 1), "b": conv(4, 4)},
+    ("a", "down"),
+)
+
+# ---- hidden units ---------------------------------------------------------------------------------------------------------
+
+
+def recurrent(kind: Callable[..., nn.Module], width: int = 6, **options: Any) -> Parts:
+    return lambda: {"a": nn.Linear(3, 8), "r": kind(8, 6, **{"batch_first": True} | options), "b": nn.Linear(width, 4)}
+
+
+def sequence(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.r(F.relu(net.a(x)))[0])
+
+
+for kind in (nn.LSTM, nn.GRU, nn.RNN):
+    op(kind.__name__, sequence, recurrent(kind), ("a", "r"), shape=(2, 5, 3))
+op(
+    "LSTM, stacked in both directions",
+    sequence,
+    recurrent(nn.LSTM, 12, num_layers=2, bidirectional=True),
+    ("a", "r"),
+    shape=(2, 5, 3),
+)
+op("GRU, time first, no bias", sequence, recurrent(nn.GRU, batch_first=False, bias=False), ("a", "r"), shape=(2, 5, 3))
+op(
+    "last states of an LSTM",
+    lambda net, x: (lambda found: net.b(found[1][0][-1] + torch.tanh(found[1][1][-1]) + found[0][:, -1]))(
+        net.r(F.relu(net.a(x)))
+    ),
+    recurrent(nn.LSTM),
+    ("a", "r"),
+    shape=(2, 5, 3),
+)
+op(
+    "GRU that starts from zeros",
+    lambda net, x: net.b(net.r(F.relu(net.a(x)), torch.zeros(1, x.shape[0], 6, dtype=x.dtype))[0]),
+    recurrent(nn.GRU),
+    ("a", "r"),
+    shape=(2, 5, 3),
+)
+op(
+    "GRU that starts from a state",
+    lambda net, x: net.b(net.r(F.relu(net.a(x)), x.mean() * torch.ones(1, x.shape[0], 6, dtype=x.dtype))[0]),
+    recurrent(nn.GRU),
+    (),
+    refused={"a": "starts from a state", "r": "starts from a state"},
+    shape=(2, 5, 3),
+)
+op(
+    "LSTM with a projection",
+    sequence,
+    recurrent(nn.LSTM, 4, proj_size=4),
+    (),
+    refused={"a": "proj_size", "r": "proj_size"},
+    shape=(2, 5, 3),
+)
+op(
+    "convolutions, then a GRU in both directions",
+    lambda net, x: net.b(net.r(F.relu(net.a(x)).flatten(1, 2).transpose(1, 2))[0]),
+    lambda: {"a": conv(3, 8), "r": nn.GRU(64, 6, bidirectional=True), "b": nn.Linear(12, 4)},
+    ("a", "r"),
 )
 
 
@@ -1025,6 +1192,37 @@ def test_functional_batch_norm_follows_the_mode_only_if_it_did() -> None:
         before = run(net.eval(), x)
         assert_same(run(graph.module, x), run(net.train(), x))
         assert torch.equal(run(graph.module.eval(), x), before) == (net is frozen)  # statistics moved, or did not
+
+
+def test_a_removed_hidden_unit_is_zero_at_every_step() -> None:
+    """By hand: the recurrence of an LSTM with h_j set to zero before anything reads it, against the masked network."""
+    net = randomise_(Net(lambda net, x: net.r(x)[0], r=nn.LSTM(3, 6, batch_first=True)))
+    keep, x = torch.arange(6) % 3 > 0, random_tensor(2, 5, 3)
+    cell = nn.LSTMCell(3, 6).double()
+    for name, parameter in cell.named_parameters():
+        parameter.data = getattr(net.r, f"{name}_l0").data
+    h, c, wanted = torch.zeros(2, 6).double(), torch.zeros(2, 6).double(), []
+    for step in x.unbind(1):
+        h, c = cell(step, (h, c))
+        h = h * keep
+        wanted.append(h)
+    net = Net(lambda net, x: net.b(net.r(x)[0]), r=net.r, b=nn.Linear(6, 6, bias=False).double().eval())
+    net.b.weight.data = torch.eye(6).double()
+    graph = trace(net, x)
+    assert_same(run(masked(graph, {"r": keep}), x), torch.stack(wanted, 1))
+    smaller = assert_compact_is_masked(graph, {"r": keep}, (x[:1],))
+    assert smaller.module.r.hidden_size == 4
+    again = assert_compact_is_masked(smaller, {"r": torch.arange(4) > 0}, (x[:1],))
+    assert find_site(again, "r").original == (2, 4, 5)
+
+
+def test_weight_norm_stays_after_a_cut() -> None:
+    net = Net(CASES["weight norm"].body, **CASES["weight norm"].parts())
+    graph = traced(net, random_tensor(2, 3, 8, 8))
+    smaller = compact(graph, {"a": torch.arange(8) > 2, "w": torch.arange(8) > 3})
+    assert [n for n, _ in smaller.module.named_parameters()] == [n for n, _ in net.named_parameters()]
+    assert smaller.module.w.parametrizations.weight.original1.shape == (4, 5, 3, 3)
+    torch.testing.assert_close(smaller.module.w.weight, graph.module.w.weight[4:, 3:], rtol=0, atol=1e-12)
 
 
 def test_functional_weights_are_there_once() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,26 @@ Device = str | torch.device | None
 WITHOUT_FLOAT64 = frozenset({"mps"})  # types of devices
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def device_of(module: nn.Module) -> torch.device:
     """Device of the module's first parameter or buffer; the CPU if it has none."""
     first = next((t for t in [*module.parameters(), *module.buffers()]), None)
     return torch.device("cpu") if first is None else first.device
+
+
+def with_real_tensors(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function make real tensors even where the default device is "meta", as in `with torch.device("meta")`."""
+
+    @wraps(function)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.get_default_device().type != "meta":
+            return function(*args, **kwargs)
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return inside
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -126,3 +141,21 @@ class BatchLimit:
             self.most = batch = batch // 2
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
+
+
+@contextmanager
+def copyable(model: nn.Module) -> Iterator[None]:
+    """Within the block, tensors that modules have computed and hold (torch.nn.utils.weight_norm) can be copied."""
+    held = [
+        (part, name, value)
+        for part in model.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor) and not value.is_leaf
+    ]
+    try:
+        for part, name, value in held:
+            part.__dict__[name] = value.detach()
+        yield
+    finally:
+        for part, name, value in held:
+            part.__dict__[name] = value

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from secateurs._util.modules import device_of
+from secateurs._util.modules import device_of, with_real_tensors
 from secateurs.compaction.additions import with_additions
 from secateurs.compaction.nodes import rewrite_
 from secateurs.compaction.state import Rewriting
@@ -42,6 +42,7 @@ from secateurs.graph.trace import (
 __all__ = ["Align", "Constant", "Verification", "compact", "replay", "verify"]
 
 
+@with_real_tensors
 def compact(graph: Graph, masks: Masks | Plan, *, verify: bool = True) -> Graph:
     """Remove the channels that `masks` drop: the result has ordinary, narrower modules and equals the masked network.
 
@@ -97,6 +98,7 @@ def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]]) -> Grap
     return Graph(module, graph.example, graph.plan.then(cuts), graph.leaves, left, state.kept)
 
 
+@with_real_tensors
 def replay(graph: Graph, plan: Plan, *, verify: bool = True) -> Graph:
     """Make the cuts of `plan`, step by step, on a graph of the untouched network, or of one with some of the cuts made.
 
@@ -154,6 +156,7 @@ class Verification:
         )
 
 
+@with_real_tensors
 def verify(
     graph: Graph,
     masks: Masks,

@@ -17,6 +17,7 @@ from secateurs.graph.flow import Blocks, Channelwise, Concat, Flow, Join, Layer,
 from secateurs.graph.layers import Align, mask_channels
 from secateurs.graph.node_info import info, shape_of
 from secateurs.graph.recurrent import narrow_units_, recurrent_call
+from secateurs.graph.weight_norm import narrow_weight_norm_, weight_norm_of
 
 Survivors = Iterator[tuple[str, Kept]]
 
@@ -373,8 +374,11 @@ def narrow_layer_(module: Any, flow: Layer, inputs: Tensor, outputs: Tensor, gro
     kept = _grouped(flow, inputs, outputs) if flow.groups > 1 else (ids(outputs), ids(inputs))
     if flow.transposed and flow.groups == 1:
         kept = (kept[1], kept[0])
-    _replace_(module, "weight", kept)
-    yield "weight", kept
+    if weight_norm_of(module) is not None:
+        yield from narrow_weight_norm_(module, kept)
+    else:
+        _replace_(module, "weight", kept)
+        yield "weight", kept
     if module.bias is not None:
         _replace_(module, "bias", (ids(outputs),))
         yield "bias", (ids(outputs),)

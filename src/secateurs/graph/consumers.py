@@ -24,6 +24,7 @@ from secateurs.graph.layers import Offset
 from secateurs.graph.node_info import called_module, info, label_of
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
+from secateurs.graph.weight_norm import weight_norm_of
 
 SUMS = (operator.add, torch.add, "add", operator.sub, torch.sub, torch.subtract, "sub", torch.rsub)
 
@@ -92,6 +93,9 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
             if calls[str(node.target)] > 1:
                 others[node.name] = f"{label_of(node)} is called several times, and its weights would have to fit every call"
                 continue
+            if weight_norm_of(module.get_submodule(str(node.target))) is not None:
+                others[node.name] = f"{label_of(node)} computes its weights, which cannot be replaced"
+                continue
             layers.append(LayerConsumer(node.name, str(node.target), ins[0], _norm_behind(module, flows, node)))
         else:
             found = _passed_on(flow, ins)
@@ -126,7 +130,8 @@ def find_layers(graph: Graph) -> tuple[tuple[LayerConsumer, LastTerm | None], ..
     found = []
     calls = Counter(str(node.target) for node in flows.of if node.op == "call_module")
     for node, flow in flows.of.items():
-        if isinstance(flow, Layer) and flow.linear and calls[str(node.target)] == 1:
+        own = isinstance(flow, Layer) and flow.linear and weight_norm_of(module.get_submodule(str(node.target))) is None
+        if isinstance(flow, Layer) and own and calls[str(node.target)] == 1:
             norm = _norm_behind(module, flows, node)
             consumer = LayerConsumer(node.name, str(node.target), elsewhere(flow.inputs), norm)
             found.append((consumer, _last_term(module, flows, node if norm is None else flows.users[node][0], flow.filters)))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from secateurs._util.modules import device_of
+from secateurs._util.modules import copyable, device_of, with_real_tensors
 from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import Mask
@@ -24,7 +24,8 @@ Masks = Mapping[str | Site, Tensor]
 
 def copy_module(graph: Graph) -> fx.GraphModule:
     """Return a copy of the graph's network, with the facts recorded at its nodes, that shares nothing with it."""
-    module = copy.deepcopy(graph.module)
+    with copyable(graph.module):
+        module = copy.deepcopy(graph.module)
     copy_info_(graph.module.graph, module.graph)
     return module
 
@@ -36,6 +37,7 @@ def copied(graph: Graph) -> Graph:
     return fresh
 
 
+@with_real_tensors
 def masked(graph: Graph, masks: Masks) -> fx.GraphModule:
     """Return a copy of the network in which the channels that `masks` drop are set to zero at their sites; shapes stay.
 

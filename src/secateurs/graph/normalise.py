@@ -115,7 +115,7 @@ def normalise_(module: fx.GraphModule) -> None:
     _undo_in_place_(module)
     for node in list(module.graph.nodes):
         _read_type_only_(module, node)
-        _number_parts_(node)
+        _rename_(node)
         _list_sizes_(module, node)
         _leave_out_zero_state_(module, node)
         _fuse_shuffle_(module, node)
@@ -208,8 +208,10 @@ def _read_type_only_(module: fx.GraphModule, node: fx.Node) -> None:
         node.target, node.args = "to", (node.args[0], device, dtype)
 
 
-def _number_parts_(node: fx.Node) -> None:
-    """Replace the fields of what max, sort and such return by their numbers: x.max(2).values is x.max(2)[0]."""
+def _rename_(node: fx.Node) -> None:
+    """Replace x.max(2).values by x.max(2)[0], and the like for other ops that return pairs; x.where(…) by torch.where(…)."""
+    if node.op == "call_method" and node.target == "where" and len(node.args) == 3:
+        node.op, node.target, node.args = "call_function", torch.where, (node.args[1], node.args[0], node.args[2])
     if node.target is getattr and node.args[1] in ("values", "indices") and not shape_of(node.all_input_nodes[0]).is_tensor:
         node.target, node.args = operator.getitem, (node.args[0], int(node.args[1] == "indices"))
 

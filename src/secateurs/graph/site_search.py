@@ -440,7 +440,10 @@ def _opaque_layers(graph: Graph, flows: Flows) -> Iterable[Unprunable]:
             assert isinstance(weight, fx.Node)
             macs = _macs(dims_of(weight), node, FUNCTIONAL[node.target])
             yield Unprunable(info(node)["name"], node.name, "its weights are computed while the network runs", macs)
-        elif isinstance(flow, Opaque) and node.op == "call_module" and path not in seen:
+            continue
+        if isinstance(flow, Opaque) and (call := recurrent_call(node)) is not None:
+            node, path = call, str(call.target)
+        if isinstance(flow, Opaque) and node.op == "call_module" and path not in seen:
             seen.add(path)
             if any(True for _ in graph.module.get_submodule(path).parameters()):
                 counted = counted or count_macs(graph.module, graph.example)

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
+from secateurs._util.modules import with_real_tensors
 from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
 from secateurs.graph.node_info import info
@@ -41,6 +42,7 @@ _KNOWN: WeakKeyDictionary[Graph, dict[Shortcut, Sites]] = WeakKeyDictionary()
 """Sites by graph: a graph's structure does not change once it is made."""
 
 
+@with_real_tensors
 def find_sites(
     graph: Graph | nn.Module, example_input: Example | Shortcut | None = None, shortcut: Shortcut = "before"
 ) -> Sites:

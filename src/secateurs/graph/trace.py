@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, fx, nn
 
-from secateurs._util.modules import eval_mode, unwrapped
+from secateurs._util.modules import copyable, eval_mode, unwrapped, with_real_tensors
 from secateurs.errors import InvalidInput, NonFinite, Untraceable
 from secateurs.graph.attention import expand_attention_
 from secateurs.graph.capture.calls import ByPosition, Call, call_for, check_model
@@ -74,6 +74,7 @@ class Graph:
         return replace(self, module=module)
 
 
+@with_real_tensors
 def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", leaves: Iterable[Leaf] | None = None) -> Graph:
     """Capture `model` on `example_input`: a tensor, a tuple of tensors, or a mapping from names of arguments to tensors.
 
@@ -93,17 +94,16 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     name = type(model).__name__
     facts = kept_facts(model) if engine == "auto" and leaves is None else None
     if facts is not None and isinstance(model, fx.GraphModule):  # a network that was pruned before
-        pruned = copy.deepcopy(model)
+        with copyable(model):
+            pruned = copy.deepcopy(model)
         copy_info_(model.graph, pruned.graph)
         record_shapes_(pruned, example)
         return Graph(pruned, example, *facts)
     try:
-        copied = copy.deepcopy(model).eval()
+        with copyable(model):
+            copied = copy.deepcopy(model).eval()
     except Exception as error:
-        raise InvalidInput(
-            f"{name} cannot be copied ({error}). If weights are computed by torch.nn.utils.weight_norm, call "
-            f"torch.nn.utils.remove_weight_norm first, or use torch.nn.utils.parametrizations."
-        ) from error
+        raise InvalidInput(f"{name} cannot be copied: copy.deepcopy(model) raises {error}.") from error
     within = Leaves(copied, leaves or ())
     reference = ByPosition(copied, call).eval() if call.keywords or call.fixed else copied
     expected = _run(reference, example, name)
@@ -290,7 +290,8 @@ def _resized(tensor: Tensor, factor: float) -> Tensor:
     if tensor.dim() < 3 or not tensor.is_floating_point():
         return tensor
     for axis in range(2, tensor.dim()):
-        index = torch.arange(int(tensor.shape[axis] * factor), device=tensor.device) % tensor.shape[axis]
+        length = max(int(tensor.shape[axis] * factor), 1)  # one frame of a video stays one
+        index = torch.arange(length, device=tensor.device) % tensor.shape[axis]
         tensor = tensor.index_select(axis, index)
     return tensor
 

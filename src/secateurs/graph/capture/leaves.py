@@ -34,6 +34,8 @@ def ruled_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     for parent in kind.__mro__:
         if parent in RULED:
             return parent
+        if parent.__module__ == "torch.nn.utils.parametrize":
+            continue  # the class that torch makes for a module with computed weights
         if any(hasattr(base, name) for base in parent.__bases__ for name in vars(parent) if name not in HARMLESS):
             return None
     return None

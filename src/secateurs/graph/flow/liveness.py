@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
+from torch import Tensor, fx
 
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.flow import rules
@@ -19,6 +18,7 @@ from secateurs.graph.flow.kinds import ELSEWHERE, Channelwise, Flow, Join, Layer
 from secateurs.graph.flow.table import Op, describe, rule_for
 from secateurs.graph.node_info import called_module, dims_of, info, label_of, shape_of
 from secateurs.graph.recurrent import recurrent_call
+from secateurs.graph.weight_norm import computed_weights
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _flow(op: Op, shared: Mapping[str, str]) -> Flow:
     if node.op == "output" or isinstance(node.target, type):  # a dataclass or mapping that the network returns
         return Opaque("it is the network's output")
     if op.module is not None:
-        obstacle = shared.get(str(node.target)) or _obstacle(op.module)
+        obstacle = shared.get(str(node.target)) or computed_weights(op.module)
         if obstacle:
             return Opaque(f"{op.label} {obstacle}")
     found = rule_for(node, op.module)
@@ -112,15 +112,6 @@ def _flow(op: Op, shared: Mapping[str, str]) -> Flow:
     if not shape_of(node).is_tensor:
         return Opaque(f"{op.label} does not give a single tensor")
     return found(op)
-
-
-def _obstacle(module: nn.Module) -> str:
-    """Why a module's weights must be left alone even though its class has a rule."""
-    if parametrize.is_parametrized(module):
-        return "computes its weights (torch.nn.utils.parametrize)"
-    if module._forward_hooks or module._forward_pre_hooks:
-        return "has forward hooks, which may change what it computes"
-    return ""
 
 
 def _shared_modules(module: fx.GraphModule) -> dict[str, str]:

@@ -62,7 +62,7 @@ def _merged(op: Op, resizer: Callable[[int], ResizeArgs] | None) -> Flow:
     product, ahead = 1, 1
     for place, n in enumerate(after):
         ahead, product = product, product * n
-        if product == through and n % width == 0 and ahead in accumulate((1, *before[:axis]), operator.mul):
+        if place and product == through and n % width == 0 and ahead in accumulate((1, *before[:axis]), operator.mul):
             index = torch.arange(width).repeat(n // width)
             return Moved(place, axis, width, index, "same", resizer and resizer(place))
     return opaque(op, "mixes the channels with the axes before them")

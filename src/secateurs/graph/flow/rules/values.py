@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 
 from secateurs.graph.channels import call_word
 from secateurs.graph.flow.kinds import Channelwise, Concat, Flow, Join, Moved, Opaque, ZeroIf
@@ -171,23 +171,19 @@ def division(op: Op) -> Flow:
     return replace(found, revives=True) if isinstance(found, Join) else found
 
 
-@rule(torch.where, "where", "masked_fill", torch.masked_fill)
+@rule(torch.where, "masked_fill", torch.masked_fill)
 def choice(op: Op) -> Flow:
     """Zero where the values to choose from are; a number among them that is not zero revives the channels."""
-    fills = call_word(op.node) == "masked_fill"
-    condition = op.node.args[1 if fills else 0] if len(op.node.args) == 3 else None
-    if call_word(op.node) == "where" and op.node.op == "call_method":
-        condition = op.node.args[1]
-    values = [a for a in op.node.args if a is not condition] if condition is not None else []
-    numbers = [v for v in values if isinstance(v, int | float)]
-    if len(values) != 2 or not isinstance(condition, fx.Node) or len(op.inputs) != 3 - len(numbers):
+    given = op.node.args
+    if len(given) != 3:
         return opaque(op, "chooses between values that are not given one by one")
-    first = op.inputs[0] is condition
-    if len(numbers) == 1:
-        found = _join(op, "rest" if first else "first")
-    else:
-        found = _join(op, "rest") if first else opaque(op, "chooses between tensors by a third")
-    return replace(found, revives=any(numbers)) if isinstance(found, Join) else found
+    values = given[1:] if op.node.target is torch.where else (given[0], given[2])
+    numbers = [v for v in values if isinstance(v, int | float)]
+    if len(op.inputs) != 3 - len(numbers) or len(numbers) == 2:
+        return opaque(op, "chooses between values that have no channels")
+    chosen = op.node.target is torch.where
+    found = _join(op, "rest" if chosen else "first")
+    return replace(found, revives=any(numbers) or not (chosen or numbers)) if isinstance(found, Join) else found
 
 
 @rule(torch.addcmul, "addcmul", torch.lerp, "lerp")
