@@ -1,6 +1,6 @@
 """How channels flow: one rule per op (`rules`), a few kinds of flow (`kinds`), and dead channels under masks (`liveness`)."""
 
-from secateurs.graph.flow.kinds import ELSEWHERE, Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Source
+from secateurs.graph.flow.kinds import ELSEWHERE, Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Norm, Opaque, Source
 from secateurs.graph.flow.liveness import Flows, Liveness, analyse, find_flows, find_revivals
 from secateurs.graph.flow.table import Op, channelwise, opaque, rule
 
@@ -15,6 +15,7 @@ __all__ = [
     "Layer",
     "Liveness",
     "Moved",
+    "Norm",
     "Op",
     "Opaque",
     "Source",
