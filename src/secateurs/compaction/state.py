@@ -144,7 +144,7 @@ class Rewriting:
         user.replace_input_with(source, aligned)
 
     def _narrow_tensor(self, node: fx.Node, axis: int, take: Tensor) -> bool:
-        """Narrow the parameter or buffer that `node` gives, repeated or with axes of length 1 added, if nothing else reads it."""
+        """Narrow the parameter or buffer that `node` gives, repeated or with axes of length 1, if nothing else reads it."""
         if len(node.users) != 1 or dims_of(node)[axis] == 1:
             return False
         if node.op in ("call_method", "call_function") and node.target in (*KEPT_SHAPES, *RESHAPES):

@@ -29,7 +29,7 @@ def reshaping(op: Op) -> Flow:
     ahead, width = math.prod(before[:axis]), before[axis]
     place = _axis_after(after, ahead)
     if place is None:
-        return opaque(op, "mixes the channels with the axes before them")
+        return _repeated(op)
     resize = None if op.module is not None or op.node.target in (torch.flatten, "flatten") else _resizer(place)
     made = after[place]
     heads = _heads(op, place)
@@ -42,6 +42,19 @@ def reshaping(op: Op) -> Flow:
     if made < width and width % made == 0 and width in accumulate(after[place:], operator.mul):
         return Blocks(place, axis, torch.arange(width).view(made, -1), resize)
     return opaque(op, "divides the channels among several axes")
+
+
+def _repeated(op: Op) -> Flow:
+    """Return the flow of a view that joins the channels with axes before them: each place there has channels of its own."""
+    before, after, axis = op.shapes[0], op.shape, op.axis
+    assert axis is not None
+    for start in range(axis - 1, -1, -1):
+        times, place = math.prod(before[start:axis]), _axis_after(after, math.prod(before[:start]))
+        if place is not None and after[place] == times * op.width and after[place + 1 :] == before[axis + 1 :]:
+            index = torch.arange(op.width).repeat(times)
+            flattens = op.module is not None or op.node.target in (torch.flatten, "flatten")
+            return Moved(place, axis, op.width, index, "same", None if flattens else _resizer(place))
+    return opaque(op, "mixes the channels with the axes before them")
 
 
 def _heads(op: Op, place: int) -> Flow | None:
