@@ -11,9 +11,22 @@ import torch
 from torch import Tensor, fx, nn
 
 from secateurs.compaction.constants import constant_at, fold_sum, insert_constant
-from secateurs.compaction.state import Rewriting
-from secateurs.graph.channels import Kept, all_of, ids, name_of_alignment, none_of, positions, take
-from secateurs.graph.flow import Blocks, Channelwise, Concat, Flow, Join, Layer, Moved, Opaque, Recurrent, Reduced, Source
+from secateurs.compaction.state import Rewriting, replace_
+from secateurs.graph.channels import Kept, all_of, ids, name_of_alignment, none_of, positions
+from secateurs.graph.flow import (
+    Blocks,
+    Channelwise,
+    Concat,
+    Flow,
+    Join,
+    Layer,
+    Moved,
+    Norm,
+    Opaque,
+    Recurrent,
+    Reduced,
+    Source,
+)
 from secateurs.graph.layers import Align, mask_channels
 from secateurs.graph.node_info import info, shape_of
 from secateurs.graph.recurrent import narrow_units_, recurrent_call
@@ -199,6 +212,18 @@ def _channelwise(flow: Channelwise, node: fx.Node, state: Rewriting) -> None:
 
 
 @narrow_node.register
+def _norm(flow: Norm, node: fx.Node, state: Rewriting) -> None:
+    (source,) = dict.fromkeys(state.flows.inputs[node])
+    wanted = state.masks.get(node, all_of(flow.width))  # the channels that its statistics are about, needed or not
+    state.align(node, source, wanted, flow.axis)
+    state.settle(node, wanted)
+    if not bool(wanted.all()):
+        info(node).setdefault("norm_groups", flow.groups)
+        target = state.module.get_submodule(str(node.target))
+        state.narrowing[str(node.target)] = partial(narrow_norm_, target, flow, wanted)
+
+
+@narrow_node.register
 def _layer(flow: Layer, node: fx.Node, state: Rewriting) -> None:
     (source,) = dict.fromkeys(state.flows.inputs[node])
     live = state.live_at(node)
@@ -360,10 +385,25 @@ def narrow_channelwise_(module: nn.Module, flow: Channelwise, layout: Tensor) ->
     kept = (ids(layout),)
     for name in flow.params:
         if getattr(module, name, None) is not None:
-            _replace_(module, name, kept)
+            replace_(module, name, kept)
             yield name, kept
     if flow.count is not None:
         setattr(module, flow.count, int(layout.sum()))
+
+
+def narrow_norm_(module: Any, flow: Norm, layout: Tensor) -> Survivors:
+    """Narrow a LayerNorm, RMSNorm or GroupNorm in place to the channels in `layout`; yields names and remaining entries."""
+    kept = (*(None,) * flow.along, ids(layout))
+    for name in ("weight", "bias"):
+        if getattr(module, name, None) is not None:
+            replace_(module, name, kept)
+            yield name, kept
+    if isinstance(module, nn.GroupNorm):
+        module.num_channels, module.num_groups = int(layout.sum()), int(layout.view(flow.groups, -1).any(1).sum())
+    else:
+        shape = list(module.normalized_shape)
+        shape[flow.along] = int(layout.sum())
+        module.normalized_shape = tuple(shape)
 
 
 def narrow_layer_(module: Any, flow: Layer, inputs: Tensor, outputs: Tensor, groups: int) -> Survivors:
@@ -377,10 +417,10 @@ def narrow_layer_(module: Any, flow: Layer, inputs: Tensor, outputs: Tensor, gro
     if weight_norm_of(module) is not None:
         yield from narrow_weight_norm_(module, kept)
     else:
-        _replace_(module, "weight", kept)
+        replace_(module, "weight", kept)
         yield "weight", kept
     if module.bias is not None:
-        _replace_(module, "bias", (ids(outputs),))
+        replace_(module, "bias", (ids(outputs),))
         yield "bias", (ids(outputs),)
     into, out = int(inputs.sum()), int(outputs.sum())
     if isinstance(module, nn.Linear):
@@ -397,12 +437,3 @@ def _grouped(flow: Layer, inputs: Tensor, outputs: Tensor) -> Kept:
     group_of_row = ids(rows) // (len(rows) // flow.groups)
     local = torch.stack([ids(group) if bool(group.any()) else torch.zeros(width, dtype=torch.long) for group in a_group])
     return ids(rows), local[group_of_row]
-
-
-def _replace_(module: nn.Module, name: str, kept: Kept) -> None:
-    tensor = getattr(module, name)
-    narrower = take(tensor.detach(), kept).clone(memory_format=torch.contiguous_format)
-    if isinstance(tensor, nn.Parameter):
-        setattr(module, name, nn.Parameter(narrower, requires_grad=tensor.requires_grad))
-    else:
-        module.register_buffer(name, narrower, persistent=name not in module._non_persistent_buffers_set)

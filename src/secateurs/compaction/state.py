@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +14,13 @@ from torch import Tensor, fx, nn
 from secateurs._util.modules import device_of
 from secateurs.errors import EmptyLayer
 from secateurs.graph.channels import Kept, all_of, free_name, name_of_alignment, none_of, positions
+from secateurs.graph.channels import take as selected
 from secateurs.graph.flow import Flows, Liveness
 from secateurs.graph.layers import Align, Constant
-from secateurs.graph.node_info import called_module, label_of
+from secateurs.graph.node_info import called_module, dims_of, label_of, shape_of
+
+KEPT_SHAPES = ("expand", "repeat", "to", "contiguous")
+RESHAPES = ("view", "reshape", torch.reshape, "unsqueeze", torch.unsqueeze, operator.getitem)
 
 
 @dataclass
@@ -130,9 +136,45 @@ class Rewriting:
             constant.value = nn.Parameter(narrower, requires_grad=constant.value.requires_grad)
             user.replace_input_with(source, current)
             return
+        if bool((take >= 0).all()) and self._narrow_tensor(current, axis, take):
+            user.replace_input_with(source, current)
+            return
         with self.module.graph.inserting_before(user):
             aligned = self.insert(name_of_alignment(source, user), Align(take, axis), (current,))
         user.replace_input_with(source, aligned)
+
+    def _narrow_tensor(self, node: fx.Node, axis: int, take: Tensor) -> bool:
+        """Narrow the parameter or buffer that `node` gives, repeated or with axes of length 1, if nothing else reads it."""
+        if len(node.users) != 1 or dims_of(node)[axis] == 1:
+            return False
+        if node.op in ("call_method", "call_function") and node.target in (*KEPT_SHAPES, *RESHAPES):
+            source, *sizes = node.args
+            listed = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+            if not isinstance(source, fx.Node) or node.kwargs or shape_of(source).dims is None:
+                return False
+            if node.target in RESHAPES:
+                wide = [dim for dim, n in enumerate(dims_of(source)) if n > 1]
+                sized = node.target in ("view", "reshape", torch.reshape)
+                if len(wide) != 1 or math.prod(dims_of(node)) != dims_of(node)[axis] or (sized and listed[axis] != -1):
+                    return False
+                return self._narrow_tensor(source, wide[0], take)
+            unchanged = {"expand": -1, "repeat": 1}.get(str(node.target))
+            if unchanged is not None and (len(listed) != len(dims_of(source)) or listed[axis] != unchanged):
+                return False
+            return self._narrow_tensor(source, axis, take)
+        if node.op != "get_attr":
+            return False
+        path, _, name = str(node.target).rpartition(".")
+        owner = self.module.get_submodule(path)
+        tensor = getattr(owner, name)
+        held = [*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers(remove_duplicate=False)]
+        readers = [n for n in self.module.graph.nodes if n.op == "get_attr" and n.target == node.target]
+        if sum(t is tensor for _, t in held) != 1 or len(readers) != 1 or tensor.dim() != len(dims_of(node)):
+            return False
+        kept = (*(None,) * axis, take)
+        replace_(owner, name, kept)
+        self.kept[str(node.target)] = kept
+        return True
 
     def _alignment_at(self, node: fx.Node, axis: int) -> Align | None:
         """Return the alignment along `axis` at `node` if this pass inserted it."""
@@ -153,3 +195,13 @@ class Rewriting:
             f"the cut leaves {layer!r} without a single channel, and {where} cannot do without it. "
             f"Keep at least one filter there."
         )
+
+
+def replace_(module: nn.Module, name: str, kept: Kept) -> None:
+    """Keep only the entries `kept` of a parameter or buffer of `module`."""
+    tensor = getattr(module, name)
+    narrower = selected(tensor.detach(), kept).clone(memory_format=torch.contiguous_format)
+    if isinstance(tensor, nn.Parameter):
+        setattr(module, name, nn.Parameter(narrower, requires_grad=tensor.requires_grad))
+    else:
+        module.register_buffer(name, narrower, persistent=name not in module._non_persistent_buffers_set)

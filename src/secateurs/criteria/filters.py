@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import none_of
-from secateurs.graph.flow import Flows, Join, Layer, Recurrent, find_flows
+from secateurs.graph.flow import Flows, Join, Layer, Norm, Recurrent, find_flows
 from secateurs.graph.flow.liveness import activation_behind
 from secateurs.graph.recurrent import RECURRENT, recurrent_call, unit_weights
 from secateurs.graph.sites import Site
@@ -84,6 +84,9 @@ def _hands_on(flows: Flows, node: fx.Node) -> bool:
 def _needed(flows: Flows, node: fx.Node, wanted: Tensor) -> Iterator[tuple[fx.Node, Tensor]]:
     """The node's inputs, each with the channels (C, width) that are needed for those `wanted` (C, width) of the node."""
     flow, sources = flows.of[node], flows.inputs[node]
+    if isinstance(flow, Norm):  # of its statistics all channels are a part
+        yield sources[0], wanted
+        return
     nothing = none_of(wanted.shape[1])
     answers = [flow.needs(row, [None] * len(sources), nothing) for row in wanted]
     for source, rows in zip(sources, zip(*answers, strict=True), strict=False):

@@ -17,7 +17,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
-from secateurs.graph.flow import ELSEWHERE, Blocks, Channelwise, Concat, Flow, Flows, Join, Layer, Moved, analyse, find_flows
+from secateurs.graph.flow import (
+    ELSEWHERE,
+    Blocks,
+    Channelwise,
+    Concat,
+    Flow,
+    Flows,
+    Join,
+    Layer,
+    Moved,
+    Norm,
+    analyse,
+    find_flows,
+)
 from secateurs.graph.flow.kinds import elsewhere
 from secateurs.graph.flow.liveness import activation_behind
 from secateurs.graph.layers import Offset
@@ -82,12 +95,14 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
     for node, flow in flows.of.items():
         ins = [source.get(i) for i in flows.inputs[node]]
         end = activation_behind(flows, node) if isinstance(flow, Join) else node  # of a sum that is masked with the site
-        if end.name in points:
+        if end.name in points and not (isinstance(flow, Norm) and node.name != site.node):
             source[node] = points[end.name]
         elif all(i is None or bool((i == ELSEWHERE).all()) for i in ins):
             continue
         elif isinstance(flow, Layer) and not flow.linear:
             others[node.name] = f"{label_of(node)} is not linear in its weights"
+        elif isinstance(flow, Norm):
+            others[node.name] = f"{label_of(node)} takes statistics over the channels, which change with every cut"
         elif isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise):
             assert ins[0] is not None
             if calls[str(node.target)] > 1:

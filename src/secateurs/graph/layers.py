@@ -1,6 +1,8 @@
-"""The modules that secateurs adds to networks: `Mask`, `Align`, `SumInto` where live channels differ, `Constant`, `Offset`."""
+"""The modules that secateurs adds to networks: masks, alignments where live channels differ, constants and offsets."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,46 @@ def mask_channels(x: Tensor, keep: Tensor, axis: int) -> Tensor:
     shape = [1] * x.dim()
     shape[axis] = -1
     return x.masked_fill(~keep.to(x.device).view(shape), 0)
+
+
+class KeptNorm(nn.Module):
+    """A LayerNorm, RMSNorm or GroupNorm whose statistics are those of the kept channels; it has the norm's own parameters.
+
+    `zeroes`: the other channels are set to zero; otherwise a mask behind it does that.
+    """
+
+    keep: Tensor
+
+    def __init__(self, norm: Any, keep: Tensor, axis: int, *, zeroes: bool = True) -> None:
+        super().__init__()
+        self.groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else 0
+        self.over = len(getattr(norm, "normalized_shape", ()))  # trailing axes of a LayerNorm or RMSNorm
+        self.centred, self.eps = not isinstance(norm, nn.RMSNorm), norm.eps
+        self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
+        self.axis, self.zeroes = axis, zeroes
+        self.register_buffer("keep", keep.clone(), persistent=False)
+        self.train(norm.training)
+
+    def forward(self, x: Tensor, each: Tensor | None = None) -> Tensor:
+        """Of the shape of `x`; `each`, of as many axes, has the factors of the channels instead of `keep`."""
+        if each is None:
+            x = mask_channels(x, self.keep, self.axis)
+            each = self.keep.to(x.dtype).view([-1 if axis == self.axis else 1 for axis in range(x.dim())])
+        each = each.expand_as(x)
+        values, share = (t.reshape(len(t), self.groups, -1, *t.shape[2:]) if self.groups else t for t in (x, each))
+        over = tuple(range(2, values.dim())) if self.groups else tuple(range(-self.over, 0))
+        count = share.sum(over, keepdim=True).clamp(min=1)  # nothing is left of a group that is removed
+        if self.centred:
+            values = values - (values * share).sum(over, keepdim=True) / count
+        spread = (values.square() * share).sum(over, keepdim=True) / count
+        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        result = (values * (spread + eps).rsqrt()).view_as(x)
+        shape = [1, -1, *[1] * (x.dim() - 2)] if self.groups else [*self.weight.shape] if self.weight is not None else []
+        if self.weight is not None:
+            result = result * self.weight.view(shape)
+        if self.bias is not None:
+            result = result + self.bias.view(shape)
+        return result * each if self.zeroes else result
 
 
 class Align(nn.Module):

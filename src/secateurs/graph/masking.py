@@ -13,13 +13,14 @@ from torch import Tensor, fx, nn
 from secateurs._util.modules import copyable, device_of, with_real_tensors
 from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
-from secateurs.graph.layers import Mask
-from secateurs.graph.node_info import copy_info_
+from secateurs.graph.layers import KeptNorm, Mask
+from secateurs.graph.node_info import called_module, copy_info_
 from secateurs.graph.recurrent import recurrent_call, with_factors
 from secateurs.graph.sites import MaskPoint, Site, check_masks, node_masks, share_sites
 from secateurs.graph.trace import Graph, dtype_of
 
 Masks = Mapping[str | Site, Tensor]
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 def copy_module(graph: Graph) -> fx.GraphModule:
@@ -41,17 +42,21 @@ def copied(graph: Graph) -> Graph:
 def masked(graph: Graph, masks: Masks) -> fx.GraphModule:
     """Return a copy of the network in which the channels that `masks` drop are set to zero at their sites; shapes stay.
 
-    Where an op would make something else of such a zero before it is read, the channel is set to zero again behind it.
+    Where an op would make something else of such a zero before it is read, the channel is set to zero again behind it. Norms
+    that the masks reach take their statistics over the kept channels.
     """
     checked = check_masks(graph, masks)
     module = copy_module(graph)
     nodes = {node.name: node for node in module.graph.nodes}
     for name, (axis, mask) in node_masks(checked.values()).items():
-        if recurrent_call(nodes[name]) is nodes[name]:
-            layer, path = module.get_submodule(str(nodes[name].target)), str(nodes[name].target)
-            module.set_submodule(path, with_factors(layer, mask[None].to(device_of(module), dtype_of(module))))
-            continue
-        insert_behind_(module, nodes[name], f"mask_{name}", Mask(mask, axis).to(device_of(module)))
+        node = nodes[name]
+        called, path = called_module(module, node), str(node.target)
+        if called is not None and recurrent_call(node) is node:
+            module.set_submodule(path, with_factors(called, mask[None].to(device_of(module), dtype_of(module))))
+        elif isinstance(called, NORMS):
+            module.set_submodule(path, KeptNorm(called, mask, axis).to(device_of(module)))
+        else:
+            insert_behind_(module, node, f"mask_{name}", Mask(mask, axis).to(device_of(module)))
     module.recompile()
     return module
 
@@ -78,13 +83,29 @@ class Factor(nn.Module):
         self.axis = point.axis
         self.register_buffer("source", point.source())  # -1 is the last of the padded factors, which is 1
 
-    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
-        """Of the shape of `x`; `factors` is (1, C) or (n, C). A factor of 0 gives 0, even of infinite values."""
+    def each(self, x: Tensor, factors: Tensor) -> Tensor:
+        """The factors of the channels of `x`, with its number of axes."""
         rows = factors.repeat_interleave(1 if len(factors) == 1 else len(x) // len(factors), 0)
         shape = [len(rows)] + [1] * (x.dim() - 1)
         shape[self.axis] = -1
-        each = F.pad(rows, (0, 1), value=1.0)[:, self.source].view(shape)
+        return F.pad(rows, (0, 1), value=1.0)[:, self.source].view(shape)
+
+    def forward(self, x: Tensor, factors: Tensor) -> Tensor:
+        """Of the shape of `x`; `factors` is (1, C) or (n, C). A factor of 0 gives 0, even of infinite values."""
+        each = self.each(x, factors)
         return torch.where((each == 0) & ~x.isfinite(), 0, x * each)
+
+
+class NormFactor(KeptNorm):
+    """A norm at a mask point: its statistics are weighted with the factors of the site's channels."""
+
+    def __init__(self, norm: nn.Module, point: MaskPoint) -> None:
+        super().__init__(norm, torch.ones(point.width, dtype=torch.bool), point.axis, zeroes=point.zeroes)
+        self.factor = Factor(point)
+
+    def forward(self, x: Tensor, factors: Tensor | None = None) -> Tensor:
+        """Of the shape of `x`; `factors` is (1, C) or (n, C)."""
+        return super().forward(x, None if factors is None else self.factor.each(x, factors))
 
 
 @dataclass(frozen=True)
@@ -108,7 +129,10 @@ def split_at(graph: Graph, site: Site) -> Split:
     points = {node: point for node in nodes for point in site.points if point.node == node.name}
     place = next(iter(points))
     behind = _reachable(points, lambda node: node.users)
-    if recurrent_call(place) is place:  # its mask acts within it, so it is a part of the suffix
+    # the statistics of a norm depend on the mask, and that of a recurrent module acts within it: the parts meet before these
+    within = isinstance(called_module(graph.module, place), NORMS) or recurrent_call(place) is place
+    simple = list(site.points[0].sources) == list(range(site.points[0].width)) and not within
+    if within:
         behind.add(place)
         place = place.all_input_nodes[0]
     if place.op == "output" or not behind:
@@ -116,7 +140,7 @@ def split_at(graph: Graph, site: Site) -> Split:
     read = [n for n in nodes if n not in behind and n is not place and any(u in behind for u in n.users)]
     carried = [n for n in read if n.op != "get_attr"]
     inputs = {place: "activations", **{n: f"carried_{n.name}" for n in carried}}
-    several = len(points) > 1 or points[place].sources != tuple(range(points[place].width))
+    several = len(points) > 1 or not simple
     suffix = _part(graph.module, {*behind, *read} - {*carried}, "Suffix", inputs=inputs, points=points if several else {})
     return Split(network_up_to(graph.module, [place, *carried], name="Prefix"), suffix, site.axis, several)
 
@@ -171,6 +195,11 @@ def _part(
         graph.output(tuple(env[node] for node in outputs))
     part = fx.GraphModule(module, graph, class_name=name)
     for node, point in (points or {}).items():
+        called = called_module(module, node)
+        if isinstance(called, NORMS):
+            part.set_submodule(str(node.target), NormFactor(called, point).to(device_of(module)))
+            env[node].args = (*env[node].args, factors)
+            continue
         if recurrent_call(node) is node:
             path = str(node.target)
             part.set_submodule(path, with_factors(module.get_submodule(path)))

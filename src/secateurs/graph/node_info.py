@@ -33,6 +33,7 @@ class NodeInfo(TypedDict, total=False):
     name: str  # of a call of a function or method, e.g. 'layer1.0.add'; stays the same after cuts
     unused: bool  # no path leads from the node to an output
     filters_a_channel: int  # of a depthwise layer in the uncut network; 0 for all other nodes
+    norm_groups: int  # of a GroupNorm in the uncut network, once a cut has removed channels
     follows_mode: bool  # the call was made with `training=self.training`
     original_channels: int  # channels in the uncut network, once a cut has removed some
     ends_site: bool  # a gather of an earlier cut: the site ends behind it

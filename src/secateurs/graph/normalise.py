@@ -399,6 +399,31 @@ def _build_instance_norm(module: fx.GraphModule, node: fx.Node) -> nn.Module | N
     return kind and _with_tensors(kind(len(weight), affine=True, device="meta", **options), weight=weight, bias=bias)
 
 
+def _build_norm(kind: type[Any], size: str) -> Callable[[fx.GraphModule, fx.Node], nn.Module | None]:
+    """`size` is the argument of the function and of the class that comes first: the normalised shape, or the groups."""
+    names = ["weight"] if kind is nn.RMSNorm else ["weight", "bias"]
+
+    def build(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
+        given = {name: _argument(node, 2 + i, name) for i, name in enumerate(names)}
+        held = {name: None if value is None else _held(module, value) for name, value in given.items()}
+        first, eps = _argument(node, 1, size), _argument(node, 2 + len(names), "eps", None if kind is nn.RMSNorm else 1e-5)
+        if any(given[n] is not None and held[n] is None for n in names) or _has_nodes({"size": first, "eps": eps}):
+            return None
+        if held["weight"] is None and any(value is not None for value in held.values()):
+            return None
+        affine = held["weight"] is not None
+        if kind is nn.GroupNorm:
+            channels = dims_of(_argument(node, 0, "input"))[1]
+            layer = kind(first, channels, eps, affine, device="meta")
+        else:
+            layer = kind(tuple(first), eps, affine, device="meta")
+        if affine and held.get("bias") is None and "bias" in names:
+            layer.register_parameter("bias", None)
+        return _with_tensors(layer, **held)
+
+    return build
+
+
 def _has_nodes(options: dict[str, Any]) -> bool:
     return any(isinstance(leaf, fx.Node) for v in options.values() for leaf in (v if isinstance(v, tuple | list) else [v]))
 
@@ -425,5 +450,8 @@ BUILDERS: dict[Any, Callable[[fx.GraphModule, fx.Node], nn.Module | None]] = {
     F.batch_norm: _build_batch_norm,
     torch.batch_norm: _build_batch_norm,
     F.instance_norm: _build_instance_norm,
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), _build_norm(nn.LayerNorm, "normalized_shape")),
+    **dict.fromkeys((F.group_norm, torch.group_norm), _build_norm(nn.GroupNorm, "num_groups")),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), _build_norm(nn.RMSNorm, "normalized_shape")),
     torch.prelu: _build_prelu,
 }

@@ -12,7 +12,10 @@ OUTPUT = "it is the network's output"
 REMEDIES = (  # the first whose pattern is found in a reason; {op} is the op that the reason begins with
     (r"^no rule for", "Add a rule for {op} with @secateurs.rule, or write it with ops that have one."),
     (r"it is the shortcut", "shortcut='after' masks behind the add, and the shortcut's layers lose filters too."),
-    (r"statistics over several channels", "It normalises over the channels; BatchNorm in its place would treat each alone."),
+    (
+        r"statistics over several channels",
+        "It normalises over the channels; shortcut='stream' takes its statistics over those that are left.",
+    ),
     (r"computes its weights", "Call torch.nn.utils.parametrize.remove_parametrizations on the layer before tracing."),
     (r"weights are computed while", "Write the computed weights into an ordinary layer before tracing."),
     (r"has forward hooks", "Remove the hooks before tracing, and add them to the pruned network."),

@@ -14,13 +14,18 @@ from secateurs.graph.channels import all_of
 
 @dataclass(frozen=True)
 class MaskPoint:
-    """A node behind which a site's mask is applied: to some of its `width` channels, each by one of the site's, its source."""
+    """A node behind which a site's mask is applied: to some of its `width` channels, each by one of the site's, its source.
+
+    At an op that takes statistics over channels (LayerNorm, RMSNorm, GroupNorm), these are the statistics of the kept channels;
+    it need not give zeros if an activation follows behind which the mask is applied again (`zeroes`).
+    """
 
     node: str
     axis: int
     width: int
     channels: tuple[int, ...]
     sources: tuple[int, ...]
+    zeroes: bool = True
 
     def mask(self, keep: Tensor) -> Tensor:
         """Return the mask of the node's channels, bool (width,), for the site's mask `keep` (C,)."""

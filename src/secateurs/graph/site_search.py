@@ -28,6 +28,7 @@ from secateurs.graph.flow import (
     Join,
     Layer,
     Moved,
+    Norm,
     Opaque,
     Recurrent,
     analyse,
@@ -117,7 +118,7 @@ class _Search:
     flows: Flows
     shortcut: Shortcut
     unmasked: Mapping[fx.Node, Tensor]  # channels that are needed without any mask, where that is not all of them
-    known: dict[fx.Node, Revivals]  # by place, once they are found
+    known: dict[tuple[fx.Node, bool], Revivals]  # by place, once they are found
     order: Mapping[fx.Node, int]  # of the nodes in the network
 
     def groups(
@@ -154,7 +155,14 @@ class _Search:
         return sorted(groups, key=lambda group: self.order[group[1][0]]), reasons
 
     def place(self, layer: fx.Node) -> tuple[fx.Node | None, str]:
-        """Return the node behind which the mask of `layer` goes, or None and the reason."""
+        """Return the node behind which the mask of `layer` goes, or None and the reason.
+
+        With streams, a norm over channels that follows the layer may be that node: its statistics leave out removed channels.
+        """
+        place, reason = self._place(layer, norms=False)
+        return (place, reason) if place is not None or self.shortcut != "stream" else self._place(layer, norms=True)
+
+    def _place(self, layer: fx.Node, *, norms: bool) -> tuple[fx.Node | None, str]:
         chain = self._chain(layer)
         add = self._sum_behind(chain)
         if add is not None and self.shortcut == "after":
@@ -169,8 +177,11 @@ class _Search:
         chain = chain[joined[-1] :] if joined else chain
         meeting, joins = self._meeting(chain[-1])
         if meeting is not None and (joined or joins):
-            return self._best(self._candidates(self._chain(meeting)))
-        place, reason = self._best(self._candidates(chain))
+            return self._best(self._candidates(self._chain(meeting)), norms=norms)
+        user, flow = self._only_user(chain[-1])
+        if norms and user is not None and isinstance(flow, Norm):
+            return self._best([user], norms=True)
+        place, reason = self._best(self._candidates(chain), norms=norms)
         if meeting is not None and (place is None or self._revivals(place).points):
             other, _ = self._best(self._candidates(self._chain(meeting)))
             place = other or place
@@ -198,16 +209,16 @@ class _Search:
             heads = heads - {node} | set(self.flows.users.get(node, ()))
         return None, joins
 
-    def _best(self, candidates: Iterable[fx.Node]) -> tuple[fx.Node | None, str]:
+    def _best(self, candidates: Iterable[fx.Node], *, norms: bool = False) -> tuple[fx.Node | None, str]:
         """Return the first candidate with the fewest further mask points, or None and the reason."""
         best: fx.Node | None = None
         reason = ""
         for candidate in candidates:
-            found = self._revivals(candidate)
+            found = self._revivals(candidate, norms=norms)
             reason = found.obstacle or ("" if self._original(candidate) > 1 else "it has one head only")
-            if not reason and (best is None or len(found.points) < len(self._revivals(best).points)):
+            if not reason and (best is None or len(found.points) < len(self._revivals(best, norms=norms).points)):
                 best = candidate
-            if best is not None and not self._revivals(best).points:
+            if best is not None and not self._revivals(best, norms=norms).points:
                 break
         return (None, reason) if best is None else (self._behind_gather(best), "")
 
@@ -215,10 +226,10 @@ class _Search:
         """Return the number of channels of a node in the uncut network."""
         return info(node).get("original_channels", self.flows.width(node))
 
-    def _revivals(self, place: fx.Node) -> Revivals:
-        if place not in self.known:
-            self.known[place] = find_revivals(self.flows, {place: torch.arange(self.flows.width(place))})
-        return self.known[place]
+    def _revivals(self, place: fx.Node, *, norms: bool = False) -> Revivals:
+        if (place, norms) not in self.known:
+            self.known[place, norms] = self._followed([place], norms=norms).revivals
+        return self.known[place, norms]
 
     def _behind_gather(self, place: fx.Node) -> fx.Node:
         """Where a gather of an earlier cut is the only consumer, the site is the output of the gather."""
@@ -327,13 +338,10 @@ class _Search:
 
     def site(self, places: Sequence[fx.Node], named: Callable[[tuple[str, ...]], str]) -> Site | str:
         """Return the site behind `places`, or why there is none; `named` gives its name from those of its layers."""
-        own = {place: self.graph.ids.get(place.name, torch.arange(self.flows.width(place))) for place in places}
-        original = torch.tensor(
-            sorted({i for kept in own.values() for i in kept.tolist()})
-        )  # a cut elsewhere may have removed channels of some calls only
-        starts = {place: torch.searchsorted(original, kept) for place, kept in own.items()}
-        found = self._revivals(places[0]) if len(places) == 1 else find_revivals(self.flows, starts)
-        return self._site_at(named, starts, found, original)
+        followed = self._followed(places, norms=False)
+        if followed.revivals.obstacle and self.shortcut == "stream":
+            followed = self._followed(places, norms=True)
+        return self._site_at(named, followed)
 
     def coupled(self, classes: Classes, group: Group) -> Site | str:
         """Return the site of classes of channels that are written by the same layers, or why there is none."""
@@ -352,17 +360,12 @@ class _Search:
         original = torch.tensor(channels_of(first, classes, group, own.tolist()))
         whole = len(starts) == 1 and len(original) == self._original(first)
         named = partial(self.name_of, group.layers[0], whole=whole)
-        return self._site_at(named, starts, find_revivals(self.flows, starts), original, own=len(starts))
+        followed = _Followed(original, max(map(self._original, starts)), starts, find_revivals(self.flows, starts))
+        return self._site_at(named, followed, own=len(starts))
 
-    def _site_at(
-        self,
-        named: Callable[[tuple[str, ...]], str],
-        starts: Mapping[fx.Node, Tensor],
-        found: Revivals,
-        original: Tensor,
-        own: int = 1,
-    ) -> Site | str:
-        """Return the site whose channels are zero behind the nodes `starts`, `own` of which only together are the site."""
+    def _site_at(self, named: Callable[[tuple[str, ...]], str], followed: _Followed, own: int = 1) -> Site | str:
+        """Return the site of the channels that were followed; `own` of the nodes where they start only together are the site."""
+        original, starts, found = followed.original, followed.starts, followed.revivals
         if found.obstacle:
             return found.obstacle
         places = list(starts)
@@ -377,11 +380,10 @@ class _Search:
         layers = tuple(dict.fromkeys(str(n.target) for n in self.flows.of if n in removed))
         if not layers and len(points) > 1:
             return "its filters are read elsewhere, too, such as for the statistics of a BatchNorm that is called several times"
-        wide = max(map(self._original, places))
         names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
         name = next((name for name in names if name), None) or named(layers)
-        points_of = tuple(self._point(node, source) for node, source in points.items())
-        return Site(name, len(original), layers, tuple(original.tolist()), wide, points_of, own)
+        points_of = tuple(self._point(node, source, points) for node, source in points.items())
+        return Site(name, len(original), layers, tuple(original.tolist()), followed.wide, points_of, own)
 
     def recurrent_site(self, call: fx.Node, parts: Sequence[fx.Node]) -> Site | str:
         """Return the site of the hidden units of a recurrent module, behind its `parts` and within it, or why there is none."""
@@ -395,15 +397,68 @@ class _Search:
         if found.obstacle:
             return found.obstacle
         original = self.graph.ids.get(parts[0].name, torch.arange(wide))[: flow.units]
-        points = [self._point(node, source) for node, source in {**starts, **found.points}.items()]
+        behind = {**starts, **found.points}
+        points = [self._point(node, source, behind) for node, source in behind.items()]
         within = MaskPoint(call.name, 0, flow.units, tuple(range(flow.units)), tuple(range(flow.units)))
         path = str(call.target)
         return Site(path, flow.units, (path,), tuple(original.tolist()), wide, (*points, within))
 
-    def _point(self, node: fx.Node, source: Tensor) -> MaskPoint:
-        axis, channels = self.flows.of[node].axis, ids(source != ELSEWHERE)
-        assert axis is not None
-        return MaskPoint(node.name, axis, len(source), tuple(channels.tolist()), tuple(source[channels].tolist()))
+    def _followed(self, places: Sequence[fx.Node], *, norms: bool) -> _Followed:
+        """Follow the channels behind `places` to what reads them."""
+        own = {place: self._ids(place) for place in places}
+        original = torch.tensor(
+            sorted({i for kept in own.values() for i in kept.tolist()})
+        )  # a cut elsewhere may have removed channels of some calls only
+        starts = {place: torch.searchsorted(original, kept) for place, kept in own.items()}
+        found = find_revivals(self.flows, starts, norms=norms)
+        wide = max(map(self._original, places))
+        if not found.obstacle or not found.grouped:
+            return _Followed(original, wide, starts, found)
+        units = self._units(found.grouped, original)
+        if units is None or not bool(units.any()):
+            return _Followed(original, wide, starts, found)
+        remaining = torch.tensor(sorted(set(units[original].tolist())))
+        starts = {place: torch.searchsorted(remaining, units[kept]) for place, kept in own.items()}
+        return _Followed(remaining, int(units.max()) + 1, starts, find_revivals(self.flows, starts, norms=norms))
+
+    def _ids(self, node: fx.Node) -> Tensor:
+        """Return the ids, in the uncut network, of the channels of a node."""
+        return self.graph.ids.get(node.name, torch.arange(self.flows.width(node)))
+
+    def _units(self, grouped: Mapping[fx.Node, Tensor], original: Tensor) -> Tensor | None:
+        """Return for each channel of the uncut network the unit that it is removed with, so that groups stay equally large.
+
+        Either whole groups of each GroupNorm go, or one channel of every group at once: what leaves more to choose from. None
+        if a GroupNorm reads other channels too, or in another order.
+        """
+        sizes = []
+        for node, source in grouped.items():
+            flow, wide = self.flows.of[node], self._original(node)
+            if bool((source == ELSEWHERE).any()) or not torch.equal(original[source], self._ids(node)):
+                return None
+            assert isinstance(flow, Norm)
+            sizes.append((wide, wide // info(node).get("norm_groups", flow.groups)))
+        if len({wide for wide, _ in sizes}) != 1:
+            return None
+        channels = torch.arange(sizes[0][0])
+        whole, one_of_each = _joined([channels // size for _, size in sizes]), _joined([channels % size for _, size in sizes])
+        return max(whole, one_of_each, key=lambda units: int(units.max()))
+
+    def _point(self, node: fx.Node, source: Tensor, points: Mapping[fx.Node, Tensor]) -> MaskPoint:
+        flow, channels = self.flows.of[node], ids(source != ELSEWHERE)
+        assert flow.axis is not None
+        masked = (tuple(channels.tolist()), tuple(source[channels].tolist()))
+        zeroes = not isinstance(flow, Norm) or not self._is_masked_behind(node, points)
+        return MaskPoint(node.name, flow.axis, len(source), *masked, zeroes=zeroes)
+
+    def _is_masked_behind(self, node: fx.Node, points: Mapping[fx.Node, Tensor]) -> bool:
+        """Whether a mask point follows a norm, behind an activation or a sum, and nothing in between reads its channels."""
+        user, flow = self._only_user(node)
+        while user is not None and (isinstance(flow, Channelwise) or (isinstance(flow, Join) and flow.broadcasts)):
+            if user in points:
+                return True
+            user, flow = self._only_user(user)
+        return False
 
     def name_of(self, layer: fx.Node, layers: tuple[str, ...], *, whole: bool = True) -> str:
         """Return the path of the layer that loses filters; for a site behind an add, the name of the add.
@@ -416,6 +471,27 @@ class _Search:
         path = str(layer.target)
         path = path if path in layers or not layers else layers[0]
         return path if self.shortcut != "coupled" or whole else f"{path}.coupled"
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """The channels of a site: the `original` ids of those left of `wide`, the nodes where they start, and what they meet."""
+
+    original: Tensor
+    wide: int
+    starts: Mapping[fx.Node, Tensor]
+    revivals: Revivals
+
+
+def _joined(labels: Sequence[Tensor]) -> Tensor:
+    """Return the numbers of the finest classes of which each class of each of `labels` is a part."""
+    joined, before = labels[0], torch.empty(0)
+    while not torch.equal(joined, before):
+        before = joined
+        for label in labels:
+            joined = torch.full((len(label),), len(label)).scatter_reduce(0, label, joined, "amin")[label]
+    number = {value: place for place, value in enumerate(sorted(set(joined.tolist())))}
+    return torch.tensor([number[value] for value in joined.tolist()])
 
 
 def _macs(weight: Sequence[int], node: fx.Node, transposed: bool) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from secateurs.graph.flow import Channelwise, Flows, Join
+from secateurs.graph.flow import Channelwise, Flows, Join, Norm
 from secateurs.graph.flow.liveness import activation_behind
 from secateurs.graph.node_info import label_of
 
@@ -57,7 +57,10 @@ def find_streams(flows: Flows) -> list[ResidualStream]:
         sums = [n for n in joins if flows.of[n].broadcasts and len(_wide(flows, n) & varying) > 1]  # type: ignore[union-attr]
         if sums and flows.width(sums[0]) > 1 and not any(_multiplies_matrices(flows, node) for node in members):
             order = {node: place for place, node in enumerate(members)}
-            places = {*_behind(flows, joins, group), *_entries(flows, joins, group, varying)}
+            norms = [
+                node for node in members if isinstance(flows.of[node], Norm)
+            ]  # before a sum, they must leave channels out too
+            places = {*_behind(flows, joins, group), *_entries(flows, joins, group, varying), *norms}
             streams.append(ResidualStream(tuple(sums), tuple(sorted(places, key=order.__getitem__))))
     return streams
 
@@ -82,7 +85,7 @@ def _wide(flows: Flows, node: fx.Node) -> set[fx.Node]:
 def _same_channels(flows: Flows, node: fx.Node) -> Iterator[fx.Node]:
     """The inputs of which channel i becomes, or is part of, channel i of `node`."""
     flow = flows.of[node]
-    if isinstance(flow, Channelwise):
+    if isinstance(flow, Channelwise | Norm):
         found = {flows.inputs[node][0]}
     elif isinstance(flow, Join) and flow.zero_if != "third" and not _multiplies_matrices(flows, node):
         found = _wide(flows, node) if flow.zero_if in ("all", "any") else {flows.inputs[node][0]}

@@ -333,6 +333,38 @@ class Recurrent:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """Statistics over channels, those of each of `groups` apart: LayerNorm, RMSNorm, GroupNorm.
+
+    A mask behind it means statistics over the kept channels, and zero for the others; without a mask it needs all its channels,
+    for the reason that is shown to the user. `along`: the dimension of its parameters that counts channels.
+    """
+
+    axis: int
+    width: int
+    groups: int
+    along: int
+    reason: str
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """The mean is taken off zeros too."""
+        return none_of(self.width)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """Channel by channel."""
+        return elsewhere(self.width) if ins[0] is None else ins[0]
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """All of them, if any channel of the output is needed."""
+        return [out.any().expand(self.width)]
+
+    def groups_stay_equal(self, source: Tensor) -> bool:
+        """Whether the groups stay equally large whichever channels of a site go, given the site's channel of each (width,)."""
+        rows = source.view(self.groups, -1)
+        return bool((rows == rows[:, :1]).all() or (rows == rows[:1]).all())
+
+
+@dataclass(frozen=True)
 class Opaque:
     """Unknown flow: the op gets its inputs at full width. `reason` is shown to the user."""
 
@@ -352,4 +384,4 @@ class Opaque:
         return [None] * len(ins)
 
 
-Flow = Source | Channelwise | Layer | Join | Concat | Moved | Blocks | Reduced | Recurrent | Opaque
+Flow = Source | Channelwise | Layer | Join | Concat | Moved | Blocks | Reduced | Recurrent | Norm | Opaque

@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor, fx
 
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.flow import rules
-from secateurs.graph.flow.kinds import ELSEWHERE, Channelwise, Flow, Join, Layer, Moved, Opaque, Recurrent, Reduced, Source
+from secateurs.graph.flow.kinds import (
+    ELSEWHERE,
+    Channelwise,
+    Flow,
+    Join,
+    Layer,
+    Moved,
+    Norm,
+    Opaque,
+    Recurrent,
+    Reduced,
+    Source,
+)
 from secateurs.graph.flow.table import Op, describe, rule_for
 from secateurs.graph.node_info import called_module, dims_of, info, label_of, shape_of
 from secateurs.graph.recurrent import recurrent_call
@@ -35,6 +47,10 @@ class Flows:
         axis = self.of[node].axis
         assert axis is not None
         return dims_of(node)[axis]
+
+    def calls(self, node: fx.Node) -> int:
+        """Return how many nodes call the module that `node` calls."""
+        return sum(other.op == node.op == "call_module" and other.target == node.target for other in self.of)
 
 
 @dataclass(frozen=True)
@@ -89,9 +105,9 @@ def _same(one: Flow, other: Flow) -> bool:
     """Whether two flows treat channels alike; how arguments are corrected is not compared."""
     if type(one) is not type(other):
         return False
-    for field in fields(one):
-        a, b = getattr(one, field.name), getattr(other, field.name)
-        if field.name != "resize" and not (torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b):
+    for each in fields(one):
+        a, b = getattr(one, each.name), getattr(other, each.name)
+        if each.name != "resize" and not (torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b):
             return False
     return True
 
@@ -251,7 +267,11 @@ def _find_needs(
         width = flows.width(node)
         wanted, read = none_of(width), none_of(width)
         for user in users:
-            wanted = wanted | _wanted_by(flows, user, node, need, zero, width)
+            if isinstance(flows.of[user], Norm) and user in masks:  # its statistics are those of all channels that are kept
+                live = need.get(user, all_of(width)).any()
+                wanted = wanted | (masks[user] & live)
+            else:
+                wanted = wanted | _wanted_by(flows, user, node, need, zero, width)
             if user in counted:
                 wanted = wanted | counted[user]
             flow = flows.of[user]
@@ -298,23 +318,38 @@ class Revivals:
 
     `points` has for each such node the sources of its channels: the channel of the site whose mask has to be applied again, or
     `ELSEWHERE`. `filtered` are channels of the site of which each depthwise layer on the way reads one at least. `obstacle`
-    says why the channels cannot be followed; it is empty if they can.
+    says why the channels cannot be followed; it is empty if they can. `grouped` has the sources of the channels of each
+    GroupNorm on the way, whose groups must stay equally large.
     """
 
     points: Mapping[fx.Node, Tensor]
     obstacle: str = ""
     filtered: frozenset[int] = frozenset()
+    grouped: Mapping[fx.Node, Tensor] = field(default_factory=dict)
 
 
-def find_revivals(flows: Flows, starts: Mapping[fx.Node, Tensor]) -> Revivals:
+def find_revivals(flows: Flows, starts: Mapping[fx.Node, Tensor], *, norms: bool = False) -> Revivals:
     """Follow the channels of a site, zero behind the nodes `starts`, to what reads them; `starts` has the sources of each.
 
-    Filters that mix channels read them, so the search ends there; a depthwise filter passes its channel on.
+    Filters that mix channels read them, so the search ends there; a depthwise filter passes its channel on. With `norms`, so
+    does an op that takes statistics over channels: the mask behind it leaves the others out.
     """
     zero = {node: source != ELSEWHERE for node, source in starts.items()}
-    sources, points, filtered = dict(starts), dict[fx.Node, Tensor](), set[int]()
+    sources, points, filtered, grouped = dict(starts), dict[fx.Node, Tensor](), set[int](), list[fx.Node]()
     for node, flow in flows.of.items():
         ins = flows.inputs[node]
+        if isinstance(flow, Norm) and (node in zero or ins[0] in zero):
+            source = sources.get(node, sources.get(ins[0]))
+            assert source is not None
+            if not norms or flows.calls(node) > 1:
+                return Revivals({}, flow.reason)
+            if flow.groups > 1:
+                grouped.append(node)
+            points[node] = sources[node] = source
+            zero[node] = source != ELSEWHERE
+            if (behind := activation_behind(flows, node)) is not node:
+                points[behind] = source
+            continue
         if node in zero or not any(i in zero for i in ins):
             continue
         if isinstance(flow, Opaque):
@@ -344,7 +379,9 @@ def find_revivals(flows: Flows, starts: Mapping[fx.Node, Tensor]) -> Revivals:
                 points[node] = torch.where(found, source, ELSEWHERE)
         if bool(found.any()):
             zero[node], sources[node] = found, torch.where(found, source, ELSEWHERE)
-    return Revivals(points, filtered=frozenset(filtered))
+    uneven = (node for node in grouped if not flows.of[node].groups_stay_equal(sources[node]))  # type: ignore[union-attr]
+    obstacle = next((f"{label_of(node)} would have groups of different sizes" for node in uneven), "")
+    return Revivals(points, obstacle, frozenset(filtered), {node: sources[node] for node in grouped})
 
 
 def activation_behind(flows: Flows, node: fx.Node) -> fx.Node:

@@ -187,7 +187,21 @@ def _probe(
     alike = all(_is_row(a, 2) and _is_row(b, 3) and close(a, b[:2]) for a, b in pairs)
     each = len(activations) // 2
     in_order = len(activations) == 2 * each and len(more) == 3 * each and close(activations, more[: 2 * each])
+    if in_order and factors and alike:
+        in_order = _takes_masks_of_examples(suffix, (activations, *carried), factors[0].shape[1])
     return rows, fixed and _is_row(activations, 2) and alike, each if in_order else 0
+
+
+def _takes_masks_of_examples(suffix: fx.GraphModule, inputs: tuple[Any, ...], channels: int) -> bool:
+    """Whether two examples may have factors of their own: at each mask point the first axis must hold the examples in order."""
+    own = torch.ones(2, channels, device=inputs[0].device, dtype=inputs[0].dtype)
+    own[0, ::2] = own[1, 1::2] = 0
+    try:
+        together = _leaves(suffix(*inputs, own))
+        alone = [_leaves(suffix(*inputs, own[row : row + 1])) for row in range(2)]
+    except Exception:  # sizes that do not fit, whatever it raised
+        return False
+    return all(close(whole[row], part[row]) for row in range(2) for whole, part in zip(together, alone[row], strict=True))
 
 
 def _is_row(value: Any, count: int) -> bool:

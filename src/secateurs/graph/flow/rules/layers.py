@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from secateurs.graph.channels import call_word
-from secateurs.graph.flow.kinds import Channelwise, Flow, Join, Layer, Moved, Reduced, ResizeArgs
+from secateurs.graph.flow.kinds import Channelwise, Flow, Join, Layer, Moved, Norm, Reduced, ResizeArgs
 from secateurs.graph.flow.table import Op, channelwise, opaque, rule
 from secateurs.graph.layers import FrozenNorm
 from secateurs.graph.node_info import pass_on_
@@ -77,13 +77,27 @@ def _norm(op: Op, *, keeps_zero: bool, pointwise: bool) -> Flow:
     return Channelwise(axis, axis, op.shape[axis], keeps_zero, pointwise, params=params, count=count)
 
 
-@rule(
-    *(nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d),
-    *(F.group_norm, F.layer_norm, F.local_response_norm),
-)
+@rule(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+def norm_over_channels(op: Op) -> Flow:
+    """Statistics over several channels: a mask behind it makes them statistics over the others."""
+    norm: Any = op.module
+    grouped = isinstance(norm, nn.GroupNorm)
+    first = 1 if grouped else len(op.shape) - len(norm.normalized_shape)
+    axis = first if op.axis is None else op.axis
+    if axis < first:
+        return Channelwise(axis, axis, op.shape[axis], keeps_zero=False)
+    if (grouped and axis != 1) or (op.axis is None and first != len(op.shape) - 1 and not grouped):
+        return opaque(op, NEEDS_ALL)
+    return Norm(axis, op.shape[axis], norm.num_groups if grouped else 1, axis - first, f"{op.label} {NEEDS_ALL}")
+
+
+NEEDS_ALL = "takes statistics over several channels, so it needs all of them"
+
+
+@rule(nn.LocalResponseNorm, nn.CrossMapLRN2d, F.group_norm, F.layer_norm, F.rms_norm, F.local_response_norm)
 def mixes_channels(op: Op) -> Flow:
-    """Statistics over several channels: removing a channel would change the others."""
-    return opaque(op, "takes statistics over several channels, so it needs all of them")
+    """Each channel is divided by what its neighbours hold, or weights are computed: no mask leaves a channel out."""
+    return opaque(op, NEEDS_ALL)
 
 
 @rule(
