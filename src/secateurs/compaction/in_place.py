@@ -142,11 +142,15 @@ def _homes(network: nn.Module, traced: nn.Module) -> dict[str, tuple[str, str]]:
 
     Tracing makes layers of functions that are called with parameters, and parts of torch's attention.
     """
-    state = {n: t for n, t in [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]}
+    state = {
+        n: t for n, t in [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]
+    }
     ours = dict([*traced.named_parameters(remove_duplicate=False), *traced.named_buffers(remove_duplicate=False)])
     names = {name: name for name in ours if name in state}
     for name in ours.keys() - names.keys():
-        alike = [n for n in state.keys() - names.keys() if state[n].shape == ours[name].shape and torch.equal(state[n], ours[name])]
+        alike = [
+            n for n in state.keys() - names.keys() if state[n].shape == ours[name].shape and torch.equal(state[n], ours[name])
+        ]
         if len(alike) == 1:
             names[name] = alike[0]
     return {name: (home.rpartition(".")[0], home.rpartition(".")[2]) for name, home in names.items()}
@@ -268,14 +272,14 @@ class _Trial:
         """Return old and new sizes, where they differ, of what is computed inside a submodule and of its layers."""
 
         def inside(where: str) -> bool:
-            return path == "" or where == path or where.startswith(f"{path}.")
+            return path in ("", where) or where.startswith(f"{path}.")
 
         found: set[tuple[int, int]] = set()
         later = {node.name: node for node in self.after.module.graph.nodes}
         for node in self.before.module.graph.nodes:
             stack = info(node).get("nn_module_stack") or {}
             made_in = [str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-            if node.name in later and any(map(inside, made_in)):
+            if node.name in later and (path == "" or any(map(inside, made_in))):
                 pairs = zip(shape_of(node).dims or (), shape_of(later[node.name]).dims or (), strict=False)
                 found |= {(old, new) for old, new in pairs if old != new}
         for where, part in self.after.module.named_modules():
@@ -359,9 +363,7 @@ class _Trial:
         if pair[0][0] is None or theirs is None:
             return  # in train mode the model takes other inputs, such as targets
         comparable = {
-            name
-            for name, value in pair[0][0].items()
-            if name in theirs and _same([theirs[name]], [value], self.tolerance)
+            name for name, value in pair[0][0].items() if name in theirs and _same([theirs[name]], [value], self.tolerance)
         }
         wanted, _ = _in_train_mode(self.wanted, self.probes[0])
         got, error = _in_train_mode(self._positional(self.copy), self.probes[0])

@@ -79,7 +79,9 @@ def _is_inside_attention(node: fx.Node) -> bool:
     """Whether a layer is a part of torch's attention that makes queries, keys and values."""
     stack = info(node).get("nn_module_stack") or {}
     kinds = [entry[1] for entry in stack.values() if isinstance(entry, tuple)]
-    return bool(kinds) and kinds[-1] in (nn.MultiheadAttention, "MultiheadAttention") and not str(node.target).endswith("out_proj")
+    return (
+        bool(kinds) and kinds[-1] in (nn.MultiheadAttention, "MultiheadAttention") and not str(node.target).endswith("out_proj")
+    )
 
 
 def _ties(found: Classes, node: fx.Node) -> Iterator[tuple[Tensor, Tensor]]:

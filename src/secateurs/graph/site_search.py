@@ -322,7 +322,9 @@ class _Search:
             return "its filters are read elsewhere, too, such as for the statistics of a BatchNorm that is called several times"
         wide = max(map(self._original, places))
         names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
-        name = next((name for name in names if name), None) or self._name(layer, layers, whole=own == 1 and len(original) == self._original(places[0]))
+        name = next((name for name in names if name), None) or self._name(
+            layer, layers, whole=own == 1 and len(original) == self._original(places[0])
+        )
         points_of = tuple(self._point(node, source) for node, source in points.items())
         return Site(name, len(original), layers, tuple(original.tolist()), wide, points_of, own)
 
