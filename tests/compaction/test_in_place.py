@@ -201,7 +201,7 @@ def test_what_does_not_fit_is_refused() -> None:
     smaller = coupled(model)
     with pytest.raises(InvalidInput, match="A plan does not hold one"):
         cut_(model, smaller.plan)
-    with pytest.raises(PlanError, match="it was made for a .*Block, but the model is a .*Written"):
+    with pytest.raises(PlanError, match=r"it was made for a .*Block, but the model is a .*Written"):
         cut_(Written().double(), smaller)
     with pytest.raises(PlanError, match="plan: got int"):
         cut_(model, 3, X)  # type: ignore[arg-type]

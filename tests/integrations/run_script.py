@@ -20,7 +20,7 @@ def define_operators() -> None:
     if find_spec("torchvision") is None:
         return
     try:
-        import torchvision  # noqa: F401
+        import torchvision
     except RuntimeError:
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
             del sys.modules[name]

@@ -17,7 +17,8 @@ def trainer_for(yolo: Any) -> type[Any]:
     """Return the trainer class of the task of a `YOLO` that trains `yolo.model` as it is: `yolo.train(trainer=…)`."""
     if not isinstance(getattr(yolo, "model", None), nn.Module) or not hasattr(yolo, "_smart_load"):
         raise InvalidInput(f"yolo: got {type(yolo).__name__}, wanted an ultralytics.YOLO with a model.")
-    model, base = yolo.model, yolo._smart_load("trainer")
+    model: nn.Module = yolo.model
+    base = yolo._smart_load("trainer")
 
     def get_model(self: Any, cfg: Any = None, weights: Any = None, verbose: bool = True) -> nn.Module:
         """Return the model that was cut, instead of a new one."""
