@@ -392,9 +392,6 @@ def test_a_pruned_network_is_an_input(way: Callable[[nn.Module], nn.Module]) -> 
     sites = list(find_sites(again, "after"))
     assert len(sites) == len(find_sites(smaller, "after"))
     twice = assert_compact_is_masked(again, random_keep(sites, 3, 0.3))
-    if again.plan.steps:  # a pickled network has lost its plan
-        assert [s.original for s in sites] == [s.original for s in find_sites(smaller, "after")]
-        replayed = replay(trace(model, inputs), twice.plan).module
-        assert {n: t.shape for n, t in replayed.state_dict().items()} == {
-            n: t.shape for n, t in twice.module.state_dict().items()
-        }
+    assert [s.original for s in sites] == [s.original for s in find_sites(smaller, "after")]
+    replayed = replay(trace(model, inputs), twice.plan).module
+    assert {n: t.shape for n, t in replayed.state_dict().items()} == {n: t.shape for n, t in twice.module.state_dict().items()}

@@ -13,7 +13,7 @@ import torch
 from run_script import define_operators
 
 from nets import assert_compact_is_masked, assert_same, random_keep, random_tensor, randomise_, run
-from secateurs import cost, find_sites, trace
+from secateurs import compact, cost, cut_, find_sites, trace
 from secateurs.errors import Untraceable
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,23 @@ def test_script_removes_filters(script: str, tmp_path: Path) -> None:
         session = onnxruntime.InferenceSession(tmp_path / "small.onnx")
         images = torch.randn(3, 3, 32, 32).numpy()
         assert session.run(None, {session.get_inputs()[0].name: images})[0].shape == (3, 10)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["test_resnet", "test_efficientnet", "test_vit"])
+def test_timm_keeps_its_class(name: str) -> None:
+    define_operators()
+    timm = pytest.importorskip("timm", reason="timm is not installed: make test-integrations")
+    model = randomise_(timm.create_model(name, num_classes=10))
+    images = random_tensor(2, 3, *model.default_cfg["input_size"][1:])
+    graph = trace(model, images)
+    smaller = compact(graph, random_keep(list(find_sites(graph, "coupled")), 0, 0.4), verify=False)
+    cut_(model, smaller)
+    assert_same(run(model, images), run(smaller.module, images), atol=1e-9)
+    assert model.forward_features(images).shape[0] == 2
+    again = cut_(timm.create_model(name, num_classes=10).double(), smaller.plan, images)
+    again.load_state_dict(model.state_dict())
+    assert_same(run(again.eval(), images), run(model, images))
 
 
 @pytest.mark.filterwarnings("default")

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from run_script import define_operators
+from safetensors.torch import load_file
 from torch import nn
 
 from nets import assert_compact_is_masked, random_keep, random_tensor, randomise_
-from secateurs import Recipe, compact, find_sites, prune, resume, save, trace
+from secateurs import Recipe, compact, cut_, find_sites, prune, resume, save, trace
 from secateurs import load as load_network
 from secateurs.data import load
 from secateurs.errors import InvalidInput
@@ -109,6 +110,31 @@ def test_a_cut_network_is_saved_and_loaded(tmp_path: Path) -> None:
     loaded = load_network(resnet().eval(), tmp_path / "small.safetensors")
     with torch.no_grad():
         torch.testing.assert_close(loaded.module(x)["logits"], small.module(x)["logits"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ResNet", "ConvNext"])
+def test_a_model_that_was_cut_keeps_its_class(kind: str, tmp_path: Path) -> None:
+    """Trained by the Trainer with labels, saved by save_pretrained; loaded by another cut and load_state_dict."""
+    options = {"hidden_sizes": [8, 16], "depths": [2, 2], "num_channels": 1, "num_labels": 10}
+    more = {"ResNet": {"embedding_size": 8, "layer_type": "basic"}, "ConvNext": {"num_stages": 2, "patch_size": 2}}[kind]
+    config, build = getattr(hf, f"{kind}Config")(**options, **more), getattr(hf, f"{kind}ForImageClassification")
+    torch.manual_seed(0)
+    model, example = build(config), {"pixel_values": random_tensor(2, 1, 8, 8).float()}
+    graph = trace(model.eval(), example)
+    plan = compact(graph, random_keep(list(find_sites(graph, "coupled")), 0, 0.4)).plan
+    before = sum(p.numel() for p in model.parameters())
+    cut_(model, plan, example)
+    assert sum(p.numel() for p in model.parameters()) < before
+    trainer_in(tmp_path)(model).train()
+    wanted = model.eval()(**example, labels=torch.tensor([1, 2]))
+    assert wanted.loss.isfinite()
+
+    model.save_pretrained(tmp_path / "saved")
+    with pytest.raises((RuntimeError, ValueError)):
+        build.from_pretrained(tmp_path / "saved")
+    again = cut_(build(config), plan, example)
+    again.load_state_dict(load_file(tmp_path / "saved" / "model.safetensors"))
+    torch.testing.assert_close(again.eval()(**example).logits, wanted.logits)
 
 
 @pytest.mark.parametrize(

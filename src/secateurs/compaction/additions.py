@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from secateurs._util.modules import device_of
 from secateurs.errors import PlanError

@@ -10,7 +10,7 @@ import copy
 import inspect
 import itertools
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,8 @@ def _check_plan(plan: Plan, network: nn.Module) -> None:
     for cut in itertools.chain(*plan.steps):
         if cut.offsets:
             raise NotInPlace(
-                f"the plan adds an offset behind the sum {cut.offsets[0]!r}, which the forward of {type(network).__name__} does "
-                f"not have. Prune with shortcut='coupled', or with repair='none'."
+                f"the plan adds an offset behind the sum {cut.offsets[0]!r}, which the forward of {type(network).__name__} "
+                f"does not have. Prune with shortcut='coupled', or with repair='none'."
             )
 
 
@@ -109,19 +109,19 @@ def _writes(network: nn.Module, before: Graph, after: Graph, *, everything: bool
         for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             there = getattr(old, name, None)
             same = isinstance(there, Tensor) and there.shape == tensor.shape
-            home = homes.get(f"{path}.{name}".lstrip("."), (path, name) if there is None else None)
+            home = homes.get(f"{path}.{name}".lstrip("."), (path, name) if there is None else None)  # a bias that was added
             if home is None and not (same and name in part._buffers):  # a constant, which the model computes
                 raise NotInPlace(
-                    f"{type(network).__name__} cannot be cut in place: it has no parameter {path}.{name} that could be narrowed; "
-                    f"its forward computes it. Leave that layer alone (ignore=...), or use the compacted network itself."
+                    f"{type(network).__name__} cannot be cut in place: it has no parameter {path}.{name} that could be "
+                    f"narrowed; its forward computes it. Leave that layer alone (ignore=...), or use the compacted one."
                 )
             if home is not None and not same and isinstance(_submodule(network, home[0]), nn.MultiheadAttention):
                 raise NotInPlace(
-                    f"{type(network).__name__} cannot be cut in place: {home[0]!r} is an nn.MultiheadAttention, which computes the "
-                    f"width of a head from embed_dim and num_heads. Leave it alone (ignore=...), or use the compacted network."
+                    f"{type(network).__name__} cannot be cut in place: {home[0]!r} is an nn.MultiheadAttention, which "
+                    f"computes the width of a head from embed_dim and num_heads. Leave it alone, or use the compacted one."
                 )
             if home is not None and (everything or not same):
-                writes.append(_Write(*home, tensor.detach()))
+                writes.append(_Write(home[0], home[1], tensor.detach()))
         owner = _submodule(network, path)
         for name, value in vars(part).items():
             changed = isinstance(value, int | tuple) and name in vars(old) and vars(old)[name] != value
@@ -142,9 +142,7 @@ def _homes(network: nn.Module, traced: nn.Module) -> dict[str, tuple[str, str]]:
 
     Tracing makes layers of functions that are called with parameters, and parts of torch's attention.
     """
-    state = {
-        n: t for n, t in [*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)]
-    }
+    state = dict([*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)])
     ours = dict([*traced.named_parameters(remove_duplicate=False), *traced.named_buffers(remove_duplicate=False)])
     names = {name: name for name in ours if name in state}
     for name in ours.keys() - names.keys():
@@ -163,7 +161,7 @@ def _write_(network: nn.Module, writes: list[_Write], plan: Plan) -> None:
             add_bias_(network, path)
     for write in writes:
         owner: Any = network.get_submodule(write.path)
-        old = getattr(owner, write.name, None)
+        old: Any = getattr(owner, write.name, None)
         if not isinstance(write.value, Tensor):
             setattr(owner, write.name, write.value)
         elif isinstance(old, Tensor) and old.shape == write.value.shape:
@@ -182,6 +180,7 @@ class _Trial:
 
     def __init__(self, network: nn.Module, example_input: Example, before: Graph, after: Graph) -> None:
         self.original, self.before, self.after = network, before, after
+        self.worked: set[str] = set()  # names of attributes that were set: those of the next block are called alike
         self.call, example = call_for(network, example_input)
         generator = torch.Generator().manual_seed(0)
         self.noisy = perturbed(after, generator)
@@ -248,7 +247,7 @@ class _Trial:
     def _choices(self, failure: _Failure) -> Iterator[list[_Write]]:
         """Yield attributes to set: single ones of the modules that failed, innermost first, then several of a module."""
         for path in failure.modules:
-            single = list(self._numbers_in(path))
+            single = sorted(self._numbers_in(path), key=lambda write: write.name not in self.worked)
             yield from ([write] for write in single)
             names = {write.name for write in single}
             if 1 < len(names) == len(single):
@@ -272,21 +271,21 @@ class _Trial:
         """Return old and new sizes, where they differ, of what is computed inside a submodule and of its layers."""
 
         def inside(where: str) -> bool:
-            return path == "" or where == path or where.startswith(f"{path}.")
+            return path in ("", where) or where.startswith(f"{path}.")
 
         found: set[tuple[int, int]] = set()
         later = {node.name: node for node in self.after.module.graph.nodes}
         for node in self.before.module.graph.nodes:
             stack = info(node).get("nn_module_stack") or {}
             made_in = [str(entry[0]) if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
-            if node.name in later and any(map(inside, made_in)):
+            if node.name in later and (path == "" or any(map(inside, made_in))):
                 pairs = zip(shape_of(node).dims or (), shape_of(later[node.name]).dims or (), strict=False)
                 found |= {(old, new) for old, new in pairs if old != new}
         for where, part in self.after.module.named_modules():
             old_part = _submodule(self.before.module, where)
             if old_part is not None and inside(where):
-                pairs = ((vars(old_part).get(n), v) for n, v in vars(part).items() if type(v) is int)
-                found |= {(old, new) for old, new in pairs if type(old) is int and old != new}
+                counts = [(vars(old_part).get(n), v) for n, v in vars(part).items() if type(v) is int]
+                found |= {(old, new) for old, new in counts if type(old) is int and old != new}
         return found
 
     def _further(self, writes: list[_Write], failure: _Failure) -> tuple[list[_Write], _Failure | None] | None:
@@ -296,6 +295,7 @@ class _Trial:
             setattr(self.copy.get_submodule(write.path), write.name, write.value)
         then = self._run()
         if then is None or (then.calls > failure.calls and then.error is not None):
+            self.worked |= {write.name for write in writes}
             return writes, then
         for write in old:
             setattr(self.copy.get_submodule(write.path), write.name, write.value)
@@ -313,7 +313,7 @@ class _Trial:
         if failure.error is None:
             return NotInPlace(
                 f"{name} cannot be cut in place: with narrower layers its forward runs, but gives something else than the "
-                f"compacted network{self._first_difference()}. Leave that layer alone (ignore=...), or use the compacted network."
+                f"compacted network{self._first_difference()}. Leave that layer alone (ignore=...), or use the compacted one."
             )
         stored = [f"{w.path}.{w.name}".lstrip(".") for path in failure.modules for w in self._numbers_in(path)]
         numbers = f" It may depend on a width stored in {', '.join(dict.fromkeys(stored))}, or" if stored else " It depends on"

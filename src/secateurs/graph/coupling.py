@@ -1,13 +1,13 @@
 """Coupled sites: channels that must go together so that a cut needs no alignment, and the model's own forward can make it.
 
-A sum as it is written adds tensors of equal widths, a chunk gives equal parts, a grouped layer has equally many channels in each
+A sum as it is written adds tensors of equal widths, a chunk gives equal parts, a grouped layer has as many channels in each
 group. Channels that such an op ties to one another form a class; the classes that the same layers write form a site.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
 from secateurs.graph.channels import ids
-from secateurs.graph.flow import Blocks, Channelwise, Concat, Flows, Join, Layer, Moved, Opaque
+from secateurs.graph.flow import Blocks, Channelwise, Concat, Flows, Join, Layer, Moved, Norm, Opaque, Recurrent
 from secateurs.graph.flow.kinds import ELSEWHERE
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.flow.rules import SPLITS
@@ -45,7 +45,7 @@ class Classes:
 
     def lock(self, classes: Tensor, reason: str) -> None:
         """Keep all channels of these classes."""
-        for each in classes.unique().tolist():
+        for each in set(classes.tolist()):
             self.locked.setdefault(each, reason)
 
 
@@ -58,7 +58,8 @@ def find_classes(flows: Flows) -> Classes:
             found.start[node] = total
             total += flows.width(node)
     ties = [tie for node in flows.of for tie in _ties(found, node)] + list(_ties_of_calls(found))
-    one, other = (torch.cat([torch.zeros(0, dtype=torch.long), *each]).numpy() for each in (zip(*ties) if ties else ((), ())))
+    none = torch.zeros(0, dtype=torch.long)
+    one, other = (torch.cat([none, *(tie[side] for tie in ties)]).numpy() for side in (0, 1))
     links = coo_array((np.ones(len(one), dtype=np.int8), (one, other)), shape=(total, total))
     found.label = torch.from_numpy(connected_components(links, directed=False)[1].astype(np.int64))
     for node in flows.of:
@@ -68,8 +69,8 @@ def find_classes(flows: Flows) -> Classes:
         if isinstance(flow, Layer) and _is_inside_attention(node):
             found.lock(found.of(node), "nn.MultiheadAttention computes the width of a head from its number of heads")
     for source, user in _sizes_asked(flows):
-        theirs = found.of(user).unique() if user in found.start else torch.zeros(0)
-        if not torch.equal(theirs, found.of(source).unique()):
+        theirs = set(found.of(user).tolist()) if user in found.start else set()
+        if theirs != set(found.of(source).tolist()):
             for node in {source, user} & found.start.keys():
                 found.lock(found.of(node), f"{label_of(user)} takes its size from {label_of(source)}, which has other channels")
     return found
@@ -98,7 +99,7 @@ def _ties(found: Classes, node: fx.Node) -> Iterator[tuple[Tensor, Tensor]]:
             if numbers is not None and axis is not None and width == flow.width:
                 yield numbers, out
     elif isinstance(flow, Concat):
-        for numbers, part in zip(read, out.split(list(flow.widths)), strict=True):
+        for numbers, part in zip(read, torch.split(out, list(flow.widths)), strict=True):
             if numbers is not None:
                 yield numbers, part
     elif isinstance(flow, Moved) and first is not None:
@@ -167,9 +168,11 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
     flow, inputs = flows.of[node], flows.inputs[node]
     known = [i for i in inputs if flows.of[i].axis is not None]
     everything = slice(None)
-    if isinstance(flow, Opaque):
+    if isinstance(flow, Opaque | Norm):
         for source in known:
             yield source, everything, flow.reason
+    elif isinstance(flow, Recurrent):
+        yield node, everything, f"{label_of(node)} is recurrent, and its units go apart from other channels"
     elif isinstance(flow, Layer) and flow.reads_all:
         yield from ((source, everything, f"{node.target!s} reads along another axis than the channels'") for source in known)
     elif isinstance(flow, Layer) and flow.groups > 1 and not known:
@@ -249,13 +252,13 @@ class Group:
         return torch.tensor([place.get(each, ELSEWHERE) for each in classes.tolist()])
 
 
-def find_groups(found: Classes) -> tuple[list[Group], Mapping[str, str]]:
+def find_groups(found: Classes) -> tuple[list[Group], dict[str, str]]:
     """Return the groups of classes that can go, in network order, and by layer why its filters cannot, where none can."""
     writers: dict[int, list[fx.Node]] = {}
     reasons: dict[str, str] = {}
     for node, flow in found.flows.of.items():
         if isinstance(flow, Layer):
-            for each in found.of(node).unique().tolist():
+            for each in dict.fromkeys(found.of(node).tolist()):
                 writers.setdefault(each, []).append(node)
     grouped: dict[tuple[fx.Node, ...], list[int]] = {}
     for each, nodes in writers.items():

@@ -70,16 +70,43 @@ def forget_source_(node: fx.Node) -> None:
     node.meta.pop("stack_trace", None)
 
 
+PRESERVED = "_user_preserved_attributes"  # torch.fx sets the attributes that this key of `meta` holds on copies of a network
+TRACED_ONLY = ("nn_module_stack", "stack_trace")  # facts about the source, which no later cut reads
+
+
 def keep_facts_(module: fx.GraphModule, facts: tuple[Any, ...]) -> None:
-    """Keep facts about a whole network with it; copies of the network carry them."""
-    module.meta["secateurs"] = facts
+    """Keep facts about a whole network, and those at its nodes, with it; copies and pickles of the network carry them."""
+    nodes = [
+        (
+            n.name,
+            n.op,
+            str(n.target),
+            {k: v for k, v in n.meta.items() if k in NodeInfo.__annotations__ and k not in TRACED_ONLY},
+        )
+        for n in module.graph.nodes
+    ]
+    module.secateurs_facts = (facts, nodes)  # type: ignore[assignment]  # torch says that attributes are tensors or modules
+    module.meta[PRESERVED] = {**module.meta.get(PRESERVED, {}), "secateurs_facts": module.secateurs_facts}
 
 
 def kept_facts(module: nn.Module) -> tuple[Any, ...] | None:
-    """Return the facts kept with a network; None if there are none, or if nodes were added to it since."""
-    if not isinstance(module, fx.GraphModule) or not all("shape" in node.meta for node in module.graph.nodes):
+    """Return the facts kept with a network; None if there are none, or if nodes were added to it since.
+
+    Pickling loses the facts at nodes, since torch.fx builds the graph of a pickled network anew: they are put back.
+    """
+    kept: Any = getattr(module, "secateurs_facts", None)
+    if not isinstance(module, fx.GraphModule) or kept is None:
         return None
-    return cast("tuple[Any, ...] | None", module.meta.get("secateurs"))
+    (plan, leaves, ids), known = kept
+    nodes = list(module.graph.nodes)
+    if not any("shape" in node.meta for node in nodes):
+        if [(n.op, str(n.target)) for n in nodes] != [(op, target) for _, op, target, _ in known]:
+            return None
+        for node, (_, _, _, facts) in zip(nodes, known, strict=True):
+            node.meta.update(facts)
+        names = {name: node.name for node, (name, _, _, _) in zip(nodes, known, strict=True)}
+        ids = {names[name]: channels for name, channels in ids.items()}
+    return (plan, leaves, ids) if all("shape" in node.meta for node in nodes) else None
 
 
 def shape_of(node: fx.Node, size: int = 0) -> Shape:

@@ -1,0 +1,218 @@
+"""`cut_` narrows the user's own model: it equals the compacted graph, or is refused and stays as it was."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nets import TOPOLOGIES, assert_same, random_keep, random_tensor, randomise_, run
+from secateurs import Graph, Recipe, compact, cut_, find_sites, prune, trace
+from secateurs.errors import InvalidInput, NotInPlace, PlanError
+from secateurs.models import build, example_input
+
+X = random_tensor(3, 3, 8, 8)
+
+
+class Block(nn.Module):
+    """A residual block, and half of the channels in a branch of their own, as in YOLO's C2f."""
+
+    def __init__(self, width: int, *, stored: bool) -> None:
+        super().__init__()
+        self.c = width
+        self.stored = stored
+        self.a, self.bn = nn.Conv2d(3, 2 * width, 3, padding=1), nn.BatchNorm2d(2 * width)
+        self.b = nn.Conv2d(width, width, 3, padding=1)
+        self.last = nn.Conv2d(3 * width, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = F.silu(self.bn(self.a(x)))
+        one, other = whole.split((self.c, self.c), 1) if self.stored else whole.chunk(2, 1)
+        return self.last(torch.cat([one, other, other + F.silu(self.b(other))], 1))
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.all_head_size = 4, 12
+        self.qkv, self.out = nn.Linear(6, 36), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, places, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, places, 3, self.num_heads, 3).permute(2, 0, 3, 1, 4).unbind(0)
+        found = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.out(found.reshape(batch, places, self.all_head_size))
+
+
+class Written(nn.Module):
+    """Its forward has a width written in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 6, 3, padding=1), nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.adaptive_avg_pool2d(F.relu(self.a(x)), 2).view(-1, 24))
+
+
+class Auxiliary(nn.Module):
+    """A head that runs in train mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.aux = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 5, 3), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = F.relu(self.a(x))
+        return (self.b(hidden), self.aux(hidden)) if self.training else self.b(hidden)
+
+
+class Named(nn.Module):
+    """Takes two inputs by name and gives a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 6, 3), nn.Conv2d(3, 6, 3), nn.Conv2d(6, 5, 1)
+
+    def forward(self, *, left: Tensor, right: Tensor, scale: float = 1.0) -> dict[str, Tensor]:
+        return {"sum": self.c(F.relu(self.a(left) + scale * self.b(right)))}
+
+
+def coupled(model: nn.Module, example: Any = X, share: float = 0.4) -> Graph:
+    graph = trace(copy.deepcopy(model).eval(), example)
+    sites = find_sites(graph, "coupled")
+    assert sites
+    return compact(graph, random_keep(list(sites), 0, share))
+
+
+def same_state(one: nn.Module, other: nn.Module) -> bool:
+    ours, theirs = one.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) for n, t in ours.items())
+
+
+@pytest.mark.parametrize("name", ["resnet8", "densenet-small", "mobilenet-small", "resnext-small", "split-small", "unet-small"])
+def test_coupled_sites_are_cut_in_place_twice(name: str) -> None:
+    model, x = randomise_(build(name, **TOPOLOGIES[name])), example_input(name, 2).double()
+    graph = trace(model, x)
+    smaller = compact(graph, random_keep(list(find_sites(graph, "coupled")), 1, 0.4), verify=False)
+    twice = compact(smaller, random_keep(list(find_sites(smaller, "coupled")), 2, 0.3), verify=False)
+    assert len(twice.plan.steps) == 2
+    cut_(model, twice)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in twice.module.parameters())
+    assert_same(run(model, x), run(twice.module, x))
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["chunk", "stored width"])
+def test_both_halves_of_a_chunk_lose_as_many(stored: bool) -> None:
+    model = randomise_(Block(8, stored=stored))
+    smaller = coupled(model)
+    assert cut_(model, smaller.plan, X) is model
+    assert type(model) is Block
+    width = model.b.out_channels
+    assert width < 8
+    assert model.a.out_channels == model.bn.num_features == 2 * width
+    assert model.last.in_channels == 3 * width
+    assert model.c == (width if stored else 8)
+    for inputs in (X, random_tensor(5, 3, 12, 12, seed=1)):
+        assert_same(run(model, inputs), run(smaller.module, inputs))
+
+
+def test_heads_that_modules_count_are_set() -> None:
+    model, x = randomise_(Heads()), random_tensor(2, 5, 6)
+    graph = trace(model, x)
+    (site,) = find_sites(graph, "coupled")
+    smaller = compact(graph, {site.name: torch.tensor([True, False, True, True])})
+    cut_(model, smaller.plan, x)
+    assert (model.num_heads, model.all_head_size, model.qkv.out_features) == (3, 9, 27)
+    assert_same(run(model, x), run(smaller.module, x))
+
+
+def test_a_sum_of_different_channels_is_refused_and_nothing_is_changed() -> None:
+    model = randomise_(build("resnet8-b", widths=(4, 6, 8)))
+    before, x = copy.deepcopy(model), random_tensor(2, 3, 16, 16)
+    graph = trace(model, x)
+    smaller = compact(graph, random_keep(list(find_sites(graph)), 0, 0.4))
+    with pytest.raises(
+        NotInPlace, match=r"'layer1.0.add' (adds|joins) tensors of which different channels are left.*'coupled'"
+    ):
+        cut_(model, smaller.plan, x)
+    assert same_state(model, before)
+    assert all(
+        vars(a).get("out_channels") == vars(b).get("out_channels")
+        for a, b in zip(model.modules(), before.modules(), strict=True)
+    )
+    cut_(model, coupled(model, x).plan, x)
+
+
+def test_a_width_in_the_code_is_refused() -> None:
+    model = randomise_(Written())
+    before = copy.deepcopy(model)
+    graph = trace(model, X)
+    smaller = compact(graph, {"a": torch.arange(6) > 1})
+    with pytest.raises(NotInPlace, match=r"Written cannot be cut in place: .*a number written in its code"):
+        cut_(model, smaller.plan, X)
+    assert same_state(model, before)
+
+
+def test_a_head_for_training_that_tracing_did_not_see_is_refused() -> None:
+    model = randomise_(Auxiliary())
+    before = copy.deepcopy(model)
+    smaller = compact(trace(model, X), {"a": torch.arange(6) > 1})
+    with pytest.raises(NotInPlace, match="in train mode its forward fails with narrower layers"):
+        cut_(model, smaller.plan, X)
+    assert same_state(model, before)
+
+
+def test_a_model_with_named_inputs(tmp_path: Path) -> None:
+    model = randomise_(Named()).train()
+    example = {"right": X, "left": X.flip(0), "scale": 0.5}
+    smaller = coupled(model, example)
+    smaller.plan.save(tmp_path / "plan.json")
+    cut_(model, tmp_path / "plan.json", example)
+    assert model.training
+    with torch.no_grad():
+        assert_same(model.eval()(**example), smaller.module.eval()(left=X.flip(0), right=X))
+
+
+def test_a_graph_gives_its_weights_and_a_state_dict_is_loaded_after_a_cut() -> None:
+    x = random_tensor(2, 3, 16, 16)
+    model = randomise_(build("resnet8-b", widths=(4, 6, 8)))
+    smaller = coupled(model, x)
+    with torch.no_grad():  # trained
+        for parameter in smaller.module.parameters():
+            parameter.mul_(1.1)
+    cut_(model, smaller)
+    assert_same(run(model.eval(), x), run(smaller.module.eval(), x))
+    fresh = build("resnet8-b", widths=(4, 6, 8)).double()
+    cut_(fresh, smaller.plan, x).load_state_dict(model.state_dict())
+    assert_same(run(fresh.eval(), x), run(model, x))
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.train()(x).sum().backward()
+    optimiser.step()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = randomise_(Block(8, stored=False))
+    smaller = coupled(model)
+    with pytest.raises(InvalidInput, match="A plan does not hold one"):
+        cut_(model, smaller.plan)
+    with pytest.raises(PlanError, match=r"it was made for a .*Block, but the model is a .*Written"):
+        cut_(Written().double(), smaller)
+    with pytest.raises(PlanError, match="plan: got int"):
+        cut_(model, 3, X)  # type: ignore[arg-type]
+
+
+def test_a_result_is_cut_into_the_model() -> None:
+    torch.manual_seed(0)
+    model = build("resnet8-b", widths=(4, 6, 8))
+    x, y = torch.randn(96, 3, 16, 16), torch.randint(10, (96,))
+    recipe = Recipe(criterion="l1", repair="least-squares", max_drop=0.5, confidence=0, shortcut="coupled")
+    result = prune(model, [(x[:48], y[:48])], [(x[48:], y[48:])], recipe=recipe, progress=False)
+    assert result.macs.removed > 0
+    assert result.cut_(model) is model
+    torch.testing.assert_close(model.eval()(x), result.model.eval()(x))
