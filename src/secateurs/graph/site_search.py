@@ -364,7 +364,7 @@ class _Search:
         return self._site_at(named, followed, own=len(starts))
 
     def _site_at(self, named: Callable[[tuple[str, ...]], str], followed: _Followed, own: int = 1) -> Site | str:
-        """Return the site of the channels that were followed; `own` of the nodes where they start are the site only together."""
+        """Return the site of the channels that were followed; `own` of the nodes where they start only together are it."""
         original, starts, found = followed.original, followed.starts, followed.revivals
         if found.obstacle:
             return found.obstacle
