@@ -50,7 +50,7 @@ PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
 
 MOST_PAIRS = 16_384  # of masks and examples, unless `masks` is given: a slope covers all filters, so wide layers need no more
 
-NETWORK_WIDE: dict[str, Any] = {"estimator": "network", "off": 0.1}
+NETWORK_WIDE: dict[str, Any] = {"estimator": "network", "off": 0.9}
 """How ensembles rank filters where all sites are ranked in one network."""
 
 T = TypeVar("T")
@@ -185,7 +185,11 @@ class EnsembleSettings(_Checked):
     masks_per_filter: int = setting(256, "Largest number of masks for each filter of a site.", "scoring", low=1)
     masks: int | None = setting(None, "Number of masks at every site, whatever its width.", "scoring", low=4)
     off: float = setting(
-        0.3, "Share of a site's filters that a mask switches off (the paper's P, 0.3).", "scoring", above=0, below=1
+        0.3,
+        "Share of a site's filters that a mask switches off (the paper's P, 0.3); estimator network: spread over all sites.",
+        "scoring",
+        above=0,
+        below=1,
     )
     design: Design = setting(
         "exact", "How masks are drawn: exactly the share off, each filter by chance, or every filter off equally often."

@@ -27,7 +27,7 @@ def test_scores_are_mean_sizes_of_each_examples_own_slopes() -> None:
     sites = find_sites(graph)
     found = score_network(graph, sites, data, cross_entropy, off=0.4, seed=3)
     generator = generator_for(3, "network masks")
-    one, two = (sample_masks(count, 20, off=0.4, generator=generator).double() for count in (5, 6))
+    one, two = (sample_masks(c, 20, off=0.2, design="bernoulli", generator=generator).double() for c in (5, 6))
 
     def loss(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(model[0](data.inputs)) * a

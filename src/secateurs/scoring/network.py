@@ -8,7 +8,7 @@ model for each example, and a filter counts by the mean size of its slopes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
@@ -33,38 +33,65 @@ def score_network(
     examples: Examples,
     loss_fn: Measure,
     *,
-    off: float = 0.1,
+    off: float = 0.9,
     batch: int = _BATCH,
     device: Device = None,
     seed: int = 0,
 ) -> dict[str, Importance]:
     """Return for each site the mean size of the slopes of single examples' losses along its filters, under masks of all sites.
 
-    Each mask switches off the share `off` of its site's filters, at least one. There is no linear model of the mean loss, so
-    that the intercept and r² are NaN.
+    There is no linear model of the mean loss, so that the intercept and r² are NaN.
+    """
+    sizes = {site.name: torch.zeros(2, 2, site.channels, dtype=torch.float64) for site in sites}  # half, power, filter
+    first = 0
+    for losses, slopes in network_slopes(graph, sites, examples, loss_fn, off=off, batch=batch, device=device, seed=seed):
+        halves = (torch.arange(len(losses)) + first) % 2
+        for name, slope in slopes.items():
+            sizes[name].index_add_(0, halves, torch.stack([slope.abs(), slope**2], 1))
+        first += len(losses)
+    return {name: _importance(found, len(examples)) for name, found in sizes.items()}
+
+
+def network_slopes(
+    graph: Graph,
+    sites: Sequence[Site],
+    examples: Examples,
+    loss_fn: Measure,
+    *,
+    off: float,
+    batch: int = _BATCH,
+    device: Device = None,
+    seed: int = 0,
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Yield for each batch the losses (n,) under a mask of each example's own, and its slopes (n, C) at all sites; float64.
+
+    All masks of an example together switch off about as many filters as one site's would that switches off the share `off`:
+    each filter of S sites by chance, with a probability of off / S. So a deep network is not further from itself than another.
     """
     module = _with_factors(graph, sites)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     fits = ACTIVATION_BYTES // max(8 * values_of_an_example(graph.module), 1)
-    sizes = {site.name: torch.zeros(2, 2, site.channels, dtype=torch.float64) for site in sites}  # half, power, filter
     generator, first = generator_for(seed, "network masks"), 0
-    masks = [sample_masks(site.channels, len(examples), off=off, generator=generator) for site in sites]
+    masks = [
+        sample_masks(site.channels, len(examples), off=off / len(sites), design="bernoulli", generator=generator)
+        if off
+        else torch.ones(len(examples), site.channels, dtype=torch.bool)
+        for site in sites
+    ]
     with on_device(module, device) as where, keeping_modes(module), torch.enable_grad():
         module.eval()
         for each in examples.batches(max(min(batch, _BATCH, fits), 1), device=where):
-            some = [mask[first : first + each.size].to(where, dtype) for mask in masks]
-            factors = [mask.requires_grad_() for mask in some]
+            factors = [mask[first : first + each.size].to(where, dtype).requires_grad_() for mask in masks]
             losses = loss_fn(module(*each.args, *factors), each.targets)
+            losses = losses.expand(each.size) if losses.ndim == 0 else losses.reshape(each.size, -1).mean(1)
             # one example's loss does not depend on another's mask, so the slope of the sum is that of each
-            total = losses * each.size if losses.ndim == 0 else losses.reshape(each.size, -1).mean(1).sum()
-            slopes = torch.autograd.grad(total, factors, allow_unused=True)
-            halves = (torch.arange(each.size) + first) % 2
-            for site, slope in zip(sites, slopes, strict=True):
-                found = torch.zeros(each.size, site.channels) if slope is None else slope.detach().cpu()
-                powers = torch.stack([found.double().abs(), found.double() ** 2], 1)  # (n, 2, C)
-                sizes[site.name].index_add_(0, halves, powers)
+            slopes = torch.autograd.grad(losses.sum(), factors, allow_unused=True)
+            known = [torch.zeros_like(f) if s is None else s for f, s in zip(factors, slopes, strict=True)]
+            yield (
+                losses.detach().cpu().double(),
+                {site.name: slope.detach().cpu().double() for site, slope in zip(sites, known, strict=True)},
+            )
             first += each.size
-    return {name: _importance(found, len(examples)) for name, found in sizes.items()}
 
 
 def _with_factors(graph: Graph, sites: Sequence[Site]) -> fx.GraphModule:
