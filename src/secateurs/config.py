@@ -28,7 +28,7 @@ ShortcutChoice = Literal["before", "after", "stream", "coupled", "auto"]
 Transform = Literal["linear", "log", "rank"]
 Design = Literal["exact", "bernoulli", "balanced"]
 Method = Literal["bisect", "paper", "scan"]
-Estimator = Literal["losses", "gradient"]
+Estimator = Literal["losses", "gradient", "network"]
 Model = Literal["linear", "pairs"]
 Schedule = Literal["constant", "step", "cosine", "linear", "one-cycle"]
 Optimiser = Literal["sgd", "adamw"]
@@ -53,6 +53,9 @@ CRITERIA = [
 PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
 
 MOST_PAIRS = 16_384  # of masks and examples, unless `masks` is given: a slope covers all filters, so wide layers need no more
+
+NETWORK_WIDE: dict[str, Any] = {"estimator": "network", "off": 0.9}
+"""How ensembles rank filters where all sites are ranked in one network."""
 
 T = TypeVar("T")
 FlagGroup = Literal["pruning", "scoring", "training"]
@@ -177,13 +180,20 @@ class EnsembleSettings(_Checked):
     """How an ensemble of masks ranks the filters of a site."""
 
     estimator: Estimator = setting(
-        "gradient", "Fit the linear model to losses at masks (the paper), or to their slopes along the masks.", "scoring"
+        "gradient",
+        "Fit the linear model to losses at masks (the paper), or to their slopes along the masks; network: one for each "
+        "example, to slopes at masks of all sites at once.",
+        "scoring",
     )
     adaptive: bool = setting(True, "Stop scoring a site when the set of its least important filters is stable.", "scoring")
     masks_per_filter: int = setting(256, "Largest number of masks for each filter of a site.", "scoring", low=1)
     masks: int | None = setting(None, "Number of masks at every site, whatever its width.", "scoring", low=4)
     off: float = setting(
-        0.3, "Share of a site's filters that a mask switches off (the paper's P, 0.3).", "scoring", above=0, below=1
+        0.3,
+        "Share of a site's filters that a mask switches off (the paper's P, 0.3); estimator network: spread over all sites.",
+        "scoring",
+        above=0,
+        below=1,
     )
     design: Design = setting(
         "exact", "How masks are drawn: exactly the share off, each filter by chance, or every filter off equally often."
@@ -194,9 +204,14 @@ class EnsembleSettings(_Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.estimator == "gradient" and (self.model, self.transform, self.ridge) != ("linear", "linear", 0.0):
+        if self.estimator == "network" and self.masks is not None:
             raise RecipeError(
-                f"estimator 'gradient' fits the linear model to slopes of the loss: model={self.model!r}, "
+                f"masks = {self.masks} with estimator = 'network', where every example has one mask at all sites: set "
+                f"scoring_examples."
+            )
+        if self.estimator != "losses" and (self.model, self.transform, self.ridge) != ("linear", "linear", 0.0):
+            raise RecipeError(
+                f"estimator {self.estimator!r} fits the linear model to slopes of the loss: model={self.model!r}, "
                 f"transform={self.transform!r}, ridge={self.ridge:g} belong to estimator='losses'."
             )
 
@@ -474,8 +489,10 @@ class Recipe(EnsembleSettings):
         With a `portfolio` given, or without repair, a portfolio of criteria ranks the filters.
         """
         by_repair = "portfolio" not in changes and changes.get("repair") != "none"
-        chosen = {"criterion": "obs" if by_repair else "portfolio", "repair": "every-layer", "allocation": "global"}
-        return Recipe(**{"max_drop": 0.01, **chosen, **changes})
+        chosen: dict[str, Any] = {"criterion": "obs" if by_repair else "portfolio", "repair": "every-layer"}
+        if not set(changes) & set(declarations(EnsembleSettings)):
+            chosen |= NETWORK_WIDE
+        return Recipe(**{"max_drop": 0.01, "allocation": "global", **chosen, **changes})
 
     @staticmethod
     def paper(**changes: Any) -> Recipe:

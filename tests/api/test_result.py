@@ -79,7 +79,7 @@ def test_a_time_budget_takes_a_cheaper_recipe_and_says_so() -> None:
     short = sc.Pruner(trained(), *loaders(), max_drop=0.05, time_budget=needed / 10)
     assert short.recipe.criterion == "fpgm"
     assert any("may take longer than the time budget" in note for note in short.notes)
-    assert sc.Pruner(trained(), *loaders(), max_drop=0.05, time_budget=100 * needed).recipe.criterion == "portfolio"
+    assert sc.Pruner(trained(), *loaders(), max_drop=0.05, time_budget=100 * needed).recipe.criterion == "obs"
 
 
 def test_a_pruner_is_watched_step_by_step() -> None:

@@ -230,7 +230,7 @@ def test_flags_show_the_defaults_and_choices_of_their_fields(
         "--max-drop": "0.005 is half a point. [default: 0.01]",
         "--budget": "[choices: site, run] [default: run]",
         "--repair": "[choices: none, least-squares, every-layer, whole-network] [default: every-layer]",
-        "--criterion": "portfolio, or your own as package.module:function. [default: portfolio]",
+        "--criterion": "portfolio, or your own as package.module:function. [default: obs]",
         "--rounds": "[default: 1]",
         "--finetune-lr": "held-out examples. [choices: auto] [default: 0.01, if any finetune flag is given]",
         "--retrain": "After all cuts: train, as named. One of gentle, paper-finetune, paper-retrain.",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from secateurs.errors import InvalidInput
-from secateurs.selection.allocation import Curve, frontier
+from secateurs.selection.allocation import Curve, calibrated, frontier
 
 
 @st.composite
@@ -98,3 +98,17 @@ def test_a_loss_that_is_not_finite_is_never_chosen() -> None:
 def test_wrong_arguments_are_explained(make: object, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         make()  # type: ignore[operator]
+
+
+def test_a_predicted_curve_is_brought_to_what_is_measured() -> None:
+    predicted = [0.01 * m**1.5 for m in range(1, 9)]
+    true = [3.0 * guess**1.2 for guess in predicted]
+    found = calibrated(predicted, {2: true[1], 5: true[4]})
+    assert found == pytest.approx((0.0, *true))
+    assert calibrated(predicted, {4: 0.5})[4] == pytest.approx(0.5)
+    assert calibrated(predicted, {4: 0.5})[8] == pytest.approx(0.5 * predicted[7] / predicted[3])
+
+
+@pytest.mark.parametrize("measured", [{}, {2: -0.1, 5: 0.3}, {2: float("nan"), 5: 0.3}])
+def test_no_curve_follows_from_losses_that_do_not_rise(measured: dict[int, float]) -> None:
+    assert calibrated([0.1, 0.2, 0.3, 0.4, 0.5], measured) == ()

@@ -18,6 +18,7 @@ from secateurs._util.terminal import warn
 from secateurs.config import (
     NAMED_SETTINGS,
     TRAININGS,
+    EnsembleSettings,
     Recipe,
     Shortcut,
     TrainSettings,
@@ -404,7 +405,11 @@ def shipped_recipes() -> dict[str, Path]:
 def chosen_recipe(name: str | None, overrides: dict[str, Any]) -> Recipe:
     """The recipe of a file or name (None: `Recipe.best()`), with single fields overridden."""
     if name is None:
-        return recipe_from(recipe_fields(Recipe.best()), where="the command line", **overrides)
+        # what the best recipe is depends on these
+        given = {
+            name: overrides[name] for name in ("repair", "portfolio", *declarations(EnsembleSettings)) if name in overrides
+        }
+        return recipe_from(recipe_fields(Recipe.best(**given)), where="the command line", **overrides)
     return read_recipe(find_recipe(name), **overrides)
 
 

@@ -8,7 +8,7 @@ of filters, on held-out examples: a memorised training example has no loss left 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ from secateurs.config import PORTFOLIO, Scoring
 from secateurs.criteria import score_filters, short_name
 from secateurs.data.dataset import Examples, derive
 from secateurs.data.splits import subset
+from secateurs.graph.sites import Site, find_sites
+from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure
 from secateurs.repair import Reconstruction
 from secateurs.repair.survey import Curvature
@@ -26,6 +28,7 @@ from secateurs.scoring import OnScored, score_site
 from secateurs.scoring.ensemble import Ensemble
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, order
+from secateurs.scoring.network import score_network
 
 _SHARES = (0.25, 0.5, 0.75)  # of a site's filters: where a portfolio compares orders
 _RIDGE = 1e-6  # of the repairs under an ensemble's masks: choosing one for each would take longer than measuring it
@@ -66,6 +69,8 @@ class Ranker:
     portfolio: Sequence[str] = PORTFOLIO
     repaired_masks: bool = False  # the loss under a mask is that after the repair which the mask would get
     seed: int = 0
+    sites: Callable[[Graph], Sequence[Site]] = find_sites  # whose masks are drawn together
+    networks: list[tuple[Graph, dict[str, Importance]]] = field(default_factory=list)  # the latest one that was scored whole
 
 
 def rank(
@@ -94,11 +99,42 @@ def rank(
         found = reconstruction.order(curvature=curvature)
         return Ranking(name, found.order, predicted=tuple(found.increases.cumsum(0).tolist()))
     plain = evaluator.unrepaired(ranker.loss_fn)
+    if name == "ensemble" and ranker.scoring.estimator == "network":
+        return _by_network(plain, ranker, on_scored)
     if name in ("ensemble", "pairs"):
         return _ensemble(name, plain, ranker, reconstruction, step, on_scored)
     few = subset(ranker.pool, min(_EXAMPLES, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
     scores = score_filters(name, plain, few, seed=ranker.seed + step)
     return Ranking(short_name(name), order(scores), scores, examples=len(few))
+
+
+def _by_network(evaluator: SiteEvaluator, ranker: Ranker, on_scored: OnScored | None) -> Ranking:
+    """The ranking by masks of all sites at once: one scoring of a network ranks each of its sites."""
+    graph, site, known = evaluator.graph, evaluator.site, ranker.networks
+    count = ranker.scoring.examples if isinstance(ranker.scoring.examples, int) else _EXAMPLES
+    few = subset(ranker.pool, min(count, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
+    if not known or known[0][0] is not graph or site.name not in known[0][1]:
+        sites = {site.name: site, **{each.name: each for each in ranker.sites(graph) if each.channels > 1}}
+        found = evaluator.limit.run(
+            evaluator.batch,
+            lambda batch: score_network(
+                graph,
+                list(sites.values()),
+                few.ready(evaluator.dtype),
+                ranker.loss_fn,
+                off=ranker.scoring.off,
+                batch=batch,
+                device=evaluator.device,
+                seed=ranker.seed,
+            ),
+        )
+        known[:] = [(graph, found)]
+        if on_scored is not None:
+            on_scored(len(few), len(few))
+    scores = known[0][1][site.name]
+    note = f"masks of all sites at once, {len(few)} examples"
+    split_half = float(scores.split_half)
+    return Ranking("ensemble", order(scores), scores, masks=len(few), examples=len(few), note=note, split_half=split_half)
 
 
 def _ensemble(

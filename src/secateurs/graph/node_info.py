@@ -5,6 +5,7 @@ torch.fx hands a node's dictionary on when it copies the node, so facts survive 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
@@ -119,6 +120,11 @@ def dims_of(node: fx.Node) -> tuple[int, ...]:
     dims = shape_of(node).dims
     assert dims is not None
     return dims
+
+
+def values_of_an_example(module: fx.GraphModule) -> int:
+    """Return how many values all nodes together give for one example, by the recorded shapes."""
+    return sum(math.prod(dims[1:]) for node in module.graph.nodes if (dims := shape_of(node).dims))
 
 
 def called_module(module: nn.Module, node: fx.Node) -> nn.Module | None:

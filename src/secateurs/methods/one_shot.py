@@ -20,7 +20,7 @@ from torch import Tensor
 
 from secateurs._util.journal import plain, record_from
 from secateurs.compaction import compact
-from secateurs.config import REFITTED, Repair
+from secateurs.config import NETWORK_WIDE, REFITTED, Repair
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
@@ -60,7 +60,8 @@ def cut_once(
     task: Task, *, name: str, criterion: str, choice: Choice, repair: Repair = "none", watch: Watch | None = None
 ) -> Pruned:
     """Rank the filters once, make the first cuts of the series that reach the target, then spend the budget."""
-    recipe = replace(recipe_for(task, criterion, repair=repair), allocation="global" if repair != "none" else "sequential")
+    recipe = recipe_for(task, criterion, repair=repair)  # all sites of one network: ranked and observed together
+    recipe = replace(recipe, allocation="sequential" if repair == "none" else "global", **NETWORK_WIDE)
     with opened(task, name, recipe, watch) as run:
 
         def cut() -> MethodState:

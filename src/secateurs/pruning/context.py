@@ -255,6 +255,7 @@ class PruningContext:
             portfolio=recipe.portfolio,
             repaired_masks=recipe.repaired_masks,
             seed=recipe.seed,
+            sites=lambda graph: find_sites(graph, recipe.shortcut),
         )
 
     def _answered(self, examples: Examples) -> Examples:

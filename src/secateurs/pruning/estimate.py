@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from secateurs.scoring.ensemble import PILOT, ROUNDS
 _BACK = 3  # passes that an image counts whose gradient is wanted
 _SUFFIX = 0.6  # share of the network behind a site, on average: what precedes it runs once
 _CURVE, _COMPARED = 8, 3  # points of a curve; cuts at which a portfolio compares orders
+_CALIBRATED = 1  # points of a predicted curve: two, on half the examples
 _TIMED = 32  # examples
 _NETWORKS = 5  # alive together: the original, a smaller one, one that is repaired, one split at a site
 _ALIVE = 3  # of the largest activations of a batch, and of a layer's moments
@@ -47,9 +47,9 @@ class Estimate:
 
 
 def within_time(seconds: float, recipe: Recipe, graph: Graph, data: Data, runtime: Runtime, notes: list[str]) -> Recipe:
-    """The recipe, or a cheaper one where it may take longer than `seconds`: criteria of weights, then the simpler repair."""
-    cheaper: dict[str, Any] = {"criterion": "fpgm", "allocation": recipe.allocation}
-    for one in (recipe, replace(recipe, **cheaper), replace(recipe, **cheaper, repair="none")):
+    """The recipe, or a cheaper one where it may take longer than `seconds`: OBS alone, then weights alone without repair."""
+    cheaper = [replace(recipe, criterion="obs")] if recipe.repair != "none" else []
+    for one in (recipe, *cheaper, replace(recipe, criterion="fpgm", repair="none")):
         needed = estimate(PruningContext(graph, data, one, runtime)).seconds
         if needed <= seconds:
             break
@@ -70,20 +70,25 @@ def estimate(context: PruningContext) -> Estimate:
     criteria = recipe.portfolio if recipe.criterion == "portfolio" else (recipe.criterion,)
     pool, validation = len(context.ranker.pool), len(context.validation)
     repairs = 0 if recipe.repair == "none" else 2 * len(context.repair_examples)
-    passes = 0.0
+    together = recipe.allocation == "global" and repairs > 0  # all sites are observed at once
+    passes = float(repairs // 2 + _BACK * held_out // 2) if together else 0.0
+    if "ensemble" in criteria and recipe.estimator == "network":
+        passes += _BACK * min(1024, pool) * (1 if recipe.allocation == "global" else recipe.rounds * len(sites))
     for site in sites:
         for name in criteria:
             passes += _SUFFIX * _ranking_passes(context, name, site.channels, pool)
-        passes += _SUFFIX * held_out * (_COMPARED * len(criteria) if recipe.criterion == "portfolio" else 0) + repairs
+        passes += _SUFFIX * held_out * (_COMPARED * len(criteria) if recipe.criterion == "portfolio" else 0)
+        passes += 0 if together else repairs
         if recipe.allocation == "global":
-            passes += _SUFFIX * held_out * _CURVE
+            passes += _SUFFIX * held_out * (_CALIBRATED if together and recipe.criterion == "obs" else _CURVE)
         else:
             passes += recipe.rounds * (_SUFFIX * math.log2(site.channels + 1) + 1) * validation
     overhead = _SITE * len(sites)
     trials = recipe.rounds * sum(math.log2(site.channels + 1) + 1 for site in sites)  # networks that are measured
     if recipe.allocation == "global":
         trials = 10 if recipe.confidence == 0 else 25  # networks that are built and measured
-        passes += trials * (len(sites) * repairs + (repairs if recipe.repair in REFITTED else 0) + validation)
+        repaired = repairs if recipe.repair in REFITTED else len(sites) * repairs  # a refit needs no repair before it
+        passes += trials * (repaired + validation)
         overhead += _CUT * trials * len(sites)
     if context.runtime.evaluate is not None:
         overhead += trials * context.runtime.evaluate.seconds
@@ -115,7 +120,7 @@ def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int
         return (1 + 2 * max(1, len(context.data.classes))) * min(1024.0, pool)
     if name == "leave-one-out":
         return (channels + 1) * min(1024, pool)
-    if name not in ("ensemble", "pairs"):
+    if name not in ("ensemble", "pairs") or (name == "ensemble" and settings.estimator == "network"):
         return 0.0
     masks = settings.masks or settings.masks_per_filter * channels
     if settings.estimator == "gradient" and name == "ensemble":

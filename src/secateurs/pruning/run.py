@@ -359,7 +359,7 @@ class Run:
         return cut
 
     def _cut_together(self, together: CutsTogether, site: str) -> NetworkState:
-        """The network with the allocation's cuts up to one made; measured only after the last, when it is refitted."""
+        """The network with the allocation's cuts up to one made; measured as a whole only after the last, refitted."""
         graph = together.up_to(site, verify=site == self._last_allocated)
         repair = together.surveyed[site].solve(together.masks[site])
         smaller = replace(self.state, graph=graph, repair=repair)

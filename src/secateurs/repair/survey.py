@@ -7,7 +7,6 @@ at different places were independent. So the loss without some filters is predic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from secateurs.data.dataset import Examples
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import find_consumers
 from secateurs.graph.masking import copy_module
-from secateurs.graph.node_info import shape_of
+from secateurs.graph.node_info import values_of_an_example
 from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure
@@ -69,8 +68,7 @@ def survey(
     if not chosen:
         return Survey(graph, {}, {})
     found = observe_sites(graph, chosen, examples, batch=batch, device=device, gram_bytes=gram_bytes, seed=seed)
-    values = [math.prod(dims[1:]) for node in graph.module.graph.nodes if (dims := shape_of(node).dims)]
-    fits = _ACTIVATION_BYTES // max(8 * sum(values), 1)  # there and back
+    fits = _ACTIVATION_BYTES // max(8 * values_of_an_example(graph.module), 1)  # there and back
     few = max(min(batch, _BATCH, fits), 1)
     return Survey(graph, found, curvature_of(graph, chosen, curved, loss_fn, batch=few, device=device))
 

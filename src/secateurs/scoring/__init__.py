@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from secateurs.config import FAST, PAPER, Estimator, Model, Scoring
 from secateurs.data.dataset import Examples
+from secateurs.errors import InvalidInput
 from secateurs.scoring.ensemble import EnsembleJob, EnsembleResult, OnScored, by_fixed_masks, by_rounds
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.slopes import by_slopes
@@ -39,6 +40,8 @@ def score_site(
     evaluator's store, so that an interrupted call, repeated, measures only the rest and ends the same. Where the evaluator's
     weights follow the mask, losses are those after repair.
     """
+    if scoring.estimator == "network":
+        raise InvalidInput("estimator 'network' scores all sites of a network together: call scoring.network.score_network.")
     job = EnsembleJob(evaluator, pool, scoring, seed, step, on_scored or (lambda done, bound: None))
     if scoring.estimator == "gradient":
         return by_slopes(job)
