@@ -107,6 +107,8 @@ def make(network: str, choice: str, shares: Sequence[float], images: int, engine
         # by MACs, predictions count the weights between two cut layers twice: the share is that of the network itself
         chosen = next((one for one in allocations if _removed(run, curves, one, choice) >= share), None)
         if chosen is None:
+            most = _removed(run, curves, allocations[-1], choice)
+            print(f"{network}, {choice}: no allocation saves {share:g}, the largest {most:.3f}", file=sys.stderr)
             continue
         graph = apply_allocation(run.context, curves, chosen)
         path = save(graph, FOLDER / f"{network}-{choice.replace(' ', '-')}-{share:g}.safetensors")
@@ -235,7 +237,7 @@ def main() -> None:
     parser.add_argument("--choices", nargs="+", default=CHOICES)
     parser.add_argument("--shares", nargs="+", type=float, help="of the time or MACs that are to go")
     parser.add_argument("--images", type=int, default=512, help="to choose by, and to repair on")
-    parser.add_argument("--engine-batch", type=int, default=64, help="batch that cuts are chosen for")
+    parser.add_argument("--engine-batch", type=int, default=1, help="batch that cuts are chosen for")
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     if not options.render:

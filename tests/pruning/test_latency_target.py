@@ -319,8 +319,16 @@ def test_cuts_whose_alignment_costs_more_than_they_save_are_not_made(
     assert (alone.finish().macs.removed == 0) == (price > 0)
 
 
-@pytest.mark.parametrize("shortcut", ["before", "after"])
-@pytest.mark.parametrize("name", ["resnet8", "resnet8-b", "mobilenet-small"])
+@pytest.mark.parametrize(
+    ("name", "shortcut"),
+    [
+        ("resnet8", "before"),
+        ("resnet8", "stream"),
+        ("resnet8-b", "after"),
+        ("resnet8-b", "stream"),
+        ("mobilenet-small", "before"),
+    ],
+)
 def test_branches_that_may_go_as_a_whole_are_equal_to_masked_ones(name: str, shortcut: Any) -> None:
     graph = trace(randomise_(build(name)), example_input(name).double())
     context = PruningContext(graph, None, recipe(shortcut=shortcut), None)  # type: ignore[arg-type]
@@ -352,13 +360,13 @@ def test_a_branch_goes_as_a_whole_where_that_is_the_only_way_to_save_time(
 
 
 def test_activations_are_counted_and_can_be_the_target() -> None:
-    """By hand, for one image: two tensors of 24 and 32 channels of 8 × 8 are the most at one time, with a ReLU's copy."""
-    graph = trace(small_net((24, 32)), torch.randn(1, 1, 8, 8))
-    assert activations(graph).peak == 64 * 2 * 32
-    assert activations(graph).total == 64 * (1 + 3 * 24 + 3 * 32) + 32 + 32 + 10
+    """By hand, for two images: two tensors of 32 channels of 8 × 8 are the most at one time."""
+    graph = trace(small_net((24, 32)), torch.randn(2, 1, 8, 8))
+    assert activations(graph).peak == 2 * (64 * 2 * 32)
+    assert activations(graph).total == 2 * (64 * (1 + 3 * 24 + 3 * 32) + 32 + 32 + 10)
     result = Pruner(small_net((24, 32)), few_digits(128), recipe=recipe(target_latency=None, target_memory=0.5)).finish()
     left = activations(result.graph).peak / activations(trace(small_net((24, 32)), result.graph.example)).peak
-    assert 0.3 < left <= 0.5
+    assert left <= 0.5
     assert "activations' peak takes" in result.stopped
     sequential = recipe(target_latency=None, target_memory=0.8, allocation="sequential")
     assert "of 80.0% wanted" in Pruner(small_net((24, 32)), few_digits(128), recipe=sequential).finish().stopped

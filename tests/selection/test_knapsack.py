@@ -91,7 +91,7 @@ def whole_branch(site: str, *gone: str) -> Branch:
     return Branch(site, 3, gone)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=3, max_size=3), min_size=3, max_size=3))
 def test_a_branch_is_folded_or_its_sites_are_cut_never_both(points: list[list[tuple[int, int]]]) -> None:
     """Sites a and b lie in one branch, which saves more than the two together would; against all combinations."""

@@ -48,7 +48,7 @@ class ResidualNet(nn.Module):
 
 def without_times(folder: Path) -> list[dict[str, Any]]:
     """The entries of a run's journal without what was measured by a clock."""
-    times = ("seconds", "training_seconds", "phases", "latency")
+    times = ("seconds", "training_seconds", "phases", "latency", "speeds", "layer_times")
     return [{k: v for k, v in entry.items() if k not in times} for entry in entries_of(folder)]
 
 
