@@ -25,12 +25,13 @@ from secateurs.methods.base import (
     recipe_for,
 )
 from secateurs.methods.l0 import l0
+from secateurs.methods.obs_weights import surgeon
 from secateurs.methods.one_shot import BY_LOSS, BY_SENSITIVITY, BY_SHARE, cut_once
 from secateurs.methods.sfp import soft
 from secateurs.methods.ssl import ssl
 from secateurs.methods.thinet import pursuit, thinet
 from secateurs.methods.training import finished, train_rest
-from secateurs.methods.weights import by_damage, by_deviation, prune_weights, surgeon
+from secateurs.methods.weights import by_damage, by_deviation, prune_weights
 
 __all__ = ["METHODS", "NO_TRAINING", "UNTOUCHED", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
 

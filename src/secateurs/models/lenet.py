@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from secateurs.models.mlp import MLP
 
-_ABSENT = -1e4  # in place of an input that is exactly zero: below all that compete
+ABSENT = -1e4
+"""In place of an input of a max-plus layer that is exactly zero: below all that compete."""
 
 
 def lenet300(*, hidden: tuple[int, int] = (300, 100), dropout: float = 0.0) -> nn.Module:
@@ -45,13 +46,14 @@ class MaxPlus(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(0.05 * torch.randn(outputs, inputs))
+        # far apart: with small weights the same input wins all outputs, and says nothing about the class
+        self.weight = nn.Parameter(3 * torch.randn(outputs, inputs))
         self.bias = None
         self.in_channels, self.out_channels, self.groups = inputs, outputs, 1
 
     def sums(self, x: Tensor) -> Tensor:
         """All x_j + weight[k, j], (N, outputs, inputs)."""
-        return torch.where(x == 0, _ABSENT, x)[..., None, :] + self.weight
+        return torch.where(x == 0, ABSENT, x)[..., None, :] + self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """The largest sum for each output."""
@@ -61,7 +63,7 @@ class MaxPlus(nn.Module):
 class MaxPlusNet(nn.Module):
     """Linear filters without bias on the pixels, dropout, then max-plus: logits (N, 10) of images (N, 1, 28, 28)."""
 
-    def __init__(self, *, filters: int = 144, dropout: float = 0.1) -> None:
+    def __init__(self, *, filters: int = 144, dropout: float = 0.3) -> None:
         super().__init__()
         self.flatten, self.dropout = nn.Flatten(), nn.Dropout(dropout)
         self.filters, self.top = nn.Linear(28 * 28, filters, bias=False), MaxPlus(filters, 10)
