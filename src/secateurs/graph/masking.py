@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,29 +23,41 @@ from secateurs.graph.trace import Graph, dtype_of
 Masks = Mapping[str | Site, Tensor]
 
 
-def copy_module(graph: Graph) -> fx.GraphModule:
-    """Return a copy of the graph's network, with the facts recorded at its nodes, that shares nothing with it."""
+def copy_module(graph: Graph, dtype: torch.dtype | None = None, *, share: bool = False) -> fx.GraphModule:
+    """Return a copy of the graph's network, with the facts recorded at its nodes, that shares nothing with it.
+
+    With `share`, parameters and buffers are the same; with `dtype`, those of floating point are converted.
+    """
+    known: dict[int, Any] = {}
+    for tensor in [*graph.module.parameters(), *graph.module.buffers()] if share or dtype is not None else []:
+        if share or not tensor.is_floating_point():
+            known[id(tensor)] = tensor if share else tensor.clone()
+        else:
+            converted = tensor.detach().to(dtype, copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_parameter else converted
     with copyable(graph.module):
-        module = copy.deepcopy(graph.module)
+        module = copy.deepcopy(graph.module, known)
     copy_info_(graph.module.graph, module.graph)
     return module
 
 
-def copied(graph: Graph) -> Graph:
+def copied(graph: Graph, dtype: torch.dtype | None = None) -> Graph:
     """Return the graph with a copy of its network, whose weights may be changed; sites that were found are reused."""
-    fresh = graph.with_module(copy_module(graph))
+    fresh = graph.with_module(copy_module(graph, dtype))
     share_sites(graph, fresh)
     return fresh
 
 
 @with_real_tensors
-def masked(graph: Graph, masks: Masks) -> fx.GraphModule:
+def masked(graph: Graph, masks: Masks, *, share: bool = False) -> fx.GraphModule:
     """Return a copy of the network in which the channels that `masks` drop are set to zero at their sites; shapes stay.
 
-    Where an op would make something else of such a zero before it is read, the channel is set to zero again behind it.
+    Where an op would make something else of such a zero before it is read, the channel is set to zero again behind it. With
+    `share`, parameters and buffers are those of the graph's network.
     """
     checked = check_masks(graph, masks)
-    module = copy_module(graph)
+    module = copy_module(graph, share=share)
     nodes = {node.name: node for node in module.graph.nodes}
     for name, (axis, mask) in node_masks(checked.values()).items():
         if recurrent_call(nodes[name]) is nodes[name]:
