@@ -1225,6 +1225,59 @@ def test_weight_norm_stays_after_a_cut() -> None:
     torch.testing.assert_close(smaller.module.w.weight, graph.module.w.weight[4:, 3:], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["split attention", "GRU", "weight norm", "x / its own norm", "amax over channels"])
+def test_every_engine_gives_the_same_sites_and_cuts_in_both_modes(name: str) -> None:
+    case = CASES[name]
+    x, found = random_tensor(*case.shape, seed=5), []
+    for engine in ("fx", "record", "export"):
+        graph = traced(Net(case.body, **case.parts()), x, engine=engine)
+        assert tuple(site.name for site in find_sites(graph)) == case.sites
+        keep = random_keep(find_sites(graph), seed=1, share=0.4)
+        smaller, reference = compact(graph, keep).module.train(), masked(graph, keep).train()
+        assert_same(run(smaller, x), run(reference, x))
+        found.append(run(smaller.eval(), x))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+def test_networks_are_cut_inside_a_block_for_the_meta_device() -> None:
+    graph = traced(Net(lambda net, x: net.b(F.relu(net.a(x))), a=conv(3, 8), b=conv(8, 4)), random_tensor(2, 3, 8, 8))
+    keep = torch.arange(8) > 2
+    with torch.device("meta"):
+        smaller = compact(graph, {"a": keep})
+    assert not smaller.module.a.weight.is_meta
+    assert smaller.module.a.out_channels == 5
+
+
+def test_one_frame_of_a_video_is_not_made_shorter() -> None:
+    """Images of twice the size do not fit the positions, half the size does; half a frame would be none."""
+    net = Net(
+        lambda net, x: net.o(F.relu(net.a(x + net.p[..., : x.shape[-1]])).flatten(3).mean(-1).amax(2)),
+        a=nn.Conv3d(3, 8, (1, 3, 3), padding=(0, 1, 1)),
+        p=nn.Parameter(torch.ones(8, 8)),
+        o=nn.Linear(8, 2),
+    )
+    net.p = nn.Parameter(torch.ones(1, 8))
+    graph = traced(net, random_tensor(2, 3, 1, 8, 8))
+    assert [site.name for site in find_sites(graph)] == ["a"]
+
+
+def test_statistics_of_a_call_that_nothing_reads_are_not_lost() -> None:
+    """A BatchNorm that is also called on an unread branch: emptying that branch would end its updates in train mode."""
+    net = Net(
+        lambda net, x: (lambda y, unread: net.b(y))(F.relu(net.n(net.a(x))), net.n(net.c(F.relu(net.d(x))))),
+        a=conv(3, 8),
+        c=conv(4, 8),
+        d=conv(3, 4),
+        n=nn.BatchNorm2d(8),
+        b=conv(8, 4),
+    )
+    graph = traced(net, random_tensor(2, 3, 8, 8))
+    assert_compact_is_masked(graph, {"d": torch.arange(4) > 1})
+    with pytest.raises(EmptyLayer, match="Keep at least one filter"):
+        compact(graph, {"d": torch.zeros(4, dtype=torch.bool)})
+
+
 def test_functional_weights_are_there_once() -> None:
     case = CASES["F.conv2d"]
     graph = traced(Net(case.body, **case.parts()), random_tensor(2, 3, 8, 8))
