@@ -33,6 +33,7 @@ from secateurs import compact, find_sites, masked, rule, trace, verify
 from secateurs.errors import EmptyLayer, Untraceable
 from secateurs.graph.flow import Flow, Op, channelwise
 from secateurs.graph.flow.table import RULES
+from secateurs.graph.masking import split_at
 from secateurs.graph.sites import find_site
 from secateurs.graph.trace import RULED
 from secateurs.models import build
@@ -1203,7 +1204,7 @@ def test_a_removed_hidden_unit_is_zero_at_every_step() -> None:
         parameter.data = getattr(net.r, f"{name}_l0").data
     h, c, wanted = torch.zeros(2, 6).double(), torch.zeros(2, 6).double(), []
     for step in x.unbind(1):
-        h, c = cell(step, (h, c))
+        h, c = (state.detach() for state in cell(step, (h, c)))
         h = h * keep
         wanted.append(h)
     net = Net(lambda net, x: net.b(net.r(x)[0]), r=net.r, b=nn.Linear(6, 6, bias=False).double().eval())
@@ -1214,6 +1215,21 @@ def test_a_removed_hidden_unit_is_zero_at_every_step() -> None:
     assert smaller.module.r.hidden_size == 4
     again = assert_compact_is_masked(smaller, {"r": torch.arange(4) > 0}, (x[:1],))
     assert find_site(again, "r").original == (2, 4, 5)
+
+
+def test_hidden_units_are_scored_one_mask_for_each_example() -> None:
+    case = CASES["last states of an LSTM"]
+    graph = traced(Net(case.body, **case.parts()), x := random_tensor(2, 5, 3))
+    keep = torch.stack([torch.arange(6) % 2 > 0, torch.arange(6) > 1])
+    parts = split_at(graph, find_site(graph, "r"))
+    factors = keep.double().requires_grad_()
+    found = parts.suffix(*parts.prefix(x), factors)
+    assert_same(found.detach(), torch.cat([run(masked(graph, {"r": k}), x[i : i + 1]) for i, k in enumerate(keep)]))
+    found.square().sum().backward()
+    step, along = 1e-6, random_tensor(2, 6)
+    with torch.no_grad():
+        ahead, back = (parts.suffix(*parts.prefix(x), factors + s * along).square().sum() for s in (step, -step))
+    torch.testing.assert_close((factors.grad * along).sum(), (ahead - back) / (2 * step), rtol=1e-6, atol=1e-6)
 
 
 def test_weight_norm_stays_after_a_cut() -> None:

@@ -60,7 +60,10 @@ def masked(graph: Graph, masks: Masks, *, share: bool = False) -> fx.GraphModule
     module = copy_module(graph, share=share)
     nodes = {node.name: node for node in module.graph.nodes}
     for name, (axis, mask) in node_masks(checked.values()).items():
-        if recurrent_call(nodes[name]) is nodes[name]:
+        call = recurrent_call(nodes[name])
+        if call is not None and call != nodes[name]:
+            continue  # an output of a recurrent module, which is masked by the module
+        if call is not None:
             layer, path = module.get_submodule(str(nodes[name].target)), str(nodes[name].target)
             module.set_submodule(path, with_factors(layer, mask[None].to(device_of(module), dtype_of(module))))
             continue
@@ -121,9 +124,9 @@ def split_at(graph: Graph, site: Site) -> Split:
     """Split the network behind the site, so that the prefix runs once and the suffix for every mask."""
     nodes = list(graph.module.graph.nodes)
     points = {node: point for node in nodes for point in site.points if point.node == node.name}
-    place = next(iter(points))
+    place: fx.Node = next(iter(points))
     behind = _reachable(points, lambda node: node.users)
-    if recurrent_call(place) is place:  # its mask acts within it, so it is a part of the suffix
+    if recurrent_call(place) == place:  # its mask acts within it, so it is a part of the suffix
         behind.add(place)
         place = place.all_input_nodes[0]
     if place.op == "output" or not behind:
@@ -178,7 +181,10 @@ def _part(
         graph.output(tuple(env[node] for node in outputs))
     part = fx.GraphModule(module, graph, class_name=name)
     for node, point in (points or {}).items():
-        if recurrent_call(node) is node:
+        call = recurrent_call(node)
+        if call is not None and call != node:
+            continue  # an output of a recurrent module, to which the module applies the factors
+        if call is not None:
             path = str(node.target)
             part.set_submodule(path, with_factors(module.get_submodule(path)))
             env[node].kwargs = {**env[node].kwargs, "factors": factors}
