@@ -93,6 +93,11 @@ class Pruner(Run):
         clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
         folder = None if folder is None else Path(folder).expanduser()
         check_device(device)
+        if device_of(model).type == "meta":
+            raise InvalidInput(
+                "the model is on the meta device: it has shapes and no weights, so nothing can be measured. Build it on a real "
+                "device and load its weights: model.to_empty(device='cpu'), then model.load_state_dict(...)."
+            )
         functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
         _check_functions(**functions, measure=measure, callback=callback)
         if recipe is not None and not isinstance(recipe, Recipe):

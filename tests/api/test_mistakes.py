@@ -37,6 +37,7 @@ def three_channels() -> nn.Module:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a model without weights": (lambda path: prune(model=build().to("meta")), r"the model is on the meta device.*to_empty"),
     "points for a fraction": (lambda path: prune(max_drop=1), r"max_drop=1: wanted a fraction below 1: 0\.01 is one point"),
     "points in a recipe": (lambda path: sc.Recipe(max_drop=5), "max_drop = 5.0: wanted 0 to 1"),
     "a negative drop": (lambda path: prune(max_drop=-0.01), "max_drop = -0.01: wanted 0 to 1"),

@@ -33,6 +33,7 @@ from secateurs import compact, find_sites, masked, rule, trace, verify
 from secateurs.errors import EmptyLayer, Untraceable
 from secateurs.graph.flow import Flow, Op, channelwise
 from secateurs.graph.flow.table import RULES
+from secateurs.graph.masking import split_at
 from secateurs.graph.sites import find_site
 from secateurs.graph.trace import RULED
 from secateurs.models import build
@@ -1203,7 +1204,7 @@ def test_a_removed_hidden_unit_is_zero_at_every_step() -> None:
         parameter.data = getattr(net.r, f"{name}_l0").data
     h, c, wanted = torch.zeros(2, 6).double(), torch.zeros(2, 6).double(), []
     for step in x.unbind(1):
-        h, c = cell(step, (h, c))
+        h, c = (state.detach() for state in cell(step, (h, c)))
         h = h * keep
         wanted.append(h)
     net = Net(lambda net, x: net.b(net.r(x)[0]), r=net.r, b=nn.Linear(6, 6, bias=False).double().eval())
@@ -1216,6 +1217,21 @@ def test_a_removed_hidden_unit_is_zero_at_every_step() -> None:
     assert find_site(again, "r").original == (2, 4, 5)
 
 
+def test_hidden_units_are_scored_one_mask_for_each_example() -> None:
+    case = CASES["last states of an LSTM"]
+    graph = traced(Net(case.body, **case.parts()), x := random_tensor(2, 5, 3))
+    keep = torch.stack([torch.arange(6) % 2 > 0, torch.arange(6) > 1])
+    parts = split_at(graph, find_site(graph, "r"))
+    factors = keep.double().requires_grad_()
+    found = parts.suffix(*parts.prefix(x), factors)
+    assert_same(found.detach(), torch.cat([run(masked(graph, {"r": k}), x[i : i + 1]) for i, k in enumerate(keep)]))
+    found.square().sum().backward()
+    step, along = 1e-6, random_tensor(2, 6)
+    with torch.no_grad():
+        ahead, back = (parts.suffix(*parts.prefix(x), factors + s * along).square().sum() for s in (step, -step))
+    torch.testing.assert_close((factors.grad * along).sum(), (ahead - back) / (2 * step), rtol=1e-6, atol=1e-6)
+
+
 def test_weight_norm_stays_after_a_cut() -> None:
     net = Net(CASES["weight norm"].body, **CASES["weight norm"].parts())
     graph = traced(net, random_tensor(2, 3, 8, 8))
@@ -1223,6 +1239,59 @@ def test_weight_norm_stays_after_a_cut() -> None:
     assert [n for n, _ in smaller.module.named_parameters()] == [n for n, _ in net.named_parameters()]
     assert smaller.module.w.parametrizations.weight.original1.shape == (4, 5, 3, 3)
     torch.testing.assert_close(smaller.module.w.weight, graph.module.w.weight[4:, 3:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["split attention", "GRU", "weight norm", "x / its own norm", "amax over channels"])
+def test_every_engine_gives_the_same_sites_and_cuts_in_both_modes(name: str) -> None:
+    case = CASES[name]
+    x, found = random_tensor(*case.shape, seed=5), []
+    for engine in ("fx", "record", "export"):
+        graph = traced(Net(case.body, **case.parts()), x, engine=engine)
+        assert tuple(site.name for site in find_sites(graph)) == case.sites
+        keep = random_keep(find_sites(graph), seed=1, share=0.4)
+        smaller, reference = compact(graph, keep).module.train(), masked(graph, keep).train()
+        assert_same(run(smaller, x), run(reference, x))
+        found.append(run(smaller.eval(), x))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+def test_networks_are_cut_inside_a_block_for_the_meta_device() -> None:
+    graph = traced(Net(lambda net, x: net.b(F.relu(net.a(x))), a=conv(3, 8), b=conv(8, 4)), random_tensor(2, 3, 8, 8))
+    keep = torch.arange(8) > 2
+    with torch.device("meta"):
+        smaller = compact(graph, {"a": keep})
+    assert not smaller.module.a.weight.is_meta
+    assert smaller.module.a.out_channels == 5
+
+
+def test_one_frame_of_a_video_is_not_made_shorter() -> None:
+    """Images of twice the size do not fit the positions, half the size does; half a frame would be none."""
+    net = Net(
+        lambda net, x: net.o(F.relu(net.a(x + net.p[..., : x.shape[-1]])).flatten(3).mean(-1).amax(2)),
+        a=nn.Conv3d(3, 8, (1, 3, 3), padding=(0, 1, 1)),
+        p=nn.Parameter(torch.ones(8, 8)),
+        o=nn.Linear(8, 2),
+    )
+    net.p = nn.Parameter(torch.ones(1, 8))
+    graph = traced(net, random_tensor(2, 3, 1, 8, 8))
+    assert [site.name for site in find_sites(graph)] == ["a"]
+
+
+def test_statistics_of_a_call_that_nothing_reads_are_not_lost() -> None:
+    """A BatchNorm that is also called on an unread branch: emptying that branch would end its updates in train mode."""
+    net = Net(
+        lambda net, x: (lambda y, unread: net.b(y))(F.relu(net.n(net.a(x))), net.n(net.c(F.relu(net.d(x))))),
+        a=conv(3, 8),
+        c=conv(4, 8),
+        d=conv(3, 4),
+        n=nn.BatchNorm2d(8),
+        b=conv(8, 4),
+    )
+    graph = traced(net, random_tensor(2, 3, 8, 8))
+    assert_compact_is_masked(graph, {"d": torch.arange(4) > 1})
+    with pytest.raises(EmptyLayer, match="Keep at least one filter"):
+        compact(graph, {"d": torch.zeros(4, dtype=torch.bool)})
 
 
 def test_functional_weights_are_there_once() -> None:

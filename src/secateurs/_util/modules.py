@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from itertools import chain
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ P = ParamSpec("P")
 
 def device_of(module: nn.Module) -> torch.device:
     """Device of the module's first parameter or buffer; the CPU if it has none."""
-    first = next((t for t in [*module.parameters(), *module.buffers()]), None)
+    first = next(chain(module.parameters(), module.buffers()), None)
     return torch.device("cpu") if first is None else first.device
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ from secateurs.graph.trace import (
     other_batches,
     other_sizes,
     record_shapes_,
+    smaller_images,
     tensors_in,
 )
 
@@ -64,9 +64,9 @@ def compact(graph: Graph, masks: Masks | Plan, *, verify: bool = True) -> Graph:
     return smaller
 
 
-def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]]) -> Graph:
-    """Return the narrower graph, not yet compared with the masked network."""
-    module = spread_sums(copy_module(graph))
+def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]], *, share: bool = False) -> Graph:
+    """Return the narrower graph, not yet compared with the masked network; with `share`, whole tensors are the graph's own."""
+    module = spread_sums(copy_module(graph, share=share))
     nodes = {node.name: node for node in module.graph.nodes}
     if not graph.plan.steps:
         remember_names_(graph, module)
@@ -219,38 +219,60 @@ def _proof(
 ) -> Verification:
     """Compare the networks as they are, then the same cut of the network with perturbed weights, also at other sizes.
 
-    A quick proof uses one batch of two instead of four batches like the example, and one other batch size.
+    All of it in float64, or in the network's own precision where that fails. A quick proof uses one batch of two instead of
+    four batches like the example, one other batch size, and smaller images if the network takes them: whether a channel is
+    read does not depend on the size of an image.
     """
+    arguments = (graph, masks, smaller, quick, given, seed)
+    try:
+        return _proof_in(torch.float64, *arguments, tolerance)
+    except (RuntimeError, TypeError):  # the network casts to a fixed dtype, or the device has no float64
+        return _proof_in(dtype_of(graph.module), *arguments, max(tolerance, 1e-4))
+
+
+def _proof_in(
+    dtype: torch.dtype,
+    graph: Graph,
+    masks: Masks,
+    smaller: Graph,
+    quick: bool,
+    given: tuple[Tensor, ...] | None,
+    seed: int,
+    tolerance: float,
+) -> Verification:
+    """Do what `_proof` says in one precision: one copy of the network, whose weights are perturbed for the second part."""
     generator = torch.Generator().manual_seed(seed)
-    reference, example = masked(graph, masks).eval(), like_network(graph.module, graph.example)
+    own = copied(graph, dtype)
+    own.module.eval()
+    compacted = copy_module(smaller, dtype).eval()
+    reference = masked(own, masks, share=True).eval()
+    example = tuple(e.to(dtype) if e.is_floating_point() else e for e in like_network(graph.module, graph.example))
+    if quick:
+        example = smaller_images(reference, example)
     few = [inputs for inputs, _ in other_batches(reference, example, 2)] if quick else []
     probes = [given] if given is not None else [_random_like(each, generator) for each in few or [example] * 4]
-    difference, scale = _compared(reference, smaller.module, probes, tolerance)
-    changed = perturbed(graph, generator)
-    network, like_example = masked(changed, masks).eval(), _random_like(example, generator)
+    rounded = tolerance
+    if any(isinstance(layer, Constant) for layer in smaller.module.modules()):  # what a branch was folded into is rounded once
+        rounded = max(tolerance, 100 * torch.finfo(dtype_of(smaller.module)).eps)
+    difference, scale = _compared(reference, compacted, probes, dtype, rounded)
+    perturb_(own.module, generator)
+    changed = _rewritten(own, check_masks(own, masks), share=True).module.eval()
+    like_example = _random_like(example, generator)
     if quick:
-        others = other_batches(network, like_example, 3)
+        others = other_batches(reference, like_example, 1) or other_batches(reference, like_example, 3)
     else:
         with torch.no_grad():
-            others = other_sizes(network, like_example, network(*like_example)) + other_batches(network, like_example, 1)
-    compared = _compared(
-        network, compact(changed, masks, verify=False).module, [inputs for inputs, _ in others] or [like_example], tolerance
-    )
-    return Verification(difference, scale, sum(len(probe[0]) for probe in probes), *compared)
+            others = other_sizes(reference, like_example, reference(*like_example))
+            others += other_batches(reference, like_example, 1)
+    perturbed = _compared(reference, changed, [inputs for inputs, _ in others] or [like_example], dtype, tolerance)
+    return Verification(difference, scale, sum(len(probe[0]) for probe in probes), *perturbed)
 
 
 def _compared(
-    wanted: fx.GraphModule, got: fx.GraphModule, probes: list[tuple[Tensor, ...]], tolerance: float
+    wanted: fx.GraphModule, got: fx.GraphModule, probes: list[tuple[Tensor, ...]], dtype: torch.dtype, tolerance: float
 ) -> tuple[float, float]:
     """Return the largest difference between the outputs of two networks and the largest output; checks the tolerance."""
-    networks = [copy.deepcopy(module).eval() for module in (wanted, got)]
-    if any(isinstance(layer, Constant) for layer in got.modules()):  # what a branch was folded into is rounded once
-        tolerance = max(tolerance, 100 * torch.finfo(dtype_of(got)).eps)
-    try:
-        worst, scale = _differences([n.double() for n in networks], probes, torch.float64)
-    except (RuntimeError, TypeError):  # the network casts to a fixed dtype, or the device has no float64
-        tolerance = max(tolerance, 1e-4)
-        worst, scale = _differences([n.to(dtype_of(wanted)) for n in networks], probes, dtype_of(wanted))
+    worst, scale = _differences([wanted, got], probes, dtype)
     if not worst <= tolerance * scale:
         raise NotEqual(
             f"the compacted network differs from the masked one by {worst:.3g} where outputs reach {scale:.3g} "
@@ -292,23 +314,21 @@ def _random_like(example: tuple[Tensor, ...], generator: torch.Generator) -> tup
     )
 
 
-def perturbed(graph: Graph, generator: torch.Generator) -> Graph:
-    """Return the graph with noise, a tenth of a tensor's size, on all weights and BatchNorm statistics: none stays 0 or 1."""
-    changed = copied(graph)
+def perturb_(module: fx.GraphModule, generator: torch.Generator) -> None:
+    """Add noise, a tenth of a tensor's size, to all weights and BatchNorm statistics: none stays 0 or 1."""
     statistics = {
         tensor: name
-        for part in changed.module.modules()
+        for part in module.modules()
         for name, tensor in part.named_buffers(recurse=False)
         if name in ("running_mean", "running_var")
     }
     with torch.no_grad():
-        for tensor in [*changed.module.parameters(), *statistics]:
+        for tensor in [*module.parameters(), *statistics]:
             if not tensor.is_floating_point():
                 continue
             size = float(tensor.abs().mean()) if tensor.numel() else 0.0
-            noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype) / 10
+            noise = (torch.rand(tensor.shape, generator=generator) - 0.5).to(tensor.device, tensor.dtype) / 3
             if statistics.get(tensor) == "running_var":
                 tensor.mul_(noise.exp())
             else:
                 tensor.add_(noise * (size or 1.0))
-    return changed

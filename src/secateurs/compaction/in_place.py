@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from secateurs._util.modules import keeping_modes, unwrapped
-from secateurs.compaction import perturbed, replay
+from secateurs.compaction import perturb_, replay
 from secateurs.compaction.additions import add_bias_
 from secateurs.errors import InvalidInput, NotInPlace, PlanError
 from secateurs.graph.capture.calls import ByPosition, call_for, tensors_in
 from secateurs.graph.layers import Align, Constant, SumInto
+from secateurs.graph.masking import copied
 from secateurs.graph.node_info import called_module, info, label_of, shape_of
 from secateurs.graph.plan import Plan
 from secateurs.graph.trace import Example, Graph, attempt, like_network, other_batches, trace
@@ -183,7 +184,8 @@ class _Trial:
         self.worked: set[str] = set()  # names of attributes that were set: those of the next block are called alike
         self.call, example = call_for(network, example_input)
         generator = torch.Generator().manual_seed(0)
-        self.noisy = perturbed(after, generator)
+        self.noisy = copied(after)
+        perturb_(self.noisy.module, generator)
         self.copy = copy.deepcopy(network).eval()
         _write_(self.copy, _writes(network, before, self.noisy, everything=True), after.plan)
         self.wanted = copy.deepcopy(self.noisy.module).eval()

@@ -56,6 +56,8 @@ def _visit(state: Rewriting, node: fx.Node, flow: Flow) -> None:
     if not touched and not any(state.changed(i) for i in inputs):
         return
     if info(node).get("unused") and any(state.is_empty(i) for i in inputs):
+        if any(node in calls for calls in state.flows.counted):  # in train mode it changes the statistics of other calls
+            raise state.empty(inputs[0], node)
         state.vanish(node)  # no output depends on it, so no constant has to replace its inputs
         return
     if flow.axis is None and not isinstance(flow, Opaque | Reduced):

@@ -118,7 +118,7 @@ def _part(graph: Graph, node: fx.Node, reached: Mapping[fx.Node, Tensor]) -> Fil
     module = graph.module.get_submodule(name)
     if isinstance(module, RECURRENT):
         hidden: Any = module.hidden_size
-        makes = makes.unflatten(1, (-1, hidden)).any(1)
+        makes = makes.view(len(makes), -1, hidden).any(1)
     return FilterPart(name, module, makes)
 
 

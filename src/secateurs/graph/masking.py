@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,36 +24,51 @@ Masks = Mapping[str | Site, Tensor]
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
-def copy_module(graph: Graph) -> fx.GraphModule:
-    """Return a copy of the graph's network, with the facts recorded at its nodes, that shares nothing with it."""
+def copy_module(graph: Graph, dtype: torch.dtype | None = None, *, share: bool = False) -> fx.GraphModule:
+    """Return a copy of the graph's network, with the facts recorded at its nodes, that shares nothing with it.
+
+    With `share`, parameters and buffers are the same; with `dtype`, those of floating point are converted.
+    """
+    known: dict[int, Any] = {}
+    for tensor in [*graph.module.parameters(), *graph.module.buffers()] if share or dtype is not None else []:
+        if share or not tensor.is_floating_point():
+            known[id(tensor)] = tensor if share else tensor.clone()
+        else:
+            converted = tensor.detach().to(dtype, copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            known[id(tensor)] = nn.Parameter(converted, tensor.requires_grad) if is_parameter else converted
     with copyable(graph.module):
-        module = copy.deepcopy(graph.module)
+        module = copy.deepcopy(graph.module, known)
     copy_info_(graph.module.graph, module.graph)
     return module
 
 
-def copied(graph: Graph) -> Graph:
+def copied(graph: Graph, dtype: torch.dtype | None = None) -> Graph:
     """Return the graph with a copy of its network, whose weights may be changed; sites that were found are reused."""
-    fresh = graph.with_module(copy_module(graph))
+    fresh = graph.with_module(copy_module(graph, dtype))
     share_sites(graph, fresh)
     return fresh
 
 
 @with_real_tensors
-def masked(graph: Graph, masks: Masks) -> fx.GraphModule:
+def masked(graph: Graph, masks: Masks, *, share: bool = False) -> fx.GraphModule:
     """Return a copy of the network in which the channels that `masks` drop are set to zero at their sites; shapes stay.
 
     Where an op would make something else of such a zero before it is read, the channel is set to zero again behind it. Norms
-    that the masks reach take their statistics over the kept channels.
+    that the masks reach take their statistics over the kept channels. With `share`, parameters and buffers are those of the
+    graph's network.
     """
     checked = check_masks(graph, masks)
-    module = copy_module(graph)
+    module = copy_module(graph, share=share)
     nodes = {node.name: node for node in module.graph.nodes}
     for name, (axis, mask) in node_masks(checked.values()).items():
         node = nodes[name]
-        called, path = called_module(module, node), str(node.target)
-        if called is not None and recurrent_call(node) is node:
-            module.set_submodule(path, with_factors(called, mask[None].to(device_of(module), dtype_of(module))))
+        called, path, call = called_module(module, node), str(node.target), recurrent_call(node)
+        if call is not None and call != node:
+            continue  # an output of a recurrent module, which is masked by the module
+        if call is not None:
+            layer = module.get_submodule(path)
+            module.set_submodule(path, with_factors(layer, mask[None].to(device_of(module), dtype_of(module))))
         elif isinstance(called, NORMS):
             module.set_submodule(path, KeptNorm(called, mask, axis).to(device_of(module)))
         else:
@@ -127,10 +143,10 @@ def split_at(graph: Graph, site: Site) -> Split:
     """Split the network behind the site, so that the prefix runs once and the suffix for every mask."""
     nodes = list(graph.module.graph.nodes)
     points = {node: point for node in nodes for point in site.points if point.node == node.name}
-    place = next(iter(points))
+    place: fx.Node = next(iter(points))
     behind = _reachable(points, lambda node: node.users)
     # the statistics of a norm depend on the mask, and that of a recurrent module acts within it: the parts meet before these
-    within = isinstance(called_module(graph.module, place), NORMS) or recurrent_call(place) is place
+    within = isinstance(called_module(graph.module, place), NORMS) or recurrent_call(place) == place
     simple = list(site.points[0].sources) == list(range(site.points[0].width)) and not within
     if within:
         behind.add(place)
@@ -195,12 +211,14 @@ def _part(
         graph.output(tuple(env[node] for node in outputs))
     part = fx.GraphModule(module, graph, class_name=name)
     for node, point in (points or {}).items():
-        called = called_module(module, node)
+        called, call = called_module(module, node), recurrent_call(node)
         if isinstance(called, NORMS):
             part.set_submodule(str(node.target), NormFactor(called, point).to(device_of(module)))
             env[node].args = (*env[node].args, factors)
             continue
-        if recurrent_call(node) is node:
+        if call is not None and call != node:
+            continue  # an output of a recurrent module, to which the module applies the factors
+        if call is not None:
             path = str(node.target)
             part.set_submodule(path, with_factors(module.get_submodule(path)))
             env[node].kwargs = {**env[node].kwargs, "factors": factors}

@@ -16,14 +16,19 @@ REMEDIES = (  # the first whose pattern is found in a reason; {op} is the op tha
         r"statistics over several channels",
         "It normalises over the channels; shortcut='stream' takes its statistics over those that are left.",
     ),
-    (r"computes its weights", "Call torch.nn.utils.parametrize.remove_parametrizations on the layer before tracing."),
+    (
+        r"computes its weights",
+        "Call torch.nn.utils.parametrize.remove_parametrizations (or remove_spectral_norm) on the layer before tracing.",
+    ),
+    (r"proj_size", "Leave proj_size out and put a linear layer behind, whose filters can go."),
+    (r"starts from a state", "Leave the first state out, or pass torch.zeros: then hidden units can go."),
+    (r"softmax|sums over an axis", "Sum over another axis than the channels'; a masked channel would count."),
     (r"weights are computed while", "Write the computed weights into an ordinary layer before tracing."),
     (r"has forward hooks", "Remove the hooks before tracing, and add them to the pruned network."),
     (r"shares its weights", "Give each of these layers weights of its own."),
     (r"another batch or image size", "Name axes in {op} by -1 or by the size of its input, not by numbers of one example."),
     (r"takes its sizes from elsewhere", "Write the sizes of {op} one by one: x.view(x.size(0), channels, -1)."),
     (r"one (filter|head) only", "There is nothing to choose from."),
-    (r"divides by a tensor", "Multiply by a factor that is computed for each channel instead."),
     (r"indexed by something else", "Take parts by slices, chunk or split instead of an index tensor."),
 )
 

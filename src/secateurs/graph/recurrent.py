@@ -67,20 +67,22 @@ class _Units:
             masked.append(weight)
         module.__dict__["_flat_weights"] = masked
         try:
-            return super().forward(inputs, hx)  # type: ignore[misc]  # of the recurrent module
+            output, states = super().forward(inputs, hx)  # type: ignore[misc]  # of the recurrent module
         finally:
             module.__dict__["_flat_weights"] = whole
+        output = output * factors.repeat(1 + module.bidirectional)
+        return output, tuple(s * factors for s in states) if isinstance(states, tuple) else states * factors
 
 
-class UnitsOfLSTM(_Units, nn.LSTM):
+class UnitsOfLSTM(_Units, nn.LSTM):  # type: ignore[misc]  # a call takes factors besides
     """An nn.LSTM with factors for its units."""
 
 
-class UnitsOfGRU(_Units, nn.GRU):
+class UnitsOfGRU(_Units, nn.GRU):  # type: ignore[misc]  # a call takes factors besides
     """An nn.GRU with factors for its units."""
 
 
-class UnitsOfRNN(_Units, nn.RNN):
+class UnitsOfRNN(_Units, nn.RNN):  # type: ignore[misc]  # a call takes factors besides
     """An nn.RNN with factors for its units."""
 
 

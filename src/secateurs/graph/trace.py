@@ -111,7 +111,8 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     for doubled, found in other_batches(reference, example, 2) if others else []:
         example, expected = doubled, found  # an axis of length 1 looks like an axis that is not there
     probe = copy.deepcopy(reference)  # some networks change their own settings when they see another image size
-    others = [*(others if others and others[0][0] is not example else []), *other_sizes(probe, example, expected)]
+    others = others if others and others[0][0] is not example else []
+    others += other_sizes(probe, example, expected, batches=not others)
     checks = _Checks(reference, example, expected, tuple(others), name)
     refusals: list[Untraceable] = []
     module: fx.GraphModule | None = None
@@ -252,8 +253,12 @@ def like_network(module: nn.Module, example: tuple[Tensor, ...]) -> tuple[Tensor
     return tuple(e.to(first.device, first.dtype) if e.is_floating_point() else e.to(first.device) for e in example)
 
 
-def other_sizes(model: nn.Module, example: tuple[Tensor, ...], expected: Any) -> list[tuple[tuple[Tensor, ...], Any]]:
-    """Return inputs of another batch size, and of another image size, that `model` accepts, each with the model's outputs.
+def other_sizes(
+    model: nn.Module, example: tuple[Tensor, ...], expected: Any, *, batches: bool = True
+) -> list[tuple[tuple[Tensor, ...], Any]]:
+    """Return inputs of another batch size (unless `batches` is False), and of another batch and image size.
+
+    Only those that `model` accepts, each with the model's outputs.
 
     How a network treats its channels must not depend on sizes, and one example cannot tell a batch of 2 from 2 groups.
     `expected` is the output for the example. The list is empty for a network of a fixed size: one that fails, or whose outputs
@@ -263,26 +268,48 @@ def other_sizes(model: nn.Module, example: tuple[Tensor, ...], expected: Any) ->
     def has_batch_axis(outputs: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
         return [t.shape[:1] == inputs[0].shape[:1] for t in tensors_in(outputs)]
 
-    found = other_batches(model, example, 1 + math.prod(example[0].shape[:1]))
+    count = 1 + math.prod(example[0].shape[:1])
+    found = other_batches(model, example, count) if batches else []
     images = [e for e in example if e.dim() > 2 and e.is_floating_point()]
     large = all(n % 2 == 0 and n >= 64 for e in images for n in e.shape[2:])
     for factor in ((0.5, 2) if large else (2, 0.5)) if images else ():  # half an image is a quarter of the work
-        resized = tuple(_resized(e, factor) for e in (found[0][0] if found else example))
+        resized = tuple(_resized(e, factor) for e in (found[0][0] if found else _repeated(example, count)))
         outputs = attempt(model, resized)
         if outputs is not None and has_batch_axis(outputs, resized) == has_batch_axis(expected, example):
             return [*found, (resized, outputs)]
     return found
 
 
+def smaller_images(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the example with images of a quarter of the height and width, or half; unchanged if `model` takes neither.
+
+    Images of less than 32 pixels a side are not made.
+    """
+    sides = [n for e in example if e.dim() > 2 and e.is_floating_point() for n in e.shape[2:] if n > 1]
+    for factor in (4, 2):
+        if sides and all(n % factor == 0 and n // factor >= 32 for n in sides):
+            resized = tuple(_resized(e, 1 / factor) for e in example)
+            if any(bool(t.isfinite().any()) for t in tensors_in(attempt(model, tuple(e[:1] for e in resized))) if t.numel()):
+                return resized
+    return example
+
+
 def other_batches(model: nn.Module, example: tuple[Tensor, ...], count: int) -> list[tuple[tuple[Tensor, ...], Any]]:
     """Return the example repeated to a batch of `count`, with the model's outputs; empty if the model does not accept it."""
-    batch = example[0].shape[0] if example[0].dim() else 0
-    if batch == 0:
+    if not example[0].dim() or not len(example[0]):
         return []
-    index = torch.arange(count, device=example[0].device) % batch
-    repeated = tuple(e.index_select(0, index) if e.dim() and e.shape[0] == batch else e for e in example)
+    repeated = _repeated(example, count)
     outputs = attempt(model, repeated)
     return [] if outputs is None else [(repeated, outputs)]
+
+
+def _repeated(example: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+    """Return the example with `count` entries along the batch axis."""
+    batch = example[0].shape[0] if example[0].dim() else 0
+    if batch == 0:
+        return example
+    index = torch.arange(count, device=example[0].device) % batch
+    return tuple(e.index_select(0, index) if e.dim() and e.shape[0] == batch else e for e in example)
 
 
 def _resized(tensor: Tensor, factor: float) -> Tensor:

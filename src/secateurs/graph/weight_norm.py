@@ -59,9 +59,9 @@ def narrow_weight_norm_(module: nn.Module, kept: Kept) -> Iterator[tuple[str, Ke
     scales = tuple(index if dim == axis else None for dim, index in enumerate(kept))
 
     def norm(v: Tensor) -> Tensor:
-        if axis is None:
-            return torch.linalg.vector_norm(v)
-        return torch.linalg.vector_norm(v, dim=[d for d in range(v.dim()) if d != axis], keepdim=True)
+        others = None if axis is None else [d for d in range(v.dim()) if d != axis]
+        found: Tensor = torch.linalg.vector_norm(v, dim=others, keepdim=axis is not None)
+        return found
 
     before = norm(direction.detach())
     before = before if axis is None else take(before, scales)

@@ -104,7 +104,7 @@ def _acts_along(node: fx.Node, axis: int) -> bool:
     while open_nodes:
         source, along = open_nodes.pop()
         for user in source.users:
-            if user in seen or not isinstance(user.target, str | Callable):  # type: ignore[arg-type]
+            if user in seen or user.op == "output":
                 continue
             seen.add(user)
             owner = node.graph.owning_module
@@ -121,12 +121,11 @@ def _acts_along(node: fx.Node, axis: int) -> bool:
                 if isinstance(given[along], int):
                     return True
                 continue
-            dims = shape_of(user).dims
-            turned = {"transpose": user.args[1:3]}.get(word)
-            if turned and all(isinstance(d, int) for d in turned):
-                pair = [d % rank for d in turned]  # type: ignore[operator]
+            shape, turned = shape_of(user).dims, user.args[1:3] if word == "transpose" else ()
+            pair = [d % rank for d in turned if isinstance(d, int)]
+            if len(pair) == 2:
                 open_nodes.append((user, pair[1 - pair.index(along)] if along in pair else along))
-            elif dims is not None and len(dims) == rank and word not in ("permute", "view", "reshape", "flatten"):
+            elif shape is not None and len(shape) == rank and word not in ("permute", "view", "reshape", "flatten"):
                 open_nodes.append((user, along))
     return False
 
