@@ -82,11 +82,11 @@ def _unaligned(flows: Flows, node: fx.Node, numbers: Numbers) -> tuple[fx.Node, 
     for source in inputs:
         flow, before = flows.of[source], source
         if isinstance(flow, Moved) and flow.added and len(flow.index) == len(ids):
-            (before,) = flows.inputs[source]
-            theirs, there = numbers(before)
-            present = flow.index >= 0
-            if there != wide or not torch.equal(theirs[flow.index[present]], ids[present]):
-                before = source
+            (aligned,), present = flows.inputs[source], flow.index >= 0
+            if flows.of[aligned].axis is not None:
+                theirs, there = numbers(aligned)
+                same = there == wide and torch.equal(theirs[flow.index[present]], ids[present])
+                before = aligned if same else source
         found.append(before)
     return tuple(found)
 
