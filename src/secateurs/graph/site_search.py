@@ -314,7 +314,7 @@ class _Search:
     def streams(self) -> list[Site]:
         """Return the sites of the streams: one mask for all the tensors that the sums of a stage join."""
         sites: list[Site] = []
-        for stream in find_streams(self.flows):
+        for stream in find_streams(self.flows, lambda node: (self._ids(node), self._original(node))):
             taken = {site.name for site in sites}
             names = (stream.name if not number else f"{stream.name}_{number}" for number in count())
             name = next(name for name in names if name not in taken)

@@ -6,14 +6,18 @@ from outside, so that a removed channel is nowhere written and nowhere read, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from secateurs.graph.flow import Channelwise, Flows, Join, Norm
+from secateurs.graph.flow import Channelwise, Flows, Join, Moved, Norm
 from secateurs.graph.flow.liveness import activation_behind
 from secateurs.graph.node_info import label_of
+
+Numbers = Callable[[fx.Node], tuple[Tensor, int]]
+"""Gives the ids of a node's channels in the uncut network, and how many there were."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,20 @@ class ResidualStream:
         return ".".join([*common, "stream"])
 
 
-def find_streams(flows: Flows) -> list[ResidualStream]:
+def find_streams(flows: Flows, numbers: Numbers) -> list[ResidualStream]:
     """Find all streams of a network, in its order.
 
     Two sums belong together if ops that keep every channel in its place lead from one to the other. A sum of a tensor and a
     parameter (an embedding of positions), or a concatenation along another axis, belongs to a stream but does not make one.
+    Alignments of earlier cuts keep a channel in its place if it has the same number on both sides.
     """
+    flows = replace(flows, inputs={node: _unaligned(flows, node, numbers) for node in flows.of})
+    same = {node: _same_channels(flows, node, numbers) for node in flows.of}
     varying = _depending_on_inputs(flows)
     groups: dict[fx.Node, set[fx.Node]] = {}
     for node in flows.of:
         own = groups.setdefault(node, {node})
-        for source in _same_channels(flows, node):
+        for source in same[node]:
             other = groups[source]
             if other is not own:
                 own |= other
@@ -60,9 +67,28 @@ def find_streams(flows: Flows) -> list[ResidualStream]:
             norms = [
                 node for node in members if isinstance(flows.of[node], Norm)
             ]  # before a sum, they must leave channels out too
-            places = {*_behind(flows, joins, group), *_entries(flows, joins, group, varying), *norms}
+            places = {*_behind(flows, joins, group), *_entries(flows, joins, group & varying, same), *norms}
             streams.append(ResidualStream(tuple(sums), tuple(sorted(places, key=order.__getitem__))))
     return streams
+
+
+def _unaligned(flows: Flows, node: fx.Node, numbers: Numbers) -> tuple[fx.Node, ...]:
+    """The inputs of a node; of a sum, those before alignments between channels of the same numbers."""
+    inputs = flows.inputs[node]
+    if not _is_sum(flows, node):
+        return inputs
+    ids, wide = numbers(node)
+    found = []
+    for source in inputs:
+        flow, before = flows.of[source], source
+        if isinstance(flow, Moved) and flow.added and len(flow.index) == len(ids):
+            (aligned,), present = flows.inputs[source], flow.index >= 0
+            if flows.of[aligned].axis is not None:
+                theirs, there = numbers(aligned)
+                same = there == wide and torch.equal(theirs[flow.index[present]], ids[present])
+                before = aligned if same else source
+        found.append(before)
+    return tuple(found)
 
 
 def _depending_on_inputs(flows: Flows) -> set[fx.Node]:
@@ -82,16 +108,17 @@ def _wide(flows: Flows, node: fx.Node) -> set[fx.Node]:
     return {source for source, axis, width in each if axis is not None and width == flow.width}
 
 
-def _same_channels(flows: Flows, node: fx.Node) -> Iterator[fx.Node]:
+def _same_channels(flows: Flows, node: fx.Node, numbers: Numbers) -> list[fx.Node]:
     """The inputs of which channel i becomes, or is part of, channel i of `node`."""
-    flow = flows.of[node]
+    flow, found = flows.of[node], set[fx.Node]()
     if isinstance(flow, Channelwise | Norm):
-        found = {flows.inputs[node][0]}
+        source = flows.inputs[node][0]
+        if flows.of[source].axis is not None:
+            (ids, wide), (theirs, there) = numbers(node), numbers(source)
+            found = {source} if wide == there and torch.equal(ids, theirs) else set()  # a pad of channels that a cut took back
     elif isinstance(flow, Join) and flow.zero_if != "third" and not _multiplies_matrices(flows, node):
         found = _wide(flows, node) if flow.zero_if in ("all", "any") else {flows.inputs[node][0]}
-    else:
-        return
-    yield from (source for source in found if flows.of[source].axis is not None)
+    return [source for source in flows.inputs[node] if source in found and flows.of[source].axis is not None]
 
 
 def _is_sum(flows: Flows, node: fx.Node) -> bool:
@@ -115,22 +142,20 @@ def _behind(flows: Flows, joins: list[fx.Node], group: set[fx.Node]) -> Iterator
             yield place
 
 
-def _entries(flows: Flows, joins: list[fx.Node], group: set[fx.Node], varying: set[fx.Node]) -> Iterator[fx.Node]:
+def _entries(
+    flows: Flows, joins: list[fx.Node], group: set[fx.Node], same: Mapping[fx.Node, list[fx.Node]]
+) -> Iterator[fx.Node]:
     """What enters the stream from outside and is read elsewhere too: without a mask there, its readers would keep all of it."""
     made: dict[fx.Node, bool] = {}  # of each member: whether it is made of sums of the stream alone
-    for node in flows.of:
+    for node, flow in flows.of.items():
         if node in group:
-            sources = list(_same_channels(flows, node))
-            flow = flows.of[node]
+            sources = [source for source in same[node] if source in group]
             enough = any if isinstance(flow, Join) and flow.zero_if == "any" else all
             made[node] = node in joins or (bool(sources) and enough(made[source] for source in sources))
     for node in joins:
-        for source in _wide(flows, node) & varying & group:
+        for source in _wide(flows, node) & group:
             entry = source
-            while len(flows.users[entry]) == 1 and not made[entry]:
-                sources = list(_same_channels(flows, entry))
-                if len(sources) != 1:
-                    break
-                (entry,) = sources
+            while len(flows.users[entry]) == 1 and not made[entry] and len(same[entry]) == 1 and same[entry][0] in group:
+                (entry,) = same[entry]
             if len(flows.users[entry]) > 1 and not made[entry]:
                 yield entry

@@ -71,7 +71,7 @@ def export_warnings(exports: Iterable[ExportFigures], shortcut: str = "before") 
 
 def aligning_warning(share: float, shortcut: str) -> str:
     """The warning where aligning channels takes longer than all that pruning saves."""
-    advice = " Masks after the add (--shortcut after) need less aligning." if shortcut == "before" else ""
+    advice = " One mask for each stage (--shortcut stream) needs hardly any aligning." if shortcut != "stream" else ""
     return (
         f"Aligning channels takes {percent(share)} of the pruned network's time in PyTorch, more than pruning saves: the terms "
         f"of its sums have lost different channels.{advice}"
