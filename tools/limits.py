@@ -4,7 +4,8 @@ Run it as `make limits`, or as `tools/limits NAME...` for some networks only (LI
 network gets random weights, constants and BatchNorm statistics, is traced, searched for sites, and loses 30 % of the channels
 of all sites at once, and then again of what is left, with both shortcut positions; the compacted network must give what the
 masked one gives, in eval mode, in train mode, and in eval mode after train mode has updated the statistics of both. Rows are
-kept in results/limits/rows.jsonl: an interrupted run goes on with the networks that are missing. Writes docs/limits.md.
+kept in results/limits/rows.jsonl: an interrupted run goes on with the networks that are missing (with --again, with those
+whose row another commit has made), the most important first, for at most --minutes. Writes docs/limits.md.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from limits_networks import build, define_operators, names
+from limits_networks import build, by_importance, define_operators, names
 from torch import Tensor, nn
 
 from secateurs import Graph, Unprunable, compact, cost, find_sites, masked, trace
@@ -450,7 +451,10 @@ def update_page(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="networks, LIBRARY/NETWORK; without it, all that have no row yet")
-    parser.add_argument("--again", action="store_true", help="make the rows of all networks, also of those that have one")
+    parser.add_argument("--again", action="store_true", help="make the rows that another commit has made, too")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no network after this time (default: no limit)"
+    )
     parser.add_argument("--render", action="store_true", help="only rewrite the page from the saved rows")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one network (default: %(default)s)")
     options = parser.parse_args()
@@ -458,9 +462,12 @@ def main() -> int:
     define_operators()
     for library in LIBRARIES:
         importlib.import_module(library)  # once for all networks
-    rows = read_rows()
-    missing = [name for name in names() if options.again or name not in rows]
+    rows, end, commit = read_rows(), time.monotonic() + 60 * options.minutes, _git("rev-parse", "--short", "HEAD")
+    missing = [name for name in by_importance() if name not in rows or (options.again and rows[name].commit != commit)]
     for name in [] if options.render else options.names or missing:
+        if time.monotonic() > end:
+            print(f"{options.minutes:g} minutes are over; the same command goes on with {name}.", file=sys.stderr)
+            break
         row = survey_apart(name, options.timeout)
         print(f"{name}: {verdict(row)} in {row.seconds:.0f} s {short(row.failure)}", file=sys.stderr)
         rows[name] = row

@@ -264,6 +264,25 @@ def names() -> list[str]:
     return [f"{library}/{name}" for library, found in lists.items() for name in found]
 
 
+FIRST = (  # networks that people ask for first
+    "torchvision/resnet50 ultralytics/yolov8n ultralytics/yolo11n timm/vit_tiny_patch16_224 transformers/ResNet "
+    "transformers/ConvNext transformers/ViT transformers/SegFormer transformers/DETR torchvision/retinanet_resnet50_fpn "
+    "torchvision/fasterrcnn_resnet50_fpn monai/UNet segmentation_models_pytorch/Unet:resnet18 torchvision/mobilenet_v2 "
+    "torchvision/efficientnet_b0 torchvision/densenet121 torchvision/vit_b_16 torchvision/swin_t torchvision/convnext_tiny "
+    "ultralytics/yolov8n-seg ultralytics/yolov8n-pose ultralytics/yolo11n-seg ultralytics/yolo11n-pose"
+)
+
+
+def by_importance() -> list[str]:
+    """All networks: those of `FIRST`, then one of each library in turn, so that a run that is cut short has seen them all."""
+    rest: dict[str, list[str]] = {}
+    for name in names():
+        if name not in FIRST.split():
+            rest.setdefault(name.partition("/")[0], []).append(name)
+    share = {name: (place + 1) / len(found) for found in rest.values() for place, name in enumerate(found)}
+    return [*FIRST.split(), *sorted(share, key=share.__getitem__)]
+
+
 def build(name: str) -> Built:
     """The network and its example."""
     library, _, short = name.partition("/")

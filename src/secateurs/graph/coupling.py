@@ -16,7 +16,6 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
-from secateurs.graph.channels import ids
 from secateurs.graph.flow import Blocks, Channelwise, Concat, Flows, Join, Layer, Moved, Norm, Opaque, Recurrent
 from secateurs.graph.flow.kinds import ELSEWHERE
 from secateurs.graph.flow.liveness import mentioned
@@ -278,5 +277,6 @@ def find_groups(found: Classes) -> tuple[list[Group], dict[str, str]]:
 
 def channels_of(place: fx.Node, found: Classes, group: Group, original: Sequence[int]) -> list[int]:
     """Return for each class of the group the id, among `original`, of its first channel at `place`."""
-    sources = group.sources(found.of(place))
-    return [original[int(ids(sources == each)[0])] for each in range(len(group.classes))]
+    sources = group.sources(found.of(place)).tolist()
+    first = {source: channel for channel, source in reversed(list(zip(original, sources, strict=True)))}
+    return [first[each] for each in range(len(group.classes))]
