@@ -255,7 +255,7 @@ class PruningContext:
             portfolio=recipe.portfolio,
             repaired_masks=recipe.repaired_masks,
             seed=recipe.seed,
-            sites=lambda graph: find_sites(graph, recipe.shortcut),
+            sites=lambda graph: find_sites(graph, self.shortcut),
         )
 
     def _answered(self, examples: Examples) -> Examples:
