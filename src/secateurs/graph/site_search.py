@@ -360,7 +360,7 @@ class _Search:
         original = torch.tensor(channels_of(first, classes, group, own.tolist()))
         whole = len(starts) == 1 and len(original) == self._original(first)
         named = partial(self.name_of, group.layers[0], whole=whole)
-        followed = _Followed(original, max(map(self._original, starts)), starts, find_revivals(self.flows, starts))
+        followed = _Followed(original, max(map(self._original, starts)), starts, find_revivals(self.flows, starts, norms=True))
         return self._site_at(named, followed, own=len(starts))
 
     def _site_at(self, named: Callable[[tuple[str, ...]], str], followed: _Followed, own: int = 1) -> Site | str:
