@@ -42,6 +42,14 @@ class Classes:
         """Return the places of a node's channels among those of all nodes."""
         return self.start[node] + torch.arange(self.flows.width(node))
 
+    def with_parameters(self) -> Iterator[fx.Node]:
+        """Yield the sums that add a parameter to a tensor, and concatenations with one: they write channels, too."""
+        for node, flow in self.flows.of.items():
+            terms = zip(self.flows.inputs[node], flow.widths, strict=True) if isinstance(flow, Join) else ()
+            joined = [i for i, width in terms if width == flow.width and self.flows.of[i].axis is None]  # type: ignore[union-attr]
+            if joined and isinstance(flow, Join) and flow.zero_if == "all" and all(map(_is_of_the_model, joined)):
+                yield node
+
     def lock(self, classes: Tensor, reason: str) -> None:
         """Keep all channels of these classes."""
         for each in set(classes.tolist()):
@@ -197,8 +205,8 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
 
 def _is_of_the_model(node: fx.Node) -> bool:
     """Whether a node gives a parameter or buffer, in another shape: it is narrowed with what it joins."""
-    while node.op in ("call_method", "call_function") and len(node.all_input_nodes) == len(node.users) == 1:
-        node = node.all_input_nodes[0]
+    while node.op in ("call_method", "call_function") and len(node.users) == 1 and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
     return node.op == "get_attr" and len(node.users) == 1
 
 

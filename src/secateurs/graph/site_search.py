@@ -354,6 +354,9 @@ class _Search:
                 candidates = self._candidates(chain[: next((i for i, n in enumerate(chain) if self._joins(n)), len(chain))])
                 place = next((n for n in candidates if self._is_activation(n)), candidates[-1])
             places.setdefault(place)
+        for node in classes.with_parameters():
+            if not set(group.classes).isdisjoint(classes.of(node).tolist()):
+                places.setdefault(node)
         starts = {place: group.sources(classes.of(place)) for place in sorted(places, key=self.order.__getitem__)}
         first = next(iter(starts))
         own = self.graph.ids.get(first.name, torch.arange(self.flows.width(first)))
