@@ -49,6 +49,22 @@ class Heads(nn.Module):
         return self.out(found.reshape(batch, places, self.all_head_size))
 
 
+class Stream(nn.Module):
+    """A stream with a token and an embedding of places, read behind LayerNorm, as in a vision transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 6, 4, stride=4)
+        self.token, self.places = nn.Parameter(torch.ones(1, 1, 6)), nn.Parameter(torch.ones(1, 5, 6))
+        self.norm, self.a, self.b = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.last, self.out = nn.LayerNorm(6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.patches(x).flatten(2).transpose(1, 2)
+        found = torch.cat([self.token.expand(x.shape[0], -1, -1), found], 1) + self.places
+        return self.out(self.last(found + self.b(F.gelu(self.a(self.norm(found)))))[:, 0])
+
+
 class Written(nn.Module):
     """Its forward has a width written in it."""
 
@@ -130,6 +146,18 @@ def test_heads_that_modules_count_are_set() -> None:
     cut_(model, smaller.plan, x)
     assert (model.num_heads, model.all_head_size, model.qkv.out_features) == (3, 9, 27)
     assert_same(run(model, x), run(smaller.module, x))
+
+
+def test_a_stream_goes_with_its_norms_and_parameters() -> None:
+    model = randomise_(Stream())
+    smaller = coupled(model)
+    cut_(model, smaller.plan, X)
+    width = model.patches.out_channels
+    assert width < 6
+    assert model.norm.normalized_shape == model.last.normalized_shape == (width,)
+    assert (model.token.shape[-1], model.places.shape[-1], model.b.out_features) == (width,) * 3
+    assert model.a.out_features < 8
+    assert_same(run(model, X), run(smaller.module, X))
 
 
 def test_a_sum_of_different_channels_is_refused_and_nothing_is_changed() -> None:

@@ -38,7 +38,8 @@ def cut_(model: nn.Module, plan: Plan | Graph | str | Path, example_input: Examp
     `plan` is a `Plan`, the path of one, or a compacted `Graph`, whose weights the model gets, too. `example_input` may be left
     out for a graph. The cut model is compared with the compacted graph first, on a copy: in float64, with perturbed weights, in
     eval and in train mode, at another batch size. Raises `NotInPlace` where the model's forward does not allow the cut; the
-    model is as it was then. Parameters that were narrowed are new: make a new optimiser.
+    model is as it was then. Parameters that were narrowed are new: make a new optimiser, and wrap the model in
+    DistributedDataParallel or torch.compile again.
     """
     network = unwrapped(model)
     graph = plan if isinstance(plan, Graph) else None

@@ -42,6 +42,14 @@ class Classes:
         """Return the places of a node's channels among those of all nodes."""
         return self.start[node] + torch.arange(self.flows.width(node))
 
+    def with_parameters(self) -> Iterator[fx.Node]:
+        """Yield the sums that add a parameter to a tensor, and concatenations with one: they write channels, too."""
+        for node, flow in self.flows.of.items():
+            terms = zip(self.flows.inputs[node], flow.widths, strict=True) if isinstance(flow, Join) else ()
+            joined = [i for i, width in terms if width == flow.width and self.flows.of[i].axis is None]  # type: ignore[union-attr]
+            if joined and isinstance(flow, Join) and flow.zero_if == "all" and all(map(_is_of_the_model, joined)):
+                yield node
+
     def lock(self, classes: Tensor, reason: str) -> None:
         """Keep all channels of these classes."""
         for each in set(classes.tolist()):
@@ -91,8 +99,10 @@ def _ties(found: Classes, node: fx.Node) -> Iterator[tuple[Tensor, Tensor]]:
         return
     out, read = found.numbers(node), [found.numbers(i) if i in found.start else None for i in inputs]
     first = read[0] if read else None
-    if isinstance(flow, Channelwise) and first is not None and len(first) == len(out):
+    if isinstance(flow, Channelwise | Norm) and first is not None and len(first) == len(out):
         yield first, out
+        if isinstance(flow, Norm) and flow.groups > 1:
+            yield from _in_each(first, flow.groups)
     elif isinstance(flow, Join):
         for numbers, axis, width in zip(read, flow.in_axes, flow.widths, strict=True):
             if numbers is not None and axis is not None and width == flow.width:
@@ -167,7 +177,7 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
     flow, inputs = flows.of[node], flows.inputs[node]
     known = [i for i in inputs if flows.of[i].axis is not None]
     everything = slice(None)
-    if isinstance(flow, Opaque | Norm):
+    if isinstance(flow, Opaque) or (isinstance(flow, Norm) and flows.calls(node) > 1):
         for source in known:
             yield source, everything, flow.reason
     elif isinstance(flow, Recurrent):
@@ -181,7 +191,7 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
             own = axis is not None and width == flow.width
             if source in known and not own:
                 yield source, everything, f"{label_of(node)} spreads it over other channels"
-            elif source not in known and own and flow.width > 1:
+            elif source not in known and own and flow.width > 1 and not _is_of_the_model(source):
                 yield node, everything, f"{label_of(node)} joins it with a tensor that keeps all its channels"
     elif isinstance(flow, Concat):
         yield from ((node, slice(*_range(flow, i)), WHOLE) for i, source in enumerate(inputs) if source not in known)
@@ -191,6 +201,13 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
         missing[flow.index[flow.index >= 0]] = False
         if bool(missing.any()) and not _parts(flows, node):
             yield inputs[0], everything, f"{label_of(node)} takes a fixed part of the channels"
+
+
+def _is_of_the_model(node: fx.Node) -> bool:
+    """Whether a node gives a parameter or buffer, in another shape: it is narrowed with what it joins."""
+    while node.op in ("call_method", "call_function") and len(node.users) == 1 and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.op == "get_attr" and len(node.users) == 1
 
 
 def _range(flow: Concat, part: int) -> tuple[int, int]:

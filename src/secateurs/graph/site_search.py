@@ -354,13 +354,16 @@ class _Search:
                 candidates = self._candidates(chain[: next((i for i, n in enumerate(chain) if self._joins(n)), len(chain))])
                 place = next((n for n in candidates if self._is_activation(n)), candidates[-1])
             places.setdefault(place)
+        for node in classes.with_parameters():
+            if not set(group.classes).isdisjoint(classes.of(node).tolist()):
+                places.setdefault(node)
         starts = {place: group.sources(classes.of(place)) for place in sorted(places, key=self.order.__getitem__)}
         first = next(iter(starts))
         own = self.graph.ids.get(first.name, torch.arange(self.flows.width(first)))
         original = torch.tensor(channels_of(first, classes, group, own.tolist()))
         whole = len(starts) == 1 and len(original) == self._original(first)
         named = partial(self.name_of, group.layers[0], whole=whole)
-        followed = _Followed(original, max(map(self._original, starts)), starts, find_revivals(self.flows, starts))
+        followed = _Followed(original, max(map(self._original, starts)), starts, find_revivals(self.flows, starts, norms=True))
         return self._site_at(named, followed, own=len(starts))
 
     def _site_at(self, named: Callable[[tuple[str, ...]], str], followed: _Followed, own: int = 1) -> Site | str:

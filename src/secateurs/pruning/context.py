@@ -304,8 +304,8 @@ class PruningContext:
         Of the sites of one branch, the first that can be emptied.
         """
         found: dict[str, tuple[str, ...]] = {}
-        if not self.recipe.branches or self.recipe.allocation != "global":
-            return found
+        if not self.recipe.branches or self.recipe.allocation != "global" or self.shortcut == "coupled":
+            return found  # coupled: the model's own code computes every branch
         sites = find_sites(self.original, self.shortcut)
         nodes = {node.name: node for node in self.original.module.graph.nodes}
         known: set[str] = set()
