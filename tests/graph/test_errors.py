@@ -198,14 +198,6 @@ def test_lazy_layers_that_have_no_weights_yet() -> None:
         trace(chain(a=nn.LazyConv2d(6, 3)), torch.randn(2, 3, 8, 8, generator=seeded(0)))
 
 
-def test_weight_norm_of_the_old_kind_names_the_new_one() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layer = torch.nn.utils.weight_norm(nn.Conv2d(3, 6, 3))
-    with pytest.raises(SecateursError, match=r"cannot be copied.*torch.nn.utils.parametrizations"):
-        trace(chain(a=layer).double(), X)
-
-
 # ---- train mode -------------------------------------------------------------------------------------------------------
 
 

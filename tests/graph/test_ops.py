@@ -1065,6 +1065,12 @@ op(
     shape=(2, 5, 3),
 )
 op(
+    "RNN that nothing reads",
+    lambda net, x: (lambda y, unread: net.b(y))((y := F.relu(net.a(x))), net.r(y)[0].mean(1)),
+    lambda: {"a": nn.Linear(3, 8), "r": nn.RNN(8, 6, batch_first=True), "b": nn.Linear(8, 4)},
+    shape=(2, 5, 3),
+)
+op(
     "LSTM with a projection",
     sequence,
     recurrent(nn.LSTM, 4, proj_size=4),

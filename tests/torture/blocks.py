@@ -863,6 +863,44 @@ def together(w: Writer) -> None:
         raise NotFitting
 
 
+def statistics(w: Writer) -> None:
+    """Parts of what max and sort give, quotients, choices, repetitions, statistics over the channels."""
+    v = w.image()
+    shape = w.shape(v)
+    rest = "[:, :" + ", None" * (len(shape) - 2) + "]"
+    forms = [
+        f"{v}.flatten(2).max(2)[0]{rest} * {v}",
+        f"{v}.flatten(2).topk(1)[0].mean(-1){rest} + {v}",
+        f"torch.sort({v}, dim=-1)[0]",
+        f"{v}.flatten(2).argmax(-1){rest} * {v}",
+        f"{v}.logsumexp(-1, keepdim=True) + {v}",
+        f"{v} / (1 + {v}.abs().amax(-1, keepdim=True))",
+        f"torch.where({v} > 0, {v}, {w.pick((f'0.1 * {v}', '0.0', '0.5'))})",
+        f"{v}.masked_fill({v} < 0, {w.pick((0.0, 1.0))})",
+        f"{v} * torch.sigmoid({v}.{w.pick(('mean', 'amax', 'sum', 'amin'))}(1, keepdim=True))",
+        f"torch.cat([{v}.mean(1, keepdim=True), {v}.amax(1, keepdim=True), {v}], 1)",
+        f"{v}.flip({w.pick((1, -1))})",
+        f"{v}.repeat_interleave(2, {w.pick((1, 2))})",
+        f"{v}.flatten(1).unflatten(1, {shape[1:]})",
+        f"{v}.cumsum(-1)",
+        f"{v}.select(-1, 0).unsqueeze(-1) + {v}",
+        f"torch.movedim({v}, 1, -1).movedim(-1, 1)",
+    ]
+    if shape[1] % 2 == 0:
+        forms += [f"{v}.view(-1, 2, {shape[1] // 2}, *{shape[2:]}).{w.pick(('sum', 'amax', 'mean'))}(1)"] * 3
+    w.let(w.pick(forms))
+
+
+def recurrent(w: Writer) -> None:
+    """A recurrent module along the pixels; its outputs, or its last state."""
+    v = w.image()
+    kind, hidden = w.pick(("LSTM", "GRU", "RNN")), w.pick((2, 3, 4))
+    both, layers = w.chance(0.3), 2 if w.chance(0.3) else 1
+    made = f"nn.{kind}({w.shape(v)[1]}, {hidden}, {layers}, batch_first=True, bidirectional={both})"
+    found = w.let(f"{w.part(made)}({v}.flatten(2).transpose(1, 2))[0]")
+    w.let(w.pick((f"{found}.transpose(1, 2)", f"{found}[:, -1]", f"{found}.mean(1)")))
+
+
 def in_place(w: Writer) -> None:
     v = w.value()
     w.do(
@@ -930,19 +968,8 @@ IMAGE_BLOCKS: list[Callable[[Writer], Any]] = [
     *[depthwise, transposed, functional_conv, linear, linear_on_channels, einsum, functional_norm, star_relu, number],
     *[narrow_with_wide, join, pool, pool, reduce_, flatten, image_from_vector, shuffle, shuffle, into_batch, permuted, squeeze],
     *[parts_of, parts_of, parts_of, concatenate, concatenate, residual, residual, residual, projection, option_a, gate, gate],
-    *[
-        perceptrons_beside_a_stream,
-        perceptrons_beside_a_stream,
-        glu,
-        shared,
-        unread,
-        attention,
-        heads,
-        multihead,
-        together,
-        in_place,
-        matrix_mlp,
-    ],
+    *[perceptrons_beside_a_stream, perceptrons_beside_a_stream, glu, shared, unread, attention, heads, multihead, together],
+    *[in_place, matrix_mlp, statistics, statistics, recurrent],
 ]
 VECTOR_BLOCKS: list[Callable[[Writer], Any]] = [
     *[linear, linear, linear, linear, linear, activation, norm, broadcast_term, broadcast_term, star_relu, number, join],

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
-from secateurs.graph.layers import Align, Constant, Fixed, Mask, Offset, SumInto
+from secateurs.graph.layers import Align, Constant, Fixed, FrozenNorm, Mask, Offset, SumInto
 from secateurs.graph.node_info import Shape, copy_info_, copy_node_info_, info, pass_on_, shape_of
 from secateurs.graph.normalise import FollowsMode
 from secateurs.graph.trace import Graph
@@ -74,6 +74,12 @@ class _Rewriter:
                 return self._max_plus(node, layer, inputs[0])
             case FollowsMode():
                 return self._in_eval_mode(node, layer)
+            case FrozenNorm():
+                names = ("running_mean", "running_var", "weight", "bias")
+                held = [(getattr(layer, n) is not None and self.graph.get_attr(f"{node.target}.{n}")) or None for n in names]
+                called = self.graph.call_function(F.batch_norm, (inputs[0], *held, False, 0.0, layer.eps))
+                copy_node_info_(node, called)
+                return called
         if layer is not None and type(layer).__module__.partition(".")[0] == "secateurs":
             raise UnsupportedOp(f"{type(layer).__name__} at node {str(node.target)!r} has no equivalent in plain torch.")
         if _pads_nothing(node):

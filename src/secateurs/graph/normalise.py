@@ -125,7 +125,10 @@ def normalise_(module: fx.GraphModule) -> None:
             if layer is not None:
                 _call_module_(module, node, layer, (_argument(node, 0, "input"),))
     for node in reversed(list(module.graph.nodes)):
-        erasable = node.op in ("get_attr", "call_function", "call_method") and not node.users
+        stateless = node.op in ("get_attr", "call_function", "call_method") or isinstance(
+            called_module(module, node), RECURRENT
+        )
+        erasable = stateless and not node.users
         if erasable and "assert" not in call_word(node) and not call_word(node).endswith("_"):  # an assertion must run
             module.graph.erase_node(node)
     module.graph.lint()

@@ -289,7 +289,11 @@ def smaller_images(model: nn.Module, example: tuple[Tensor, ...]) -> tuple[Tenso
     for factor in (4, 2):
         if sides and all(n % factor == 0 and n // factor >= 32 for n in sides):
             resized = tuple(_resized(e, 1 / factor) for e in example)
-            if any(bool(t.isfinite().any()) for t in tensors_in(attempt(model, tuple(e[:1] for e in resized))) if t.numel()):
+            if any(
+                bool(t.isfinite().any())
+                for t in tensors_in(attempt(model, tuple(e[:1] if e.dim() else e for e in resized)))
+                if t.numel()
+            ):
                 return resized
     return example
 

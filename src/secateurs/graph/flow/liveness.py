@@ -210,7 +210,9 @@ def _is_read_through(node: fx.Node) -> bool:
     """Whether a node is a split, a maximum along an axis, or a recurrent module, of which only single parts are used."""
     recurrent = not shape_of(node).is_tensor and recurrent_call(node) is not None
     if recurrent:
-        return all(user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users)
+        return bool(node.users) and all(
+            user.target is operator.getitem and isinstance(user.args[1], int) for user in node.users
+        )
     if node.op not in ("call_function", "call_method") or node.target not in (*rules.SPLITS, *rules.PARTED):
         return False
     if shape_of(node).is_tensor:  # the larger of two tensors
