@@ -28,7 +28,7 @@ from secateurs.graph.sites import Site
 from secateurs.methods import METHODS, NO_TRAINING, Budget, Pruned, Task, Trained, method, sfp
 from secateurs.methods.base import MethodState, opened, recipe_for
 from secateurs.methods.one_shot import advances, ranked
-from secateurs.methods.sfp import Zeroing, _zero_filters_
+from secateurs.methods.sfp import Zeroing, zero_filters_
 from secateurs.methods.training import finished, tally, total, train_rest, training_stages
 from secateurs.metrics import Measure, accuracy
 from secateurs.models import example_input, load_public
@@ -332,7 +332,7 @@ def test_zeroed_filters_are_the_smallest_and_their_channels_are_masked() -> None
 
 def test_transposed_filters_are_zeroed_in_their_groups() -> None:
     conv = nn.ConvTranspose1d(4, 4, 2, groups=2)
-    _zero_filters_(conv, torch.tensor([False, True, True, False]))
+    zero_filters_(conv, torch.tensor([False, True, True, False]))
     out = conv(torch.ones(1, 4, 3))[0]
     assert [bool(channel.any()) for channel in out] == [True, False, False, True]
 

@@ -1,4 +1,4 @@
-"""Data sets as three disjoint sets in memory: XOR, digits, CIFAR-10, image folders, and the user's DataLoaders."""
+"""Data sets as three disjoint sets in memory: XOR, digits, MNIST, CIFAR-10, image folders, and the user's DataLoaders."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from secateurs.data.cifar10 import get_cifar10, load_cifar10
 from secateurs.data.dataset import Batch, Examples, Scaling, Targets
 from secateurs.data.folder import load_folder
 from secateurs.data.loaders import as_sources, from_loaders
+from secateurs.data.mnist import get_mnist, load_mnist
 from secateurs.data.splits import Data, split, subset
 from secateurs.errors import DataError, InvalidInput, suggest
 
@@ -23,10 +24,12 @@ __all__ = [
     "Targets",
     "from_loaders",
     "get_cifar10",
+    "get_mnist",
     "load",
     "load_cifar10",
     "load_digits",
     "load_folder",
+    "load_mnist",
     "load_sources",
     "load_xor",
     "sample_xor",
@@ -34,7 +37,12 @@ __all__ = [
     "subset",
 ]
 
-SETS: dict[str, Callable[..., Data]] = {"cifar10": load_cifar10, "digits": load_digits, "xor": load_xor}
+SETS: dict[str, Callable[..., Data]] = {
+    "cifar10": load_cifar10,
+    "mnist": load_mnist,
+    "digits": load_digits,
+    "xor": load_xor,
+}
 
 
 def load(name: str, **options: Any) -> Data:

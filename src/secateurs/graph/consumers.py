@@ -82,6 +82,8 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
             source[node] = torch.arange(site.channels)
         elif all(i is None or bool((i == ELSEWHERE).all()) for i in ins):
             continue
+        elif isinstance(flow, Layer) and not flow.linear:
+            others[node.name] = f"{label_of(node)} is not linear in its weights"
         elif isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise):
             assert ins[0] is not None
             if calls[str(node.target)] > 1:
@@ -121,7 +123,7 @@ def find_layers(graph: Graph) -> tuple[tuple[LayerConsumer, LastTerm | None], ..
     found = []
     calls = Counter(str(node.target) for node in flows.of if node.op == "call_module")
     for node, flow in flows.of.items():
-        if isinstance(flow, Layer) and calls[str(node.target)] == 1:
+        if isinstance(flow, Layer) and flow.linear and calls[str(node.target)] == 1:
             norm = _norm_behind(module, flows, node)
             consumer = LayerConsumer(node.name, str(node.target), elsewhere(flow.inputs), norm)
             found.append((consumer, _last_term(module, flows, node if norm is None else flows.users[node][0], flow.filters)))

@@ -96,10 +96,10 @@ class Zeroing:
             zeroed[_order(self.graph, site, self.criterion)[: self.counts[site.name]]] = True
             for part in (*layers_behind(self.graph, site), *norms_behind(self.graph, site)):
                 # a filter may have a share in several channels: it is zeroed with the last of them
-                _zero_filters_(part.module, part.makes[zeroed].any(0) & ~part.makes[~zeroed].any(0))
+                zero_filters_(part.module, part.makes[zeroed].any(0) & ~part.makes[~zeroed].any(0))
 
 
-def _zero_filters_(module: nn.Module, dead: Tensor) -> None:
+def zero_filters_(module: nn.Module, dead: Tensor) -> None:
     """Zero the weights and biases of the filters in `dead` (F,)."""
     weight, bias = (getattr(module, name) for name in ("weight", "bias"))
     weight, dead = weight.detach(), dead.to(weight.device)

@@ -17,7 +17,7 @@ from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.methods.base import MethodRun, MethodState, Pruned, Task, Trained
-from secateurs.metrics import cross_entropy
+from secateurs.metrics import Measure, cross_entropy
 from secateurs.training import EpochRecord, learning_rate
 from secateurs.training.resumable import train_resumably_
 from secateurs.training.schedule import steps_in_epoch, total_steps
@@ -64,10 +64,18 @@ def total(parts: Sequence[Trained]) -> Trained:
     return Trained(sum(part.images for part in parts), math.fsum(part.rate_sum for part in parts))
 
 
-def train_next(run: MethodRun, state: MethodState, at_epoch: AtEpoch | None = None) -> MethodState:
+def train_next(
+    run: MethodRun,
+    state: MethodState,
+    at_epoch: AtEpoch | None = None,
+    *,
+    after_step: Callable[[], None] | None = None,
+    loss_fn: Measure | None = None,
+) -> MethodState:
     """The state after the next stage of the budget, resumed after its last saved epoch; the network is trained in place.
 
-    `at_epoch` may change the weights after every epoch: training continues from what it leaves, the momentum unchanged.
+    `at_epoch` may change the weights after every epoch, `after_step` after every step: training continues from what they
+    leave, the momentum unchanged. `loss_fn` replaces the task's loss, for a penalty that is added to it.
     """
     task, spent, began = run.task, state.spent, time.monotonic()
     stages, examples = training_stages(task, len(run.sites)), len(task.data.train)
@@ -79,6 +87,12 @@ def train_next(run: MethodRun, state: MethodState, at_epoch: AtEpoch | None = No
         assert at_epoch is not None
         at_epoch(before + seen[-2], before + seen[-1])
 
+    def on_step(done: int, planned: int) -> None:
+        if after_step is not None:
+            after_step()
+        run.report(stage.phase, done, planned)
+
+    own = None if task.loss_fn is cross_entropy else task.loss_fn
     history = train_resumably_(
         run.journal,
         state.graph.module,
@@ -88,11 +102,11 @@ def train_next(run: MethodRun, state: MethodState, at_epoch: AtEpoch | None = No
         step=spent.stages,
         after_epoch=None if at_epoch is None else after_epoch,
         teacher=task.graph.module if stage.settings.distill else None,
-        loss_fn=None if task.loss_fn is cross_entropy else task.loss_fn,
+        loss_fn=own if loss_fn is None else loss_fn,
         metric=task.metric,
         device=task.device,
         momentum=state.momentum,
-        on_step=lambda done, planned: run.report(stage.phase, done, planned),
+        on_step=on_step,
     )
     assert history.epochs[-1].steps == _steps(stage.settings, examples), "a stage is spent as a whole"
     seconds = spent.training_seconds + time.monotonic() - began

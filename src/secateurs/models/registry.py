@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from secateurs._util.entrypoints import call
 from secateurs.errors import InvalidInput, suggest
+from secateurs.models.lenet import LeNet5, MaxPlusNet, lenet300
 from secateurs.models.mlp import MLP
 from secateurs.models.resnet import resnet
 from secateurs.models.topologies import FCN, CNN1d, SmallDenseNet, SmallMobileNet, SmallResNeXt, SmallSplitNet, SmallUNet
@@ -21,6 +22,7 @@ Factory = Callable[..., nn.Module]
 
 _CIFAR = (3, 32, 32)
 _SMALL = (3, 16, 16)
+_MNIST = (1, 28, 28)
 _DEPTHS = (8, 14, 20, 32, 44, 56, 110)
 
 # the shape of one example is that for the default options
@@ -30,6 +32,9 @@ _REGISTRY: Mapping[str, tuple[Factory, tuple[int, ...]]] = {
     **{f"resnet{depth}": (partial(resnet, depth), _CIFAR) for depth in _DEPTHS},
     **{f"resnet{depth}-b": (partial(resnet, depth, shortcut="B"), _CIFAR) for depth in _DEPTHS},
     "vgg16": (VGG16, _CIFAR),
+    "lenet300": (lenet300, _MNIST),
+    "lenet5": (LeNet5, _MNIST),
+    "maxplus": (MaxPlusNet, _MNIST),
     "densenet-small": (SmallDenseNet, _SMALL),
     "mobilenet-small": (SmallMobileNet, _SMALL),
     "resnext-small": (SmallResNeXt, _SMALL),

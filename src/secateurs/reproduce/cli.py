@@ -30,6 +30,8 @@ from secateurs.reproduce.xor import (
     sweep,
     sweep_sheet,
     table,
+    weights_sheet,
+    weights_table,
 )
 from secateurs.reproduce.xor_figures import draw_all
 from secateurs.reproduce.xor_nets import Setting
@@ -47,6 +49,7 @@ def xor(
     setting: Annotated[Setting, Parameter(name="*")] = SETTING,
     all_methods: Annotated[bool, Parameter(name="--all", negative="")] = False,
     sensitivity: Annotated[bool, Parameter(negative="")] = False,
+    weights: Annotated[bool, Parameter(negative="")] = False,
     out: Path = Path("runs/xor"),
     as_json: Json = False,
 ) -> None:
@@ -61,6 +64,8 @@ def xor(
         One or more seeds; each runs all experiments, and the rows are added up.
     all_methods
         Also methods that are not in the paper: other scores, pairwise terms, norms, leave-one-out, refit.
+    weights
+        Also delete single weights, by magnitude, Optimal Brain Damage and Optimal Brain Surgeon, until 10 of 31 are left.
     sensitivity
         Also sweep P and M for one-shot ensembles, on the first seed, and draw the curve.
     out
@@ -75,10 +80,11 @@ def xor(
             name = " ".join(filter(None, row.key)) if isinstance(row, ExperimentRow) else f"P = {row.off:.1f}, M = {row.masks}"
             shown.line(f"{name}: {row.training.percent:.1f} % ({clock(time.perf_counter() - began)})")
 
-        tables = []
+        tables, deleted = [], []
         for seed in seeds:
             shown.line(f"Seed {seed}: {setting.experiments:,} experiments a row.")
             tables.append(table(replace(setting, seed=seed), beyond=all_methods, report=report))
+            deleted += [weights_table(replace(setting, seed=seed), report=report)] if weights else []
         if sensitivity:
             swept = sweep(setting, report=report)
     seconds = time.perf_counter() - began
@@ -86,6 +92,7 @@ def xor(
     rows = pooled(tables)
     sheets = [paper_sheet(rows, tables, seeds)]
     sheets += [methods_sheet(rows)] if all_methods else []
+    sheets += [weights_sheet(pooled(deleted))] if weights else []
     sheets += [sweep_sheet(swept)] if swept else []
     content = {
         "setting": {name: value for name, value in asdict(setting).items() if name not in ("seed", "first")},
@@ -94,6 +101,7 @@ def xor(
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "rows": [plain(row) for row in rows],
         "rows_by_seed": {str(seed): [plain(row) for row in found] for seed, found in zip(seeds, tables, strict=True)},
+        "weights": [plain(row) for row in pooled(deleted)] if weights else [],
         "sensitivity": [plain(point) for point in swept],
     }
     write_text(out / "rows.json", json.dumps(content, indent=1))

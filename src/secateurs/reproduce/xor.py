@@ -17,6 +17,7 @@ from secateurs._util.format import interval
 from secateurs._util.tables import Sheet
 from secateurs.errors import InvalidInput
 from secateurs.reproduce.xor_methods import OTHER_METHODS, Choose, by_chance, by_the_paper
+from secateurs.reproduce.xor_weights import WAYS, delete_weights, shaped
 from secateurs.reproduce.xor_nets import Nets, Setting, XorTask, accuracies, make_task, new_nets, one_thread, train
 
 HIDDEN = 10
@@ -118,6 +119,35 @@ def table(
         for (method, choose), schedule in product({"ensembles": by_the_paper, **others}.items(), SCHEDULES):
             add("FCN10", method, schedule, prune(whole, task, setting, choose, SCHEDULES[schedule]))
     return tuple(rows)
+
+
+def weights_table(setting: Setting, *, report: Callable[[ExperimentRow], None] | None = None) -> tuple[ExperimentRow, ...]:
+    """Delete single weights of the networks of Table 1 until as many are left as a network of 3 neurons has."""
+    _check(setting)
+    rows: list[ExperimentRow] = []
+    with one_thread():
+        task = make_task(setting)
+        whole = train_whole(task, setting)
+        inputs = whole.w1.shape[-1]
+        for method, delete in WAYS.items():
+            cut, alive = delete_weights(whole, task.train, 3 * (inputs + 1) + 1, delete)
+            again = train(cut, task.train, setting, "retrain weights", held=shaped(alive.double(), cut))
+            for schedule, nets in (("deleted", cut), ("retrained", again)):
+                rows.append(ExperimentRow("FCN10", f"weights by {method}", schedule, *_solved(nets, task)))
+                if report:
+                    report(rows[-1])
+    return tuple(rows)
+
+
+def weights_sheet(rows: Sequence[ExperimentRow]) -> Sheet:
+    """Make the table of deleted weights."""
+    found, lines = {row.key: row for row in rows}, []
+    for method in dict.fromkeys(row.method for row in rows):
+        cut, again = (found["FCN10", method, schedule] for schedule in ("deleted", "retrained"))
+        cells = (*cut.training.cells, cut.fresh.cells[0], *again.training.cells, again.fresh.cells[0])
+        lines.append((method.removeprefix("weights by "), *cells))
+    columns = ("weights chosen by", "as deleted", "95 %", "fresh", "retrained", "95 %", "fresh")
+    return Sheet("31 weights cut to 10, one at a time: % of successes on the training points, and on fresh ones", columns, tuple(lines))
 
 
 def train_whole(task: XorTask, setting: Setting) -> Nets:

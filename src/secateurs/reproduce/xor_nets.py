@@ -132,8 +132,10 @@ def new_nets(setting: Setting, hidden: int, purpose: str) -> Nets:
     return Nets(first, second[:, :hidden], second[:, hidden])
 
 
-def train(nets: Nets, points: Points, setting: Setting, purpose: str) -> Nets:
+def train(nets: Nets, points: Points, setting: Setting, purpose: str, *, held: Nets | None = None) -> Nets:
     """Train every network on its own points with binary cross-entropy, from its present weights.
+
+    `held` is 1 where a weight is trained and 0 where it stays zero.
 
     The batches of an epoch hold the same indices in all experiments: their points are independent, so their training
     is.
@@ -141,8 +143,9 @@ def train(nets: Nets, points: Points, setting: Setting, purpose: str) -> Nets:
     generator = stream(setting, f"{purpose} order")
     orders = [torch.randperm(points.y.shape[-1], generator=generator) for _ in range(setting.epochs)]
 
-    def work(w1: Tensor, w2: Tensor, b2: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    def work(w1: Tensor, w2: Tensor, b2: Tensor, x: Tensor, y: Tensor, *free: Tensor) -> tuple[Tensor, ...]:
         # Experiments last: they are the columns of the processor's vector unit. w1 (I, H, E), w2 (H, E), b2 (E,), x (I, N, E).
+        held = [t.movedim(0, -1) for t in (free[0].mT, *free[1:])] if free else []
         w1, w2, b2, x, y = (t.movedim(0, -1).contiguous() for t in (w1.mT, w2, b2, x.mT, y))
         kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[setting.optimiser]
         optimiser = kind([w1, w2, b2], lr=setting.learning_rate)
@@ -150,9 +153,12 @@ def train(nets: Nets, points: Points, setting: Setting, purpose: str) -> Nets:
             for batch in torch.split(order, setting.batch):
                 w1.grad, w2.grad, b2.grad = _gradients(w1, w2, b2, x[:, batch], y[batch])
                 optimiser.step()
+                for weight, mask in zip((w1, w2, b2), held, strict=False):
+                    weight.mul_(mask)
         return w1.movedim(-1, 0).mT, w2.movedim(-1, 0), b2
 
-    trained = _in_blocks(work, _TRAIN_BLOCK, nets.w1, nets.w2, nets.b2, points.x, points.y)
+    free = () if held is None else (held.w1, held.w2, held.b2)
+    trained = _in_blocks(work, _TRAIN_BLOCK, nets.w1, nets.w2, nets.b2, points.x, points.y, *free)
     return Nets(*(t.contiguous() for t in trained))
 
 

@@ -57,7 +57,7 @@ class Leaves:
     def __call__(self, module: nn.Module, path: str) -> bool:
         """Whether capture does not enter `module`; torch's own containers are entered."""
         ours = self.are_chosen(module, path) or isinstance(module, SumInto | Constant | Fixed | Mask)
-        ours = ours or ruled_class(type(module)) is not None
+        ours = ours or ruled_class(type(module)) is not None or is_ruled(type(module))
         of_torch = type(module).__module__.startswith(("torch.nn", "torch.ao.nn"))
         return ours or (of_torch and not isinstance(module, CONTAINERS))
 

@@ -95,6 +95,7 @@ class Layer:
     bias: bool
     transposed: bool = False
     reads_all: bool = False  # its input's channels lie along another axis than the one it reads
+    linear: bool = True  # else no repair can solve for its weights
 
     @property
     def depthwise(self) -> bool:
