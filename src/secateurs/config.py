@@ -45,7 +45,10 @@ EngineName = Literal["torch", "compile", "onnxruntime"]
 REFITTED: tuple[Repair, ...] = ("every-layer", "whole-network")
 """Repairs that solve every layer again after all cuts."""
 
-CRITERIA = ["ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "obd", "leave-one-out", "thinet", "portfolio"]
+CRITERIA = [
+    *("ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "obd", "leave-one-out", "thinet"),
+    *("thinet-pursuit", "maxplus", "maxplus-threshold", "portfolio"),
+]
 PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
 
 MOST_PAIRS = 16_384  # of masks and examples, unless `masks` is given: a slope covers all filters, so wide layers need no more

@@ -56,7 +56,11 @@ def obd(context: CriterionContext) -> Tensor:
         raise InvalidInput("criterion 'obd': got no examples, wanted at least one to take gradients of.")
     parts = split_at(context.graph, site)
     total = torch.zeros(site.channels, dtype=torch.float64)
-    with on_device(parts.prefix, evaluator.device) as place, on_device(parts.suffix, place), eval_mode(parts.prefix, parts.suffix):
+    with (
+        on_device(parts.prefix, evaluator.device) as place,
+        on_device(parts.suffix, place),
+        eval_mode(parts.prefix, parts.suffix),
+    ):
         for batch in examples.batches(evaluator.batch, device=place):
             with torch.no_grad():
                 activations, *carried = parts.prefix(*batch.args)

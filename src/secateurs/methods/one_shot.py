@@ -155,6 +155,10 @@ def ranked(run: MethodRun, prepared: PreparedSite, number: int) -> tuple[Ranking
     ranking = run.context.rank(prepared, step=number, on_scored=on_scored)
     if recipe.criterion == "taylor":
         return ranking, _THERE_AND_BACK * ranking.examples
+    if recipe.criterion == "obd":  # back once for every class
+        return ranking, (1 + 2 * max(1, len(run.task.data.classes))) * ranking.examples
+    if recipe.criterion.startswith(("thinet", "maxplus")):
+        return ranking, ranking.examples
     if recipe.criterion == "leave-one-out":
         return ranking, (prepared.site.channels + 1) * ranking.examples
     if recipe.criterion == "pairs" or recipe.estimator == "losses":

@@ -164,13 +164,15 @@ def dead_filters(graph: Graph, site: Site) -> Tensor:
 def without_dead(run: MethodRun, graph: Graph, *, verify: bool = True) -> Graph:
     """The network without its dead filters; what a dead filter's bias still gave is gone with it.
 
-    One filter of each site is always kept. Each removal may leave others dead, so that it is repeated.
+    One filter of a site is always kept, except of a branch that ends in a sum. Each removal may leave others dead, so that it
+    is repeated.
     """
     while True:
         graph, masks = copied(graph), {}
         for site in find_sites(graph, run.task.shortcut):
             dead = dead_filters(graph, site)
-            dead[int((~dead).double().argmax())] = False
+            if not find_consumers(graph, site).sums:  # a branch that is added to something can vanish as a whole
+                dead[int((~dead).double().argmax())] = False
             if bool(dead.any()):
                 masks[site.name] = ~dead
                 for part in (*layers_behind(graph, site), *norms_behind(graph, site)):
@@ -288,14 +290,19 @@ def _end(run: MethodRun, state: MethodState, scores: Scores) -> MethodState:
     before = sum(w.numel() for w in weights_of(run.task.graph).values())
     dense = sum(w.numel() for w in weights_of(smaller).values())
     each = ", ".join(
-        f"{name} {int((w != 0).sum()) / weights_of(run.task.graph)[name].numel():.1%}" for name, w in weights_of(smaller).items()
+        f"{name} {int((w != 0).sum()) / weights_of(run.task.graph)[name].numel():.1%}"
+        for name, w in weights_of(smaller).items()
     )
     note = (
         f"weights left: {left:,} of {before:,} ({left / before:.1%}; {each}), in layers of {dense:,}: "
         f"dense hardware computes all of those"
     )
     momentum = carry_momentum(state.momentum, smaller.kept, [name for name, _ in smaller.module.named_parameters()])
-    fitting = {name: momentum[name] for name, w in smaller.module.named_parameters() if name in momentum and momentum[name].shape == w.shape}
+    fitting = {
+        name: momentum[name]
+        for name, w in smaller.module.named_parameters()
+        if name in momentum and momentum[name].shape == w.shape
+    }
     return MethodState(smaller, replace(state.spent, note=note), fitting)
 
 
@@ -304,7 +311,9 @@ def zero_lowest_(graph: Graph, scores: Mapping[str, Tensor], count: int) -> None
     flat = torch.cat([scores[name].flatten().cpu() for name in weights_of(graph)])
     gone = torch.zeros(len(flat), dtype=torch.bool)
     gone[flat.argsort(stable=True)[:count]] = True
-    for weight, part in zip(weights_of(graph).values(), gone.split([w.numel() for w in weights_of(graph).values()]), strict=True):
+    for weight, part in zip(
+        weights_of(graph).values(), gone.split([w.numel() for w in weights_of(graph).values()]), strict=True
+    ):
         weight.data.masked_fill_(part.view_as(weight).to(weight.device), 0)
 
 

@@ -18,6 +18,7 @@ from secateurs.cli.compare import Many
 from secateurs.cli.inputs import Json
 from secateurs.cli.progress import display
 from secateurs.methods.compare.figures import can_draw
+from secateurs.reproduce.ancestors import ancestors
 from secateurs.reproduce.table2 import table2
 from secateurs.reproduce.table3 import table3
 from secateurs.reproduce.xor import (
@@ -39,6 +40,7 @@ from secateurs.reproduce.xor_nets import Setting
 app = App(name="reproduce", help="Run the paper's experiments again and print its tables beside ours.")
 app.command(table2)
 app.command(table3)
+app.command(ancestors)
 SETTING = Setting()
 
 
@@ -65,7 +67,7 @@ def xor(
     all_methods
         Also methods that are not in the paper: other scores, pairwise terms, norms, leave-one-out, refit.
     weights
-        Also delete single weights, by magnitude, Optimal Brain Damage and Optimal Brain Surgeon, until 10 of 31 are left.
+        Instead, delete single weights of the same networks, by magnitude, OBD and OBS, until 10 of 31 are left.
     sensitivity
         Also sweep P and M for one-shot ensembles, on the first seed, and draw the curve.
     out
@@ -83,16 +85,18 @@ def xor(
         tables, deleted = [], []
         for seed in seeds:
             shown.line(f"Seed {seed}: {setting.experiments:,} experiments a row.")
-            tables.append(table(replace(setting, seed=seed), beyond=all_methods, report=report))
-            deleted += [weights_table(replace(setting, seed=seed), report=report)] if weights else []
+            asked = replace(setting, seed=seed)
+            if weights:
+                deleted.append(weights_table(asked, report=report))
+            else:
+                tables.append(table(asked, beyond=all_methods, report=report))
         if sensitivity:
             swept = sweep(setting, report=report)
     seconds = time.perf_counter() - began
 
     rows = pooled(tables)
-    sheets = [paper_sheet(rows, tables, seeds)]
-    sheets += [methods_sheet(rows)] if all_methods else []
-    sheets += [weights_sheet(pooled(deleted))] if weights else []
+    sheets = [weights_sheet(pooled(deleted))] if weights else [paper_sheet(rows, tables, seeds)]
+    sheets += [methods_sheet(rows)] if all_methods and not weights else []
     sheets += [sweep_sheet(swept)] if swept else []
     content = {
         "setting": {name: value for name, value in asdict(setting).items() if name not in ("seed", "first")},

@@ -147,7 +147,9 @@ def weights_sheet(rows: Sequence[ExperimentRow]) -> Sheet:
         cells = (*cut.training.cells, cut.fresh.cells[0], *again.training.cells, again.fresh.cells[0])
         lines.append((method.removeprefix("weights by "), *cells))
     columns = ("weights chosen by", "as deleted", "95 %", "fresh", "retrained", "95 %", "fresh")
-    return Sheet("31 weights cut to 10, one at a time: % of successes on the training points, and on fresh ones", columns, tuple(lines))
+    return Sheet(
+        "31 weights cut to 10, one at a time: % of successes on the training points, and on fresh ones", columns, tuple(lines)
+    )
 
 
 def train_whole(task: XorTask, setting: Setting) -> Nets:
