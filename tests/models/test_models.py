@@ -74,6 +74,14 @@ def test_resnet_sizes_are_those_of_the_literature(depth: int, millions: str) -> 
     assert f"{parameters(model) / 1e6:.2g}" == millions
 
 
+def test_lenets_have_the_sizes_of_the_literature() -> None:
+    """Han et al. (2015), table 1: 267K and 431K parameters; 20-50-800-500 has 2.29 million multiply-adds."""
+    assert parameters(build("lenet300")) == 784 * 300 + 300 + 300 * 100 + 100 + 100 * 10 + 10 == 266_610
+    lenet = build("lenet5")
+    assert parameters(lenet) == 25 * 20 + 20 + 25 * 20 * 50 + 50 + 800 * 500 + 500 + 500 * 10 + 10 == 431_080
+    assert macs(lenet, torch.zeros(1, 1, 28, 28)) == 24 * 24 * 500 + 8 * 8 * 25_000 + 400_000 + 5_000
+
+
 @pytest.mark.parametrize(("constructor", "depth"), [(resnet20, 20), (resnet32, 32), (resnet56, 56)])
 def test_constructors_are_named_after_the_depth(constructor: Callable[..., nn.Module], depth: int) -> None:
     assert weights_of(constructor()) == resnet_weights(depth)

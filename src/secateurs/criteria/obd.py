@@ -1,8 +1,8 @@
-"""Optimal Brain Damage (LeCun, Denker, Solla, 1990): saliency h u² / 2 from the diagonal of the Hessian, in its Gauss-Newton form.
+"""Optimal Brain Damage (LeCun, Denker, Solla, 1990): saliency h u² / 2 by the diagonal of the Hessian, in Gauss-Newton form.
 
 The curvature of the cross-entropy at the logits is diag(p) - p pᵀ = Σ_k b_k b_kᵀ with b_k = √p_k (e_k - p). Going back once for
-every b_k and adding up squares gives Σ_k (b_kᵀ ∂logits/∂u)², which is never negative. Where the logits are piecewise linear in u,
-as in a ReLU network for any single weight or gate, that is the second derivative itself.
+every b_k and adding up squares gives Σ_k (b_kᵀ ∂logits/∂u)², which is never negative. Where the logits are piecewise linear in
+u, as in a ReLU network for any single weight or gate, that is the second derivative itself.
 """
 
 from __future__ import annotations
@@ -110,9 +110,6 @@ def weight_curvatures(module: nn.Module, examples: Examples, *, batch: int = 256
 def _weight_sums(layer: Any, x: Tensor, curvature: Tensor) -> Tensor:
     """Sum over examples and places of input · output, for every weight: what the weight's gradient is for these values."""
     weight = layer.weight.detach().clone().requires_grad_()
-    if isinstance(layer, nn.Linear):
-        out = torch.nn.functional.linear(x, weight)
-    else:
-        out = layer._conv_forward(x, weight, None)
-    (sums,) = torch.autograd.grad(out, weight, curvature)
+    out = torch.nn.functional.linear(x, weight) if isinstance(layer, nn.Linear) else layer._conv_forward(x, weight, None)
+    sums: Tensor = torch.autograd.grad(out, weight, curvature)[0]
     return sums

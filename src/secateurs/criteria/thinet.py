@@ -1,9 +1,9 @@
 """ThiNet (Luo et al., 2017): channels whose share in the next layer's output can go with the least error.
 
-The next layer's output, bias aside, is a sum over its input channels. All that the method asks is in the second moments of these
-shares, a matrix (C, C): the error without a set of channels is the sum of the set's entries, the best scales of the others are
-the solution of a linear system. The authors draw 10 random (filter, place) pairs of an image; here every filter counts at all
-places that a repair would look at.
+The next layer's output, bias aside, is a sum over its input channels. All that the method asks is in the second moments of
+these shares, a matrix (C, C): the error without a set of channels is the sum of the set's entries, the best scales of the
+others are the solution of a linear system. The authors draw 10 random (filter, place) pairs of an image; here every filter
+counts, at all places that a repair would look at.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from secateurs._util.modules import Device
 from secateurs.criteria import CriterionContext, criterion
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
@@ -51,7 +52,7 @@ def removal_order(moments: Tensor) -> Tensor:
 
 
 def pursuit_order(moments: Tensor) -> Tensor:
-    """The same from the other end: the kept set grows by the channel that leaves the least error, scales solved anew (TPAMI)."""
+    """The same from the other end: the kept set grows by the channel that leaves the least error, scales solved anew."""
     whole, kept = moments.sum(1), list[int]()
     for _ in range(len(moments)):
         weights = scales(moments, _mask(kept, len(moments)))
@@ -78,9 +79,9 @@ def error(moments: Tensor, weights: Tensor) -> float:
     return float(lacking @ moments @ lacking) / max(float(moments.sum()), 1e-300)
 
 
-def observed(graph: Graph, site: Site, examples: Examples, *, batch: int, device: object = None, seed: int = 0) -> Tensor:
+def observed(graph: Graph, site: Site, examples: Examples, *, batch: int, device: Device = None, seed: int = 0) -> Tensor:
     """The moments of a site's shares over the examples."""
-    found = observe(graph, site, examples, batch=batch, device=device, seed=seed)  # type: ignore[arg-type]  # a device
+    found = observe(graph, site, examples, batch=batch, device=device, seed=seed)
     if not found.layers and not found.sums:
         raise InvalidInput(f"thinet at site {site.name!r}: no layer or sum that reads it can be observed. Rank it by 'l1'.")
     return share_moments(found)

@@ -22,7 +22,7 @@ from secateurs.criteria.filters import layers_behind, norms_behind
 from secateurs.data.dataset import generator_for
 from secateurs.errors import InvalidInput
 from secateurs.graph.cost import cost
-from secateurs.graph.masking import copy_module, copied, insert_behind_
+from secateurs.graph.masking import copied, copy_module, insert_behind_
 from secateurs.graph.sites import MaskPoint, Site
 from secateurs.graph.trace import Graph
 from secateurs.methods.base import MethodRun, MethodState, Pruned, Task, Watch, opened, recipe_for
@@ -158,7 +158,7 @@ def _trained(run: MethodRun, price: float, by: Literal["weights", "macs"], dropr
     for name, z in values.items():
         if not bool(z.any()):  # no layer can lose all its filters
             z[int(gates[name].argmax())] = 1.0
-    masks = {name: z > 0 for name, z in values.items() if not bool((z > 0).all())}
+    masks: dict[str | Site, Tensor] = {name: z > 0 for name, z in values.items() if not bool((z > 0).all())}
     smaller = compact(folded, masks)
     left = {name: values[name][values[name] > 0] for name in values}
     closed = sum(int((z == 0).sum()) for z in values.values())
@@ -187,7 +187,9 @@ def fold(run: MethodRun, graph: Graph, values: Mapping[str, Tensor]) -> Graph:
                 module.weight.mul_(each.view(-1, *[1] * (module.weight.dim() - 1)).to(module.weight))
                 if module.bias is not None:
                     module.bias.mul_(each.to(module.bias))
-    masks = {name: z > 0 for name, z in values.items() if bool((z > 0).any()) and not bool((z > 0).all())}
+    masks: dict[str | Site, Tensor] = {
+        name: z > 0 for name, z in values.items() if bool((z > 0).any()) and not bool((z > 0).all())
+    }
     few = run.task.data.train.batch(slice(0, min(16, len(run.task.data.train))))
     smaller = compact(plain, masks, verify=False)
     with torch.no_grad(), eval_mode(smaller.module, graph.module):

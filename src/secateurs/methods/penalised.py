@@ -31,7 +31,7 @@ def train_penalised(
     plain, found = run.task.loss_fn, run.journal.load_tensors(CHECKPOINT, StateMeta)
 
     def penalised(outputs: object, targets: object) -> Tensor:
-        return plain(outputs, targets) + penalty()  # type: ignore[arg-type]
+        return plain(outputs, targets) + penalty()
 
     loss_fn: Measure = penalised
     state = MethodState(graph, Spent(stages=min(found[1]["step"], last - 1) if found and last else 0))
@@ -47,7 +47,7 @@ def cut_lowest(run: MethodRun, graph: Graph, scores: Mapping[str, Tensor]) -> Gr
     """
     if run.reached(graph):
         return graph
-    levels = torch.cat([values.double() for values in scores.values()]).unique()
+    levels = torch.cat([values.double() for values in scores.values()]).unique()  # type: ignore[no-untyped-call]
 
     def masks(level: int) -> dict[str | Site, Tensor]:
         found: dict[str | Site, Tensor] = {}

@@ -22,6 +22,7 @@ from secateurs.errors import InvalidInput
 from secateurs.graph.consumers import find_consumers
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site, resolve
+from secateurs.graph.trace import Graph
 from secateurs.methods.base import MethodRun, MethodState, Pruned, Spent, Task, Watch, opened, recipe_for
 from secateurs.methods.one_shot import Counts
 from secateurs.methods.training import finished, train_next, train_rest, training_stages
@@ -63,8 +64,8 @@ def _start(run: MethodRun) -> MethodState:
             note = f"up to {share:.1%} of the filters of {len(sites)} sites, {sum(counts.values())} in all"
             return MethodState(run.copied(), Spent(note=note, left={name: count for name, count in counts.items() if count}))
     raise InvalidInput(
-        f"target_macs = {run.task.target_macs:g}: thinet cuts {len(sites)} sites of {len(run.sites)}, those read by layers alone, "
-        f"which is not enough. Give a smaller target."
+        f"target_macs = {run.task.target_macs:g}: thinet cuts {len(sites)} sites of {len(run.sites)}, those that layers "
+        f"alone read, which is not enough. Give a smaller target."
     )
 
 
@@ -73,7 +74,7 @@ def _layers_only(run: MethodRun, site: Site) -> bool:
     return bool(found.layers) and not found.sums and not found.others
 
 
-def _cut(run: MethodRun, counts: Counts) -> object:
+def _cut(run: MethodRun, counts: Counts) -> Graph:
     masks: dict[str | Site, Tensor] = {}
     for site in run.sites:
         if counts.get(site.name):

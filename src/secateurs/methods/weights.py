@@ -1,8 +1,8 @@
-"""Pruning of single weights: Optimal Brain Damage (LeCun 1990), Optimal Brain Surgeon (Hassibi, Stork 1993), Han et al. (2015).
+"""Pruning of single weights: Optimal Brain Damage (LeCun 1990), Optimal Brain Surgeon (Hassibi, Stork 1993), Han (2015).
 
-Weights become zero and stay zero while the rest is trained. Dense hardware gains nothing from that: only a neuron or filter that
-has lost all weights it reads, or all that read it, can be removed, and is. To meet a target of MACs, weights go until enough
-filters have died.
+Weights become zero and stay zero while the rest is trained. Dense hardware gains nothing from that: only a neuron or filter
+that has lost all weights it reads, or all that read it, can be removed, and is. To meet a target of MACs, weights go until
+enough filters have died.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def inverse_hessian(slopes: Tensor, *, alpha: float = _ALPHA) -> Tensor:
     slopes = slopes.double()
     count, size = slopes.shape[-2:]
     inverse = torch.eye(size, dtype=torch.float64).expand(*slopes.shape[:-2], size, size) / alpha
-    for block in slopes.split(max(1, size), -2):
+    for block in torch.split(slopes, max(1, size), -2):
         reach = block @ inverse  # (…, b, n)
         inner = count * torch.eye(block.shape[-2], dtype=torch.float64) + reach @ block.mT
         inverse = inverse - reach.mT @ torch.linalg.solve(inner, reach)
@@ -168,7 +168,8 @@ def without_dead(run: MethodRun, graph: Graph, *, verify: bool = True) -> Graph:
     is repeated.
     """
     while True:
-        graph, masks = copied(graph), {}
+        graph = copied(graph)
+        masks: dict[str | Site, Tensor] = {}
         for site in find_sites(graph, run.task.shortcut):
             dead = dead_filters(graph, site)
             if not find_consumers(graph, site).sums:  # a branch that is added to something can vanish as a whole
@@ -199,7 +200,7 @@ def prune_weights(
     `share` of the weights go, or those below `quality` (of Han et al.: times the layer's standard deviation); by default as
     many as it takes until the filters that die reach the target.
     """
-    with opened(task, name, recipe_for(task, "l1"), watch) as run:
+    with opened(task, f"{name} {share} {quality}", recipe_for(task, "l1"), watch) as run:
         state, stages = run.load() or MethodState(run.copied()), training_stages(task, len(run.sites))
         rounds = max(1, sum(stage.phase == "finetune" for stage in stages))
         while state.spent.stages < len(stages) or not state.spent.note:
@@ -238,7 +239,7 @@ def surgeon(task: Task, *, name: str = "obs-weights", share: float | None = None
 
     The Hessian is that of the trained network, in its Gauss-Newton form; nothing is trained between deletions.
     """
-    with opened(task, name, recipe_for(task, "l1"), watch) as run:
+    with opened(task, f"{name} {share}", recipe_for(task, "l1"), watch) as run:
         state = run.load() or run.save(_operated(run, share))
         while state.spent.stages < len(training_stages(task, len(run.sites))):
             state = _trained(run, state)
@@ -265,10 +266,10 @@ def _operated(run: MethodRun, share: float | None) -> MethodState:
         alive[found.index] = False
         if count % max(1, sum(sizes) // 64) == 0 or count == wanted:
             run.report("prune", count, wanted)
-            _write(weights, flat.split(sizes))
+            _write(weights, torch.split(flat, sizes))
             if share is None and run.reached(without_dead(run, graph, verify=False)):
                 break
-    _write(weights, flat.split(sizes))
+    _write(weights, torch.split(flat, sizes))
     return MethodState(graph, Spent(passes=3 * len(few), search_seconds=time.monotonic() - began, note="to be counted"))
 
 
@@ -311,9 +312,8 @@ def zero_lowest_(graph: Graph, scores: Mapping[str, Tensor], count: int) -> None
     flat = torch.cat([scores[name].flatten().cpu() for name in weights_of(graph)])
     gone = torch.zeros(len(flat), dtype=torch.bool)
     gone[flat.argsort(stable=True)[:count]] = True
-    for weight, part in zip(
-        weights_of(graph).values(), gone.split([w.numel() for w in weights_of(graph).values()]), strict=True
-    ):
+    weights = list(weights_of(graph).values())
+    for weight, part in zip(weights, torch.split(gone, [w.numel() for w in weights]), strict=True):
         weight.data.masked_fill_(part.view_as(weight).to(weight.device), 0)
 
 

@@ -38,7 +38,7 @@ class LeNet5(nn.Module):
 
 
 class MaxPlus(nn.Module):
-    """Output k is the largest of x_j + weight[k, j] (Zhang et al., 2019): (N, inputs) to (N, outputs), weight (outputs, inputs).
+    """Output k is the largest of x_j + weight[k, j] (Zhang et al., 2019): (N, inputs) to (N, outputs).
 
     An input that is exactly zero takes no part, so that a masked or dropped filter is out of the competition.
     """

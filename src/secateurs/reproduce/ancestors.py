@@ -53,8 +53,8 @@ _FAST = TrainSettings(batch=128, lr=0.05, weight_decay=5e-4, precision="bfloat16
 _ADAM = replace(_FAST, optimiser="adamw", weight_decay=0.0)
 BASES: dict[str, TrainSettings] = {
     "lenet300": replace(_SGD, epochs=12),
-    "lenet5": replace(_FAST, epochs=5),
-    "maxplus": TrainSettings(epochs=8, batch=128, lr=0.01, optimiser="adamw", weight_decay=0.0),
+    "lenet5": replace(_FAST, epochs=3),
+    "maxplus": TrainSettings(epochs=4, batch=128, lr=0.01, optimiser="adamw", weight_decay=0.0),
 }
 
 
@@ -108,7 +108,7 @@ ANCESTORS = (
         "han-lenet300",
         "lenet300",
         "1.64 → 1.59 % error, 267k → 22k weights",
-        partial(method("han"), share=0.918),
+        method("han[share=0.918]"),
         "91.8 % of the weights by |w| / deviation, in 2 rounds",
         _SGD,
         (4, 0.01),
@@ -118,7 +118,7 @@ ANCESTORS = (
         "obd-lenet300",
         "lenet300",
         "a quarter of the weights, on another network",
-        partial(method("obd-weights"), share=0.918),
+        method("obd-weights[share=0.918]"),
         "91.8 % of the weights by h w² / 2, in 2 rounds",
         _SGD,
         (4, 0.01),
@@ -128,37 +128,37 @@ ANCESTORS = (
         "han-lenet5",
         "lenet5",
         "0.80 → 0.77 % error, 431k → 36k weights",
-        partial(method("han"), share=0.916),
+        method("han[share=0.916]"),
         "91.6 % of the weights by |w| / deviation, in 3 rounds",
         before=(3, 0.01),
-        after=(3, 0.01),
+        after=(2, 0.01),
     ),
     Ancestor(
         "ssl-lenet5",
         "lenet5",
         "0.9 → 0.8 % at 5-19 filters, 1.0 % at 3-12",
-        partial(method("ssl"), filters=0.005, channels=0.005),
+        method("ssl[filters=0.005;channels=0.005]"),
         "λ = 0.005 for filters and for channels",
-        before=(6, 0.05),
+        before=(4, 0.05),
         after=(3, 0.02),
     ),
     Ancestor(
         "l0-lenet5",
         "lenet5",
         "0.9 % at 20-25-45-462",
-        partial(method("l0"), price=0.1, droprate=0.2),
+        method("l0[price=0.1;droprate=0.2]"),
         "λ = 0.1 a weight",
         _ADAM,
-        after=(10, 0.001),
+        after=(5, 0.001),
     ),
     Ancestor(
         "l0-macs-lenet5",
         "lenet5",
         "1.0 % at 9-18-65-25, 403 K FLOPs",
-        partial(method("l0"), price=0.3, by="macs", droprate=0.2),
+        method("l0[price=0.3;by=macs;droprate=0.2]"),
         "λ = 0.3, MACs priced (published: a λ for each layer)",
         _ADAM,
-        after=(10, 0.001),
+        after=(5, 0.001),
     ),
     Ancestor(
         "thinet-lenet5",
@@ -166,7 +166,7 @@ ANCESTORS = (
         "no figure on MNIST",
         method("thinet"),
         "layer by layer, the same share",
-        before=(3, 0.01),
+        before=(2, 0.01),
         after=(3, 0.02),
         target=_OURS,
     ),
@@ -329,7 +329,9 @@ def base(network: str, seed: int, data: Data, runs: Path, shown: Display) -> Gra
             model,
             data.train,
             settings,
-            on_step=lambda done, total: shown.update(Status(f"Training {network}, seed {seed}", "optimiser steps", done, total)),
+            on_step=lambda done, total: shown.update(
+                Status(f"Training {network}, seed {seed}", "optimiser steps", done, total)
+            ),
         )
     return trace(model.eval(), example_input(network))
 

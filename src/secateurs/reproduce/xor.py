@@ -17,8 +17,8 @@ from secateurs._util.format import interval
 from secateurs._util.tables import Sheet
 from secateurs.errors import InvalidInput
 from secateurs.reproduce.xor_methods import OTHER_METHODS, Choose, by_chance, by_the_paper
-from secateurs.reproduce.xor_weights import WAYS, delete_weights, shaped
 from secateurs.reproduce.xor_nets import Nets, Setting, XorTask, accuracies, make_task, new_nets, one_thread, train
+from secateurs.reproduce.xor_weights import WAYS, delete_weights, shaped
 
 HIDDEN = 10
 SCHEDULES = {"one-shot": (3,), "iterative": (7, 5, 3)}  # how many neurons are left after each round

@@ -25,7 +25,7 @@ def flat(nets: Nets) -> Tensor:
 def shaped(weights: Tensor, like: Nets) -> Nets:
     """The networks with these weights (E, n)."""
     hidden, inputs = like.w1.shape[1:]
-    first, second, bias = weights.to(like.w1).split([hidden * inputs, hidden, 1], 1)
+    first, second, bias = torch.split(weights.to(like.w1), [hidden * inputs, hidden, 1], 1)
     return Nets(first.reshape(-1, hidden, inputs).contiguous(), second.contiguous(), bias[:, 0].contiguous())
 
 
@@ -80,7 +80,7 @@ WAYS: dict[str, Delete] = {
 def delete_weights(nets: Nets, points: Points, keep: int, delete: Delete) -> tuple[Nets, Tensor]:
     """Delete one weight at a time until `keep` are left; the networks, and which weights are alive (E, n)."""
     done, lives = [], []
-    for ids in torch.arange(len(nets.w1)).split(_BLOCK):
+    for ids in torch.split(torch.arange(len(nets.w1)), _BLOCK):
         part, own = Nets(nets.w1[ids], nets.w2[ids], nets.b2[ids]), Points(points.x[ids], points.y[ids])
         weights = flat(part)
         alive = torch.ones_like(weights, dtype=torch.bool)
