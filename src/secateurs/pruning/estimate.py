@@ -110,6 +110,8 @@ def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int
     settings = context.recipe.ensemble_settings()
     if name == "taylor":
         return _BACK * min(1024, pool)
+    if name == "obd":  # back once for every class
+        return (1 + 2 * max(1, len(context.data.classes))) * min(1024.0, pool)
     if name == "leave-one-out":
         return (channels + 1) * min(1024, pool)
     if name not in ("ensemble", "pairs"):

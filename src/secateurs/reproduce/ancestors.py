@@ -32,6 +32,7 @@ from secateurs.graph.cost import cost
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
 from secateurs.methods import Budget, Method, Pruned, Task, Trained, Watch, method
+from secateurs.methods.compare.figures import can_draw
 from secateurs.methods.compare.rows import append_row, read_rows
 from secateurs.methods.compare.run import fewer
 from secateurs.methods.weights import weights_of
@@ -39,6 +40,7 @@ from secateurs.metrics import accuracy
 from secateurs.models import build, example_input
 from secateurs.pruning.folder import environment
 from secateurs.pruning.results import KINDS
+from secateurs.reproduce.ancestors_figures import draw_all
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.training.resumable import train_resumably_
 from secateurs.training.schedule import steps_in_epoch
@@ -232,6 +234,7 @@ def ancestors(
     runs: Path = RUNS / "ancestors",
     examples: int | None = None,
     render: Annotated[bool, Parameter(negative="")] = False,
+    pictures: Path | None = None,
     as_json: Json = False,
 ) -> None:
     """The systems that the paper stands on: Han, OBD, SSL, L0, ThiNet and max-plus on MNIST, and ours beside them.
@@ -254,7 +257,13 @@ def ancestors(
         Use at most this number of images of each set: to try the command, not to report from.
     render
         Make the table again from the rows, and nothing else.
+    pictures
+        Draw a picture of each idea into this folder, and do nothing else (needs the extra `figures`).
     """
+    if pictures is not None:
+        if can_draw(pictures):
+            say(f"Written: {', '.join(map(str, draw_all(pictures)))}")
+        return
     chosen = [one for one in ANCESTORS if not only or one.name in only]
     for name in only:
         if name not in (one.name for one in ANCESTORS):
