@@ -23,17 +23,9 @@ from secateurs.graph.trace import Graph
 from secateurs.methods import METHODS, Pruned, Task, method
 from secateurs.methods.base import opened, recipe_for
 from secateurs.methods.l0 import chance_open, fold, gated, sample, typical
+from secateurs.methods.obs_weights import delete_weight, inverse_hessian, output_slopes
 from secateurs.methods.ssl import group_lasso
-from secateurs.methods.weights import (
-    dead_filters,
-    delete_weight,
-    deviations,
-    inverse_hessian,
-    output_slopes,
-    weights_of,
-    without_dead,
-    zero_lowest_,
-)
+from secateurs.methods.weights import dead_filters, deviations, weights_of, without_dead, zero_lowest_
 from secateurs.models import build
 from secateurs.models.lenet import MaxPlus, MaxPlusNet
 from secateurs.repair import observe, prepare
@@ -431,7 +423,7 @@ def test_the_surgeon_refuses_what_does_not_fit_and_deletes_a_share_of_a_small_ne
     left = sum(int((weight != 0).sum()) for weight in weights_of(pruned.graph).values())
     before = sum(weight.numel() for weight in weights_of(graph()).values())
     assert left == before - round(0.1 * before)
-    monkeypatch.setattr("secateurs.methods.weights._MOST", 100)
+    monkeypatch.setattr("secateurs.methods.obs_weights._MOST", 100)
     with pytest.raises(
         InvalidInput, match=r"inverse Hessian of 978 weights does not fit: wanted at most 100\. Use obs\+repair"
     ):

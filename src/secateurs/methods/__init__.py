@@ -14,11 +14,12 @@ from secateurs.errors import InvalidInput, suggest
 from secateurs.methods.algorithm1 import paper
 from secateurs.methods.base import NO_TRAINING, Budget, Pruned, Task, Trained, Watch
 from secateurs.methods.l0 import l0
+from secateurs.methods.obs_weights import surgeon
 from secateurs.methods.one_shot import BY_LOSS, BY_SENSITIVITY, BY_SHARE, cut_once
 from secateurs.methods.sfp import soft
 from secateurs.methods.ssl import ssl
 from secateurs.methods.thinet import pursuit, thinet
-from secateurs.methods.weights import by_damage, by_deviation, prune_weights, surgeon
+from secateurs.methods.weights import by_damage, by_deviation, prune_weights
 
 __all__ = ["METHODS", "NO_TRAINING", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
 

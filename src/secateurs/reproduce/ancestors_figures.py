@@ -11,8 +11,8 @@ import torch
 from secateurs.criteria.thinet import error, pursuit_order, removal_order, scales
 from secateurs.methods.compare.figures import new_figure, save_figure
 from secateurs.methods.l0 import chance_open, sample
+from secateurs.methods.obs_weights import delete_weight
 from secateurs.methods.ssl import group_lasso
-from secateurs.methods.weights import delete_weight
 from secateurs.models.lenet import MaxPlus
 
 if TYPE_CHECKING:
@@ -59,8 +59,11 @@ def obs() -> Figure:
         colors="0.75",
         linewidths=0.8,
     )
-    moved = delete_weight(start, torch.linalg.inv(hessian), torch.ones(2, dtype=torch.bool)).weights.tolist()
-    for end, colour, label in (((0.0, 1.0), _COLOURS[1], "OBD: only w₁ → 0"), (moved, _COLOURS[2], "OBS: w₂ makes up for it")):
+    first, second = delete_weight(start, torch.linalg.inv(hessian), torch.ones(2, dtype=torch.bool)).weights.tolist()
+    for end, colour, label in (
+        ((0.0, 1.0), _COLOURS[1], "OBD: only w₁ → 0"),
+        ((first, second), _COLOURS[2], "OBS: w₂ makes up for it"),
+    ):
         axes.annotate("", end, (0.7, 1.0), arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 1.8})
         axes.plot(*end, "o", color=colour, label=label)
     axes.set(xlabel="w₁", ylabel="w₂")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from secateurs.methods.weights import delete_weight, inverse_hessian
+from secateurs.methods.obs_weights import delete_weight, inverse_hessian
 from secateurs.reproduce.xor_nets import Nets, Points
 
 _BLOCK = 64  # experiments whose slopes are in memory at once
