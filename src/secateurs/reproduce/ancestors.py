@@ -56,7 +56,7 @@ _ADAM = replace(_FAST, optimiser="adamw", weight_decay=0.0)
 BASES: dict[str, TrainSettings] = {
     "lenet300": replace(_SGD, epochs=12),
     "lenet5": replace(_FAST, epochs=3),
-    "maxplus": TrainSettings(epochs=4, batch=128, lr=0.01, optimiser="adamw", weight_decay=0.0),
+    "maxplus": TrainSettings(epochs=6, batch=128, lr=0.005, optimiser="adamw", weight_decay=0.0),
 }
 
 
@@ -141,8 +141,8 @@ ANCESTORS = (
         "0.9 → 0.8 % at 5-19 filters, 1.0 % at 3-12",
         method("ssl[filters=0.005;channels=0.005]"),
         "λ = 0.005 for filters and for channels",
-        before=(4, 0.05),
-        after=(3, 0.02),
+        before=(3, 0.05),
+        after=(2, 0.02),
     ),
     Ancestor(
         "l0-lenet5",
@@ -151,7 +151,7 @@ ANCESTORS = (
         method("l0[price=0.1;droprate=0.2]"),
         "λ = 0.1 a weight",
         _ADAM,
-        after=(5, 0.001),
+        after=(3, 0.001),
     ),
     Ancestor(
         "l0-macs-lenet5",
@@ -160,7 +160,7 @@ ANCESTORS = (
         method("l0[price=0.3;by=macs;droprate=0.2]"),
         "λ = 0.3, MACs priced (published: a λ for each layer)",
         _ADAM,
-        after=(5, 0.001),
+        after=(3, 0.001),
     ),
     Ancestor(
         "thinet-lenet5",
