@@ -318,7 +318,7 @@ def _made(one: Ancestor, seed: int, data: Data, runs: Path, shown: Display) -> A
         sum(int((weight != 0).sum()) for weight in left.values()),
         before.macs,
         after.macs,
-        tuple(len(weight) for weight in left.values() if len(weight) != len(data.classes)),
+        tuple(len(weight) for name, weight in left.items() if len(weights[name]) != len(data.classes)),
         pruned.note,
         round(time.monotonic() - began, 1),
         environment()["versions"],

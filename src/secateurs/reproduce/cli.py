@@ -82,20 +82,18 @@ def xor(
             name = " ".join(filter(None, row.key)) if isinstance(row, ExperimentRow) else f"P = {row.off:.1f}, M = {row.masks}"
             shown.line(f"{name}: {row.training.percent:.1f} % ({clock(time.perf_counter() - began)})")
 
-        tables, deleted = [], []
+        tables = []
         for seed in seeds:
             shown.line(f"Seed {seed}: {setting.experiments:,} experiments a row.")
             asked = replace(setting, seed=seed)
-            if weights:
-                deleted.append(weights_table(asked, report=report))
-            else:
-                tables.append(table(asked, beyond=all_methods, report=report))
+            made = weights_table(asked, report=report) if weights else table(asked, beyond=all_methods, report=report)
+            tables.append(made)
         if sensitivity:
             swept = sweep(setting, report=report)
     seconds = time.perf_counter() - began
 
     rows = pooled(tables)
-    sheets = [weights_sheet(pooled(deleted))] if weights else [paper_sheet(rows, tables, seeds)]
+    sheets = [weights_sheet(rows)] if weights else [paper_sheet(rows, tables, seeds)]
     sheets += [methods_sheet(rows)] if all_methods and not weights else []
     sheets += [sweep_sheet(swept)] if swept else []
     content = {
@@ -105,7 +103,6 @@ def xor(
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "rows": [plain(row) for row in rows],
         "rows_by_seed": {str(seed): [plain(row) for row in found] for seed, found in zip(seeds, tables, strict=True)},
-        "weights": [plain(row) for row in pooled(deleted)] if weights else [],
         "sensitivity": [plain(point) for point in swept],
     }
     write_text(out / "rows.json", json.dumps(content, indent=1))
