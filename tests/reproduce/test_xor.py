@@ -32,6 +32,8 @@ from secateurs.reproduce.xor import (
     sweep_sheet,
     table,
     train_whole,
+    weights_sheet,
+    weights_table,
 )
 from secateurs.reproduce.xor_figures import draw_all
 from secateurs.reproduce.xor_methods import OTHER_METHODS, by_chance, by_pairs, by_the_paper
@@ -47,6 +49,7 @@ from secateurs.reproduce.xor_nets import (
     stream,
     train,
 )
+from secateurs.reproduce.xor_weights import WAYS, delete_weights, flat, shaped
 
 SMALL = Setting(seed=11, experiments=5, points=200, epochs=3, masks=40)
 
@@ -336,3 +339,30 @@ def test_training_leaves_the_given_networks_alone() -> None:
     before: list[Tensor] = [t.clone() for t in (nets.w1, nets.w2, nets.b2)]
     train(nets, task.train, SMALL, "x")
     assert all(torch.equal(a, b) for a, b in zip(before, (nets.w1, nets.w2, nets.b2), strict=True))
+
+
+def test_deleted_weights_stay_zero_and_the_rows_are_complete() -> None:
+    setting = Setting(seed=3, experiments=3, epochs=2, points=40)
+    task = make_task(setting)
+    whole = train_whole(task, setting)
+    for delete in WAYS.values():
+        cut, alive = delete_weights(whole, task.train, 10, delete)
+        assert alive.sum(1).tolist() == [10, 10, 10]
+        again = train(cut, task.train, setting, "retrain weights", held=shaped(alive.double(), cut))
+        for nets in (cut, again):
+            assert not flat(nets)[~alive].any()
+        assert (flat(again) != flat(cut))[alive].any()
+    rows = weights_table(setting)
+    assert [row.schedule for row in rows] == ["deleted", "retrained"] * len(WAYS)
+    assert [line[0] for line in weights_sheet(rows).lines] == list(WAYS)
+
+
+def test_ways_to_delete_by_hand() -> None:
+    """Three weights, two alike in their slopes: the surgeon deletes one of them and doubles the other."""
+    rows = torch.tensor([[[1.0, 1.0, 0.0], [0.0, 0.0, 2.0]]]).double()
+    weights, alive = torch.tensor([[0.5, 0.4, -0.3]]).double(), torch.ones(1, 3, dtype=torch.bool)
+    chosen = {name: delete(weights, rows, alive) for name, delete in WAYS.items()}
+    assert int(chosen["magnitude"][0]) == 2  # 0.3
+    assert int(chosen["OBD"][0]) == 1  # 0.5 · 0.4² is less than 2 · 0.3²
+    assert int(chosen["OBS"][0]) == 1
+    assert chosen["OBS"][1][0].tolist() == pytest.approx([0.9, 0.0, -0.3], abs=1e-3)
