@@ -20,6 +20,7 @@ from secateurs.graph.layers import Align, Constant, Fixed, Mask, Offset, SumInto
 from secateurs.graph.node_info import Shape, copy_info_, copy_node_info_, info, pass_on_, shape_of
 from secateurs.graph.normalise import FollowsMode
 from secateurs.graph.trace import Graph
+from secateurs.models.lenet import ABSENT, MaxPlus
 
 
 def plain_module(graph: Graph) -> fx.GraphModule:
@@ -69,6 +70,8 @@ class _Rewriter:
             case Mask():
                 keep = self._tensor(f"{node.name}_keep", layer.keep.view(_broadcast(node, layer.axis)))
                 return self._call(torch.where, keep, inputs[0], 0.0, like=node)
+            case MaxPlus():
+                return self._max_plus(node, layer, inputs[0])
             case FollowsMode():
                 return self._in_eval_mode(node, layer)
         if layer is not None and type(layer).__module__.partition(".")[0] == "secateurs":
@@ -118,6 +121,16 @@ class _Rewriter:
         if layer.fills:
             x = self._call(F.pad, x, (*after_axis, layer.before, layer.after), like=node)
         return x
+
+    def _max_plus(self, node: fx.Node, layer: MaxPlus, x: fx.Node) -> fx.Node:
+        """The largest of x + weight, where zeros take no part."""
+        present = self._call(torch.where, self._call(torch.eq, x, 0, like=node), ABSENT, x, like=node)
+        holder = nn.Module()  # the weight keeps its name
+        holder.register_parameter("weight", layer.weight)
+        self.module.set_submodule(str(node.target), holder)
+        weight = self.graph.get_attr(f"{node.target}.weight")
+        sums = self._call(torch.add, self._call(torch.unsqueeze, present, -2, like=node), weight, like=node)
+        return self._call(torch.amax, sums, -1, like=node)
 
     def _in_eval_mode(self, node: fx.Node, layer: FollowsMode) -> fx.Node:
         """Call the function itself, with training=False, or without dropout."""

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from secateurs.models.mlp import MLP
 
-_ABSENT = -1e4  # in place of an input that is exactly zero: below all that compete
+ABSENT = -1e4
+"""In place of an input of a max-plus layer that is exactly zero: below all that compete."""
 
 
 def lenet300(*, hidden: tuple[int, int] = (300, 100), dropout: float = 0.0) -> nn.Module:
@@ -52,7 +53,7 @@ class MaxPlus(nn.Module):
 
     def sums(self, x: Tensor) -> Tensor:
         """All x_j + weight[k, j], (N, outputs, inputs)."""
-        return torch.where(x == 0, _ABSENT, x)[..., None, :] + self.weight
+        return torch.where(x == 0, ABSENT, x)[..., None, :] + self.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """The largest sum for each output."""

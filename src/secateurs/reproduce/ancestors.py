@@ -157,10 +157,10 @@ ANCESTORS = (
         "l0-macs-lenet5",
         "lenet5",
         "1.0 % at 9-18-65-25, 403 K FLOPs",
-        method("l0[price=0.3;by=macs;droprate=0.2]"),
-        "λ = 0.3, MACs priced (published: a λ for each layer)",
+        method("l0[price=0.1;by=macs;droprate=0.2]"),
+        "λ = 0.1, MACs priced (published: a λ for each layer)",
         _ADAM,
-        after=(3, 0.001),
+        after=(2, 0.001),
     ),
     Ancestor(
         "thinet-lenet5",
