@@ -91,6 +91,7 @@ class Pruner(Run):
         uncertified: bool | None = None,
     ) -> None:
         clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
+        folder = None if folder is None else Path(folder).expanduser()
         check_device(device)
         functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
         _check_functions(**functions, measure=measure, callback=callback)
@@ -116,7 +117,7 @@ class Pruner(Run):
                 forward=forward,
                 own=_given(loss=loss, metric=metric),
                 seed=0 if recipe is None else recipe.seed,
-                folder=None if folder is None else Path(folder),
+                folder=folder,
             )
             data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
             seen = replace(data, test=opened.first_test)
@@ -148,11 +149,11 @@ class Pruner(Run):
             measures = {"loss": loss_fn, "metric": evaluate or metric_fn, **({} if measure is None else {"time": measure})}
             again = [name for name, given in (("finetune", finetune), ("test", test)) if given is not None]
             known = provenance(graph, data, asked, measures=measures, again=again, notes=notes, store=store, origin=origin)
-            journal = create_folder(Path(folder), asked, known)
+            journal = create_folder(folder, asked, known)
         try:
             if owned and folder is not None:
-                with disk_errors(Path(folder)):
-                    data = save_drawn(data, Path(folder), whole=form.whole or form.gives_loss)
+                with disk_errors(folder):
+                    data = save_drawn(data, folder, whole=form.whole or form.gives_loss)
             cache = open_cache(journal, store)
             runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, engine=timed_in, **streams)
             super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback), clock))
@@ -295,7 +296,7 @@ def resume(
     again only where the recipe trains or own measures take whole batches, `test` where a test set was given. Own callables are
     given again.
     """
-    path, model, finetune = Path(folder), unwrapped(model), with_step(finetune)
+    path, model, finetune = Path(folder).expanduser(), unwrapped(model), with_step(finetune)
     check_device(device)
     journal, stored, known = open_folder(path)
     try:

@@ -175,3 +175,11 @@ def test_examples_of_one_class_do_not_make_a_network_seem_untrained() -> None:
     ones = val.take((val.targets == 1).nonzero().flatten())  # type: ignore[union-attr]
     recipe = replace(ONE_CUT["recipe"], confidence=0.0)
     assert sc.prune(trained(), loaders()[0], loader(ones), recipe=recipe, progress=False).notes == ()
+
+
+def test_a_folder_may_be_given_from_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = sc.prune(trained(), *loaders(), folder="~/run", **ONE_CUT)
+    assert result.folder == tmp_path / "run"
+    assert (tmp_path / "run" / "plan.json").exists()
+    assert sc.resume("~/run", trained()).finish().macs == result.macs
