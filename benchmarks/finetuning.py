@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import isnan, nan
@@ -40,7 +40,7 @@ from secateurs.methods.compare.run import fewer
 from secateurs.metrics import accuracy
 from secateurs.models import example_input
 from secateurs.repair import reconstruct_
-from secateurs.training import train_
+from secateurs.training import RateTrials, find_rate, train_
 from secateurs.training.state import copy_into_
 
 PAGE = Path(__file__).parents[1] / "docs" / "notes" / "training.md"
@@ -49,6 +49,7 @@ UNTOUCHED = "untouched"
 STARTS = (UNTOUCHED, "obs+refit", "l1", "fpgm")
 WHOLE = "+whole"  # behind the name of a start: reconstructed as a whole network, after its own repair
 REPAIRED_ON = 1024  # images
+HELD_OUT, TRIALS_SEED = 1024, 3  # images that judge the trials of lr "auto", and what draws them
 RATES = (5e-4, 2e-3, 1e-2)
 DECAY = 0.99  # of the average
 TEMPERATURE = 2.0
@@ -164,6 +165,15 @@ class Subject:
             self._measured[key] = self.accuracies(self.start(*key)[0])
         return self._measured[key]
 
+    def trials(self, cell: Cell) -> RateTrials:
+        """What lr "auto" chooses for the cell, whatever rate that names."""
+        graph, teacher = (
+            self.start(cell.start, cell.target, cell.seed)[0],
+            self.graph.module if cell.settings().distill else None,
+        )
+        held_out = subset(self.data.search, min(HELD_OUT, len(self.data.search)), seed=TRIALS_SEED)
+        return find_rate(graph.module, self.data.train, cell.settings(), held_out=held_out, teacher=teacher)
+
     def rows(self, cell: Cell) -> Iterator[Row]:
         """Train once: the weights of the last step and their average are two rows."""
         graph, searched = self.start(cell.start, cell.target, cell.seed)
@@ -257,6 +267,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, help="at most this number of each set: to try the command out")
     parser.add_argument("--out", type=Path, default=Path("results/finetuning"))
     parser.add_argument("--runs", type=Path, default=Path("runs/finetuning"))
+    parser.add_argument("--trials", action="store_true", help="only the trials by which lr auto chooses: OUT/trials.jsonl")
     parser.add_argument("--render", action="store_true", help=f"only write the table to {PAGE.name}")
     given = parser.parse_args()
     path: Path = given.out / "rows.jsonl"
@@ -267,7 +278,10 @@ def main() -> int:
             share = 0.0 if start == UNTOUCHED else target
             for loss, norm, rate in product(given.losses, given.batchnorm, given.rates):
                 cell = Cell(network, start, share, loss, norm, rate, seed, given.epochs, given.precision, given.examples)
-                if cell in known:
+                if given.trials and rate == given.rates[0]:
+                    found = subject.trials(cell)
+                    append_row(given.out / "trials.jsonl", {**asdict(replace(cell, rate=found.lr)), "tried": found.tried})
+                if cell in known or given.trials:
                     continue
                 rows = list(subject.rows(cell))  # both or none: one training made them
                 for row in rows:
@@ -278,10 +292,10 @@ def main() -> int:
                         f"validation {row.validation_before:.2%} → {_share(row.validation_after)}, {row.training_seconds:.0f} s"
                     )
                 known.add(cell)
-    found = table(read_rows(path, Row))
+    text = table(read_rows(path, Row))
     if given.render:
-        write_text(PAGE, with_part(PAGE.read_text(), "python -m benchmarks.finetuning", found.rstrip()))
-    say("\n" + found)
+        write_text(PAGE, with_part(PAGE.read_text(), "python -m benchmarks.finetuning", text.rstrip()))
+    say("\n" + text)
     return 0
 
 

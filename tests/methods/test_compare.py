@@ -337,7 +337,7 @@ def test_budgets_are_scaled_to_the_data_and_the_network() -> None:
 
 def test_a_budget_at_another_rate_has_a_name_of_its_own() -> None:
     cifar = images(45_000, 3, 32, 32)
-    gentle, faster = (named_budget(name, cifar, sites=19) for name in ("gentle", "gentle@1e-2"))
+    gentle, faster = (named_budget(name, cifar, sites=19) for name in ("gentle@2e-3", "gentle@1e-2"))
     assert faster.name == "gentle@0.01"
     assert gentle.after is not None
     assert faster.after == replace(gentle.after, lr=0.01)
