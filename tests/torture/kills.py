@@ -71,6 +71,18 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
             repair_examples=128,
         ),
     ),
+    "obs, every layer": (
+        residual,
+        Recipe(
+            round_to=1,
+            max_drop=0.2,
+            confidence=0.9,
+            criterion="obs",
+            repair="every-layer",
+            allocation="global",
+            repair_examples=128,
+        ),
+    ),
     "whole network": (
         residual,
         Recipe(max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", repair_examples=128),
