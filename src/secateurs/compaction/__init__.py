@@ -220,8 +220,8 @@ def _proof(
     """Compare the networks as they are, then the same cut of the network with perturbed weights, also at other sizes.
 
     All of it in float64, or in the network's own precision where that fails. A quick proof uses one batch of two instead of
-    four batches like the example, one other batch size, and smaller images if the network takes them: whether a channel is
-    read does not depend on the size of an image.
+    four batches like the example, and one other batch size. Where the network takes smaller images, the perturbed weights are
+    compared on these, and the given ones on a single image of the example's size.
     """
     arguments = (graph, masks, smaller, quick, given, seed)
     try:
@@ -247,9 +247,9 @@ def _proof_in(
     compacted = copy_module(smaller, dtype).eval()
     reference = masked(own, masks, share=True).eval()
     example = tuple(e.to(dtype) if e.is_floating_point() else e for e in like_network(graph.module, graph.example))
-    if quick:
-        example = smaller_images(reference, example)
-    few = [inputs for inputs, _ in other_batches(reference, example, 2)] if quick else []
+    small = smaller_images(reference, example) if quick else example
+    one, two = (1, 2) if small is example else (2, 1)
+    few = [inputs for inputs, _ in other_batches(reference, example, two)] if quick else []
     probes = [given] if given is not None else [_random_like(each, generator) for each in few or [example] * 4]
     rounded = tolerance
     if any(isinstance(layer, Constant) for layer in smaller.module.modules()):  # what a branch was folded into is rounded once
@@ -257,9 +257,9 @@ def _proof_in(
     difference, scale = _compared(reference, compacted, probes, dtype, rounded)
     perturb_(own.module, generator)
     changed = _rewritten(own, check_masks(own, masks), share=True).module.eval()
-    like_example = _random_like(example, generator)
+    like_example = _random_like(small, generator)
     if quick:
-        others = other_batches(reference, like_example, 1) or other_batches(reference, like_example, 3)
+        others = other_batches(reference, like_example, one) or other_batches(reference, like_example, 3)
     else:
         with torch.no_grad():
             others = other_sizes(reference, like_example, reference(*like_example))
