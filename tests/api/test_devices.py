@@ -18,7 +18,13 @@ from secateurs.repair import observe, prepare
 from secateurs.scoring.importance import rank_correlation
 
 RANKED = replace(
-    RECIPE, criterion="portfolio", portfolio=("ensemble", "taylor", "l1"), repair="every-layer", masks=256, max_drop=0.2
+    RECIPE,
+    criterion="portfolio",
+    portfolio=("ensemble", "taylor", "l1"),
+    repair="every-layer",
+    masks=256,
+    max_drop=0.2,
+    estimator="gradient",
 )
 
 

@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a number for a function": (lambda path: prune(finetune=10), r"finetune: got int \(10\), wanted a function"),
     "a value for a function": (lambda path: prune(evaluate=0.9), r"evaluate: got float \(0.9\), wanted a function"),
     "a mean for a loss": (
-        lambda path: prune(loss=nn.CrossEntropyLoss(), recipe=replace(RECIPE, criterion="ensemble")),
+        lambda path: prune(loss=nn.CrossEntropyLoss(), recipe=replace(RECIPE, criterion="ensemble", estimator="gradient")),
         r"gave a tensor of shape \(\) for \d+ examples: wanted one value for each.*reduction='none'",
     ),
     "a float for a metric": (

@@ -347,8 +347,8 @@ def test_every_criterion_ranks_the_channels_of_a_stream(name: str) -> None:
     graph, examples = graph_of(name), Examples(X, torch.tensor([0, 1, 2, 0]))
     site = next(s for s in find_sites(graph, "stream") if "stream" in s.name)
     for criterion, score in CRITERIA.items():
-        if criterion == "batchnorm" and name != "option A":
-            continue
+        if (criterion == "batchnorm" and name != "option A") or criterion.startswith("maxplus"):
+            continue  # without such layers these two refuse a site
         evaluator = SiteEvaluator(graph, site, cross_entropy)
         found = score(CriterionContext(evaluator, examples, 0))
         assert found.shape == (site.channels,), criterion

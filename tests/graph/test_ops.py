@@ -4,6 +4,7 @@ sites, or refused with a reason; never wrong, never a crash."""
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,7 +63,9 @@ def op(name: str, body: Callable[..., Any], parts: Parts, sites: tuple[str, ...]
     CASES[name] = Case(body, parts, sites, **rest)
 
 
-def between(name: str, f: Callable[..., Any], reason: str = "", out: int = 8, **parts: Callable[[], Any]) -> None:
+def between(
+    name: str, f: Callable[..., Any], reason: str = "", out: int = 8, may_empty: bool = False, **parts: Callable[[], Any]
+) -> None:
     """Put `f` (of the tensor, or of the network and the tensor) between convolutions a and b; `reason` refuses a."""
     of_net = f.__code__.co_argcount == 2 and not f.__defaults__
 
@@ -72,7 +75,7 @@ def between(name: str, f: Callable[..., Any], reason: str = "", out: int = 8, **
     def made() -> dict[str, Any]:
         return {"a": conv(3, 8), "b": conv(out, 4)} | {part: make() for part, make in parts.items()}
 
-    op(name, body, made, () if reason else ("a",), refused={"a": reason} if reason else {})
+    op(name, body, made, () if reason else ("a",), refused={"a": reason} if reason else {}, may_empty=may_empty)
 
 
 def parameter(*shape: int) -> Callable[[], nn.Parameter]:
@@ -656,7 +659,7 @@ op("x[-1:]", lambda net, x: net.b(F.relu(net.a(x))[-1:]), lambda: {"a": conv(3, 
 op("x[0]", lambda net, x: net.b(F.relu(net.a(x))[0]), lambda: {"a": conv(3, 8), "b": conv(8, 3)})
 op("narrow", lambda net, x: net.b(F.relu(net.a(x)).narrow(1, 2, 4)), lambda: {"a": conv(3, 8), "b": conv(4, 3)}, may_empty=True)
 between("x[:, 3] refused", lambda x: F.relu(x)[:, 3:4] + F.relu(x)[:, 3, None], "picks a single channel", out=1)
-between("x[:, [0, 2, 4]]", lambda x: F.relu(x)[:, [4, 2, 0]], out=3)
+between("x[:, [0, 2, 4]]", lambda x: F.relu(x)[:, [4, 2, 0]], out=3, may_empty=True)
 between("index_select", lambda net, x: F.relu(x).index_select(1, net.i), "no rule for index_select", i=lambda: torch.arange(8))
 between("flip of channels", lambda x: F.relu(x).flip(1))
 
@@ -825,9 +828,16 @@ def in_a_row(net: Net, x: Tensor) -> Tensor:
     return net.b(F.relu(net.d(F.relu(net.c(F.relu(net.a(x)))))))
 
 
+def with_weight_norm_hook(layer: nn.Module) -> nn.Module:
+    """Weight norm as torch had it before parametrizations."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.nn.utils.weight_norm(layer)
+
+
 for label, normed_layer in {
     "weight norm": lambda: parametrizations.weight_norm(conv(8, 8)),
-    "weight norm by a hook": lambda: torch.nn.utils.weight_norm(conv(8, 8)),
+    "weight norm by a hook": lambda: with_weight_norm_hook(conv(8, 8)),
     "weight norm of all weights": lambda: parametrizations.weight_norm(conv(8, 8, bias=False), dim=None),
     "weight norm, grouped": lambda: parametrizations.weight_norm(conv(8, 8, groups=2)),
     "weight norm of inputs": lambda: parametrizations.weight_norm(nn.ConvTranspose2d(8, 8, 2, 2)),

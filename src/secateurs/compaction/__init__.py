@@ -220,8 +220,8 @@ def _proof(
     """Compare the networks as they are, then the same cut of the network with perturbed weights, also at other sizes.
 
     All of it in float64, or in the network's own precision where that fails. A quick proof uses one batch of two instead of
-    four batches like the example, and one other batch size. Where the network takes smaller images, the perturbed weights are
-    compared on these, and the given ones on a single image of the example's size.
+    four batches like the example, and one other batch size; the perturbed weights are compared on smaller images, where the
+    network takes them.
     """
     arguments = (graph, masks, smaller, quick, given, seed)
     try:
@@ -248,8 +248,7 @@ def _proof_in(
     reference = masked(own, masks, share=True).eval()
     example = tuple(e.to(dtype) if e.is_floating_point() else e for e in like_network(graph.module, graph.example))
     small = smaller_images(reference, example) if quick else example
-    one, two = (1, 2) if small is example else (2, 1)
-    few = [inputs for inputs, _ in other_batches(reference, example, two)] if quick else []
+    few = [inputs for inputs, _ in other_batches(reference, example, 2)] if quick else []
     probes = [given] if given is not None else [_random_like(each, generator) for each in few or [example] * 4]
     rounded = tolerance
     if any(isinstance(layer, Constant) for layer in smaller.module.modules()):  # what a branch was folded into is rounded once
@@ -259,7 +258,7 @@ def _proof_in(
     changed = _rewritten(own, check_masks(own, masks), share=True).module.eval()
     like_example = _random_like(small, generator)
     if quick:
-        others = other_batches(reference, like_example, one) or other_batches(reference, like_example, 3)
+        others = other_batches(reference, like_example, 3)
     else:
         with torch.no_grad():
             others = other_sizes(reference, like_example, reference(*like_example))

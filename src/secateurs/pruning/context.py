@@ -301,7 +301,7 @@ class PruningContext:
     def folding_sites(self) -> dict[str, tuple[str, ...]]:
         """The sites that may lose all filters, each with the sites that are gone then: a branch of a sum is folded away.
 
-        Of the sites of one branch, the first that can be emptied.
+        Of the sites of one branch, the first that can be emptied; of the branches of one sum, as many as leave a term.
         """
         found: dict[str, tuple[str, ...]] = {}
         if not self.recipe.branches or self.recipe.allocation != "global" or self.shortcut == "coupled":
@@ -309,14 +309,18 @@ class PruningContext:
         sites = find_sites(self.original, self.shortcut)
         nodes = {node.name: node for node in self.original.module.graph.nodes}
         known: set[str] = set()
+        folded: dict[str | Site, Tensor] = {}  # all of them together: any choice of them can then be made
         for site in sites:
             if site.name in known or not is_bypassed(self.original.module.graph, nodes[site.node]):
                 continue
             masks: dict[str | Site, Tensor] = {site.name: none_of(site.channels)}
             try:
                 left = {other.name for other in find_sites(compact(self.original, masks, verify=False), self.shortcut)}
+                if folded:
+                    compact(self.original, {**folded, **masks}, verify=False)
             except EmptyLayer:
                 continue
+            folded |= masks
             found[site.name] = tuple(other.name for other in sites if other.name not in left and other is not site)
             known |= {site.name, *found[site.name]}
         return found
