@@ -349,6 +349,8 @@ def test_every_criterion_ranks_the_channels_of_a_stream(name: str) -> None:
     for criterion, score in CRITERIA.items():
         if (criterion == "batchnorm" and name != "option A") or criterion.startswith("maxplus"):
             continue  # without such layers these two refuse a site
+        if criterion.startswith("thinet") and name != "option A":
+            continue  # behind norms over channels nothing can be observed
         evaluator = SiteEvaluator(graph, site, cross_entropy)
         found = score(CriterionContext(evaluator, examples, 0))
         assert found.shape == (site.channels,), criterion

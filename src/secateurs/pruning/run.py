@@ -473,7 +473,7 @@ class Run:
         engine = timed or TorchEngine(min(_TIMED, limit.within(_TIMED), len(examples)), device=context.runtime.device)
         inputs = examples.batch(slice(0, limit.within(_TIMED))).args
         first = measured_speed(context, engine, self.state.graph, inputs, saved)
-        others = [batch for batch in BATCHES if engine.runs_layers and batch != engine.batch]
+        others = [b for b in BATCHES if engine.runs_layers and b != engine.batch and limit.within(b) == b]
         rest = [
             measured_speed(context, at_batch(engine, batch), self.state.graph, inputs, None)
             for batch in others
