@@ -26,7 +26,7 @@ def test_the_five_lines_run_and_print_what_is_shown(
     printed = capsys.readouterr().out
     (shown,) = [block.text for block in blocks(README) if block.language == "text"]
     assert [_form(line) for line in printed.splitlines()] == [_form(line) for line in shown.splitlines()]
-    assert names["result"].bound <= 0.02
+    assert names["result"].bound <= 0.03
     assert names["result"].macs.removed > 0.2
     assert (tmp_path / "small.safetensors").exists()
 

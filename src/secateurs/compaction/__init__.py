@@ -38,6 +38,7 @@ from secateurs.graph.trace import (
     smaller_images,
     tensors_in,
 )
+from secateurs.graph.weight_norm import weight_norm_of
 
 __all__ = ["Align", "Constant", "Verification", "compact", "replay", "verify"]
 
@@ -251,7 +252,8 @@ def _proof_in(
     few = [inputs for inputs, _ in other_batches(reference, example, 2)] if quick else []
     probes = [given] if given is not None else [_random_like(each, generator) for each in few or [example] * 4]
     rounded = tolerance
-    if any(isinstance(layer, Constant) for layer in smaller.module.modules()):  # what a branch was folded into is rounded once
+    if any(isinstance(layer, Constant) or weight_norm_of(layer) is not None for layer in smaller.module.modules()):
+        # what a branch was folded into, and the norms of a weight that lost inputs, are rounded once
         rounded = max(tolerance, 100 * torch.finfo(dtype_of(smaller.module)).eps)
     difference, scale = _compared(reference, compacted, probes, dtype, rounded)
     perturb_(own.module, generator)

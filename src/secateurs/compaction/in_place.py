@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from secateurs._util.modules import keeping_modes, unwrapped
+from secateurs._util.modules import copyable, keeping_modes, unwrapped
 from secateurs.compaction import perturb_, replay
 from secateurs.compaction.additions import add_bias_
 from secateurs.errors import InvalidInput, NotInPlace, PlanError
@@ -101,7 +101,7 @@ class _Write:
 
 
 def _writes(network: nn.Module, before: Graph, after: Graph, *, everything: bool) -> list[_Write]:
-    """List what a cut changes in the modules of the graph: narrower tensors (or all), and the attributes that count them."""
+    """List what a cut changes in the modules of the graph: other tensors (or all), and the attributes that count them."""
     homes = _homes(network, before.module)
     writes: list[_Write] = []
     for path, part in after.module.named_modules():
@@ -122,7 +122,8 @@ def _writes(network: nn.Module, before: Graph, after: Graph, *, everything: bool
                     f"{type(network).__name__} cannot be cut in place: {home[0]!r} is an nn.MultiheadAttention, which "
                     f"computes the width of a head from embed_dim and num_heads. Leave it alone, or use the compacted one."
                 )
-            if home is not None and (everything or not same):
+            # of a normed weight, the norms change where inputs go, and keep their shape
+            if home is not None and (everything or not same or not torch.equal(there, tensor)):
                 writes.append(_Write(home[0], home[1], tensor.detach()))
         owner = _submodule(network, path)
         for name, value in vars(part).items():
@@ -187,7 +188,8 @@ class _Trial:
         generator = torch.Generator().manual_seed(0)
         self.noisy = copied(after)
         perturb_(self.noisy.module, generator)
-        self.copy = copy.deepcopy(network).eval()
+        with copyable(network):
+            self.copy = copy.deepcopy(network).eval()
         _write_(self.copy, _writes(network, before, self.noisy, everything=True), after.plan)
         self.wanted = copy.deepcopy(self.noisy.module).eval()
         self.dtype = torch.float64
@@ -256,7 +258,7 @@ class _Trial:
             if 1 < len(names) == len(single):
                 yield single
             yield from (
-                [one, other] for one, other in itertools.combinations(single, 2) if one.name != other.name and len(names) > 2
+                [one, other] for one, other in itertools.combinations(single, 2) if one.name != other.name and len(single) > 2
             )
 
     def _numbers_in(self, path: str) -> Iterator[_Write]:

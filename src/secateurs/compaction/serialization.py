@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from secateurs._util.decode import Malformed, brief, decode_json
 from secateurs._util.files import write_bytes
+from secateurs._util.modules import copyable
 from secateurs._util.tensors import Damaged, dump, first_non_finite, parse
 from secateurs.compaction import replay
 from secateurs.errors import ArtefactError, InvalidInput, PlanError, SecateursError
@@ -76,7 +77,8 @@ def load(model: nn.Module, path: str | Path, *, example_input: Tensor | tuple[Te
         )
     example = _example(header, path, model) if example_input is None else example_input
     try:
-        fresh = copy.deepcopy(model).eval()  # a new model is in train mode, whose path may differ
+        with copyable(model):
+            fresh = copy.deepcopy(model).eval()  # a new model is in train mode, whose path may differ
         graph = replay(trace(fresh, example, leaves=_leaves(header, path)), plan, verify=False)
     except SecateursError as error:
         raise ArtefactError(

@@ -87,7 +87,7 @@ class _Widths:
                 return self._same(node, inputs[0])
             case Join(zero_if="all" | "any"):
                 own = [i for i, axis, w in zip(inputs, flow.in_axes, flow.widths, strict=True) if axis is not None and w > 1]
-                if all(self.flows.width(i) == flow.width for i in own):
+                if all(self.flows.of[i].axis is not None and self.flows.width(i) == flow.width for i in own):
                     return self._same(node, *own)
             case Moved() if isinstance(layer, Align):
                 return None

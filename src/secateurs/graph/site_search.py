@@ -373,6 +373,9 @@ class _Search:
             return found.obstacle
         places = list(starts)
         points = {**starts, **found.points}
+        present = {node.name for node in self.graph.module.graph.nodes}
+        if any(node.name not in present for node in points):
+            return "an earlier cut has aligned the terms of a sum that it is added to"
         removed: set[fx.Node] = set()
         for channel in sorted({0, *found.filtered}):
             keep = torch.arange(len(original)) != channel

@@ -80,10 +80,10 @@ def share_sites(source: Graph, target: Graph) -> None:
 def remember_names_(graph: Graph, module: fx.GraphModule) -> None:
     """Record the names of the sites in `module`, a copy of the uncut network: a cut may remove the layer that they name.
 
-    Those of the paper's two positions, and of what else was asked for so far: to search takes time.
+    Those of the paper's two positions: the others name their sites by what there is at the time.
     """
     nodes = {node.name: node for node in module.graph.nodes}
-    for shortcut in dict.fromkeys((*get_args(Shortcut)[:2], *_KNOWN.get(graph, {}))):
+    for shortcut in get_args(Shortcut)[:2]:
         for site in find_sites(graph, shortcut):
             info(nodes[site.node]).setdefault("site_names", {})[shortcut] = site.name
 

@@ -68,7 +68,9 @@ def measure_curve(
     folds = site.name in context.folding_sites
     counts_at = partial(counts_of, site.channels, recipe.largest_share, context.round_to(site.name), widths, folds=folds)
     counts = counts_at(at=None)
-    losses = _predicted_losses(context, prepared, ranking, counts_at(at=_CALIBRATED_AT)) if ranking.predicted else {}
+    # on few examples seven points cost no more than two on many, and they are measured, not predicted
+    predicts = ranking.predicted and len(context.held_out.examples) > len(context.held_out_few.examples)
+    losses = _predicted_losses(context, prepared, ranking, counts_at(at=_CALIBRATED_AT)) if predicts else {}
     if losses:
         losses_at = tuple(losses[m] for m in counts)
     else:

@@ -390,7 +390,8 @@ class ResultFigures:
         """What was measured in time, at all batches, as the first words of a result; None where nothing was."""
         if self.latency is None:
             return None
-        return "; ".join([self.latency.headline(), *(f"{other.summary()}, {other.times()}" for other in self.speeds)])
+        others = [f"at batch {other.batch} {other.speedup:.2f}x ({other.low:.2f} to {other.high:.2f})" for other in self.speeds]
+        return "; ".join([self.latency.headline(), *others])
 
     def summary(self) -> str:
         """One sentence with the figures that matter; a metric of the user's own is no percentage."""
