@@ -123,7 +123,8 @@ def _writes(network: nn.Module, before: Graph, after: Graph, *, everything: bool
                     f"computes the width of a head from embed_dim and num_heads. Leave it alone, or use the compacted one."
                 )
             # of a normed weight, the norms change where inputs go, and keep their shape
-            if home is not None and (everything or not same or not torch.equal(there, tensor)):
+            unchanged = isinstance(there, Tensor) and same and torch.equal(there, tensor)
+            if home is not None and (everything or not unchanged):
                 writes.append(_Write(home[0], home[1], tensor.detach()))
         owner = _submodule(network, path)
         for name, value in vars(part).items():
@@ -191,7 +192,8 @@ class _Trial:
         with copyable(network):
             self.copy = copy.deepcopy(network).eval()
         _write_(self.copy, _writes(network, before, self.noisy, everything=True), after.plan)
-        self.wanted = copy.deepcopy(self.noisy.module).eval()
+        with copyable(self.noisy.module):
+            self.wanted = copy.deepcopy(self.noisy.module).eval()
         self.dtype = torch.float64
         probe = tuple(t.double() if t.is_floating_point() else t for t in example)
         if attempt(self.wanted.double(), probe) is None:  # the network casts to a fixed dtype, or the device has no float64
@@ -362,8 +364,9 @@ class _Trial:
 
     def _check_train_mode(self) -> None:
         """Compare outputs and BatchNorm statistics in train mode, where those of the uncut pair agree."""
-        uncut = self.before.with_module(copy.deepcopy(self.before.module).to(self.dtype))
-        pair = [_in_train_mode(m, self.probes[0]) for m in (uncut.module, self._positional(copy.deepcopy(self.original)))]
+        with copyable(self.before.module), copyable(self.original):
+            uncut, own = copy.deepcopy(self.before.module).to(self.dtype), copy.deepcopy(self.original)
+        pair = [_in_train_mode(m, self.probes[0]) for m in (uncut, self._positional(own))]
         theirs, _ = pair[1]
         if pair[0][0] is None or theirs is None:
             return  # in train mode the model takes other inputs, such as targets

@@ -51,10 +51,11 @@ FUNCTIONAL: dict[Any, bool] = {  # layers in functional form, and whether they a
 
 def search_sites(graph: Graph, shortcut: Shortcut) -> Sites:
     """Find all sites of a traced network at one shortcut position."""
+    present = frozenset(node.name for node in graph.module.graph.nodes)
     graph = replace(graph, module=spread_sums(graph.module))
     flows = find_flows(graph.module)
     order = {node: place for place, node in enumerate(flows.of)}
-    search = _Search(graph, flows, shortcut, analyse(flows, {}).need, {}, order)
+    search = _Search(graph, flows, shortcut, analyse(flows, {}).need, {}, order, present)
     calls: dict[str, list[fx.Node]] = {}
     macs: Counter[str] = Counter()
     for node, flow in flows.of.items():
@@ -120,6 +121,7 @@ class _Search:
     unmasked: Mapping[fx.Node, Tensor]  # channels that are needed without any mask, where that is not all of them
     known: dict[tuple[fx.Node, bool], Revivals]  # by place, once they are found
     order: Mapping[fx.Node, int]  # of the nodes in the network
+    present: frozenset[str]  # nodes of the network itself; what a fused sum is spread into is not there
 
     def groups(
         self, calls: Mapping[str, Sequence[fx.Node]]
@@ -373,8 +375,7 @@ class _Search:
             return found.obstacle
         places = list(starts)
         points = {**starts, **found.points}
-        present = {node.name for node in self.graph.module.graph.nodes}
-        if any(node.name not in present for node in points):
+        if any(node.name not in self.present for node in points):
             return "an earlier cut has aligned the terms of a sum that it is added to"
         removed: set[fx.Node] = set()
         for channel in sorted({0, *found.filtered}):

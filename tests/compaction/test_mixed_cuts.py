@@ -1,0 +1,74 @@
+"""Cuts at several shortcut positions, one after the other, and of normed weights: replayed, saved, and made in place."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import secateurs as sc
+from secateurs.config import Shortcut
+
+X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Mixed(nn.Module):
+    """A sum behind an op that revives zeros: the channels of its terms are followed apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c1, self.c2, self.c3 = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, 3, H, W) to (N, 6, H, W)."""
+        a = F.relu(self.c1(x))
+        a = a - a.mean(1, keepdim=True)
+        out: Tensor = self.c3(F.relu(a + self.c2(a)))
+        return out
+
+
+def mixed() -> nn.Module:
+    torch.manual_seed(0)
+    return Mixed().double().eval()
+
+
+POSITIONS: tuple[Shortcut, ...] = ("before", "after", "stream", "coupled")
+
+
+@pytest.mark.parametrize("positions", list(permutations(POSITIONS, 3)), ids="-".join)
+def test_cuts_at_mixed_positions_are_replayed_and_loaded(positions: tuple[Shortcut, ...], tmp_path: Path) -> None:
+    graph, generator = sc.trace(mixed(), X), torch.Generator().manual_seed(3)
+    for position in positions:
+        sites = sc.find_sites(graph, position)
+        assert len({site.name for site in sites}) == len(sites)
+        for name in [site.name for site in sites]:
+            site = next((each for each in sc.find_sites(graph, position) if each.name == name), None)
+            if site is not None and site.channels > 2:
+                graph = sc.compact(graph, {site: torch.rand(site.channels, generator=generator) > 0.25})
+    sc.save(graph, tmp_path / "cut.safetensors")
+    for again in (sc.replay(sc.trace(mixed(), X), graph.plan), sc.load(mixed(), tmp_path / "cut.safetensors")):
+        torch.testing.assert_close(again.module(X), graph.module(X), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("old", [False, True], ids=["parametrization", "hook"])
+def test_a_model_with_weight_norm_is_cut_in_place_by_its_plan_and_loaded(old: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        normed = torch.nn.utils.weight_norm if old else torch.nn.utils.parametrizations.weight_norm
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), normed(nn.Linear(8, 3))).to(dtype).eval()
+
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2)).to(dtype)
+    smaller = sc.compact(sc.trace(build(), x), {"0": torch.arange(8) < 4})
+    wanted, tolerance = smaller.module(x), 1e-12 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(sc.cut_(build(), smaller.plan, x)(x), wanted, rtol=0, atol=tolerance)
+    sc.save(smaller, tmp_path / "cut.safetensors")
+    loaded = sc.load(build(), tmp_path / "cut.safetensors")
+    torch.testing.assert_close(loaded.module(x), wanted, rtol=0, atol=tolerance)
