@@ -159,7 +159,15 @@ def with_few_blocks(name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", ["resnet8", "mobilenet-small", "resnext-small", "split-small"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet8",
+        pytest.param("mobilenet-small", marks=pytest.mark.slow),
+        pytest.param("resnext-small", marks=pytest.mark.slow),
+        "split-small",
+    ],
+)
 @pytest.mark.parametrize("shortcut", ["before", "after", "stream"])
 def test_site_by_site_in_two_rounds(name: str, shortcut: Shortcut) -> None:
     batch = example_input(name).double()[..., :16, :16]
