@@ -36,8 +36,12 @@ def own_criteria() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def multiples_of_eight(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Which widths run well is not measured, so that tests do the same on every machine; no times are kept for later runs."""
-    from secateurs.pruning import context, latency_tables
+    """Which widths run well is not measured, so that tests do the same on every machine; no times are kept for later runs.
 
+    The speed of a result is measured in few rounds.
+    """
+    from secateurs.pruning import context, latency_tables, latency_target
+
+    monkeypatch.setattr(latency_target, "_FINAL_ROUNDS", 6)
     monkeypatch.setattr(context, "preferred_multiple", lambda *given: 8)
     monkeypatch.setattr(latency_tables, "home", lambda: tmp_path_factory.getbasetemp() / "home")

@@ -412,6 +412,7 @@ def test_weights_that_went_stay_zero_and_are_counted(made: tuple[str, Pruned]) -
     assert "dense hardware computes all of those" in pruned.note
 
 
+@pytest.mark.slow
 def test_weights_go_until_the_filters_that_die_reach_the_target() -> None:
     pruned = method("han")(task())
     assert share_removed(pruned.graph) >= TARGET
