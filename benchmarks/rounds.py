@@ -88,7 +88,7 @@ def run(subject: Subject, plan: Plan) -> Row:
             settings = replace(cell.settings(), epochs=-(-steps // per_epoch), steps=steps, seed=plan.seed + 1000 * number)
             train_(smaller.module, subject.data.train, settings, teacher=subject.graph.module)
             torch.save((smaller.module.state_dict(), process_time() - began), weights)
-        state, seconds = torch.load(weights)
+        state, seconds = torch.load(weights, weights_only=True)
         smaller.module.load_state_dict(state)
         graph, trained = _again(smaller), trained + seconds
     after = subject.accuracies(graph)

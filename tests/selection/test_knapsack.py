@@ -24,7 +24,7 @@ def curve(site: str, points: list[tuple[int, int]]) -> Curve:
 
 
 def least_losses(curves: list[Curve]) -> dict[int, float]:
-    """By brute force: the least loss of all combinations that save so many hundredths or more."""
+    """By brute force: the least loss of all combinations that save at least a number of hundredths."""
     found: dict[int, float] = {}
     for picks in product(*([i for i in range(len(c.removed)) if i == 0 or c.saved[i] > 0] for c in curves)):
         saved = round(100 * sum(c.saved[i] for c, i in zip(curves, picks, strict=True)))

@@ -395,7 +395,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong in a trial: after so many calls of modules, an error inside these modules, or another output (None)."""
+    """What went wrong in a trial: the number of module calls before it, an error inside these modules, or another output (None)."""
 
     calls: int
     error: Exception | None

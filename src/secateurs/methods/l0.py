@@ -95,7 +95,7 @@ def gated(
 
 
 def prices(run: MethodRun, by: Literal["weights", "macs"]) -> dict[str, float]:
-    """What a filter of each site is worth: the weights, or MACs as so many weights, that go when half of the site goes."""
+    """What a filter of each site is worth: the number of weights, or of MACs, that go when half of the site goes."""
     whole = cost(run.task.graph)
     found = {}
     for site in run.sites:

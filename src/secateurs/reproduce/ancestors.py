@@ -86,7 +86,7 @@ class Ancestor:
     seeds: tuple[int, ...] = (0,)
 
     def budget(self, images: int) -> Budget:
-        """The training, for so many training images."""
+        """The training on a number of images."""
         (between, rate), (epochs, end), given = self.before, self.after, self.training
         steps = between * steps_in_epoch(images, given.batch)
         return Budget(
