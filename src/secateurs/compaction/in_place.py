@@ -395,7 +395,7 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong in a trial: the number of module calls before it, an error inside these modules, or another output (None)."""
+    """What failed in a trial: module calls before it, the modules it is inside, the error (None: another output)."""
 
     calls: int
     error: Exception | None
