@@ -43,7 +43,7 @@ def deploy(graph: Graph, *, batch: int = 1) -> Deployed:
     inputs = on_device_of(module, batch_like(graph, batch))
     faster = None
     if any(parameter.dim() == 4 for parameter in module.parameters()):
-        last = copy.deepcopy(module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        last = copy.deepcopy(module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no overload for it
         rows = in_rounds({each: timed(caller(each, inputs)) for each in (module, last)}, rounds=_ROUNDS)
         faster = speedup(*(torch.tensor(rows[each], dtype=torch.float64) for each in (module, last)))
         module = last if faster.low > 1 else module

@@ -95,7 +95,7 @@ def with_factors(module: nn.Module, factors: Tensor | None = None) -> nn.Module:
     masked.__class__ = next(kind for base, kind in kinds.items() if isinstance(module, base))
     if factors is not None:
         masked.register_buffer("factors", factors, persistent=False)
-    return masked  # type: ignore[no-any-return]
+    return masked  # type: ignore[no-any-return]  # torch types copies as Any
 
 
 def unit_weights(module: Any) -> Tensor:

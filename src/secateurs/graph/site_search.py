@@ -320,7 +320,7 @@ class _Search:
             taken = {site.name for site in sites}
             names = (stream.name if not number else f"{stream.name}_{number}" for number in count())
             name = next(name for name in names if name not in taken)
-            found = self.site(stream.places, lambda layers, name=name: name)  # type: ignore[misc]
+            found = self.site(stream.places, lambda layers, name=name: name)  # type: ignore[misc]  # mypy cannot infer such a lambda
             if isinstance(found, Site) and found.layers:
                 sites.append(found)
         return sites

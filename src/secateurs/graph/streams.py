@@ -61,7 +61,7 @@ def find_streams(flows: Flows, numbers: Numbers) -> list[ResidualStream]:
     for group in {id(group): group for group in groups.values() if len(group) > 1}.values():
         members = [node for node in flows.of if node in group]
         joins = [node for node in members if _is_sum(flows, node)]
-        sums = [n for n in joins if flows.of[n].broadcasts and len(_wide(flows, n) & varying) > 1]  # type: ignore[union-attr]
+        sums = [n for n in joins if flows.of[n].broadcasts and len(_wide(flows, n) & varying) > 1]  # type: ignore[union-attr]  # all are joins
         if sums and flows.width(sums[0]) > 1 and not any(_multiplies_matrices(flows, node) for node in members):
             order = {node: place for place, node in enumerate(members)}
             norms = [

@@ -121,8 +121,8 @@ def l0(
     """Train with gates on all filters; `price` is λ, divided by the number of training images; `by` what is priced.
 
     `droprate` is the share of gates that are closed at the start. `gate_rate` multiplies log α: gates then learn faster by
-    that factor, for trainings that are shorter than the published 200 epochs. The price decides how much goes; where that is less
-    than the target, the filters with the smallest gates go too.
+    that factor, for trainings that are shorter than the published 200 epochs. The price decides how much goes; where that is
+    less than the target, the filters with the smallest gates go too.
     """
     with opened(task, f"l0 {price:g} {by} {droprate:g} {gate_rate:g}", recipe_for(task, "l1"), watch) as run:
         state = run.load()

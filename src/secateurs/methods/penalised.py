@@ -47,7 +47,7 @@ def cut_lowest(run: MethodRun, graph: Graph, scores: Mapping[str, Tensor]) -> Gr
     """
     if run.reached(graph):
         return graph
-    levels = torch.cat([values.double() for values in scores.values()]).unique()  # type: ignore[no-untyped-call]
+    levels = torch.cat([values.double() for values in scores.values()]).unique()  # type: ignore[no-untyped-call]  # untyped in torch
 
     def masks(level: int) -> dict[str | Site, Tensor]:
         found: dict[str | Site, Tensor] = {}

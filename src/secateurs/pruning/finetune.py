@@ -90,7 +90,7 @@ def reconstruct(context: PruningContext, budget: AccuracyBudget, state: NetworkS
 
     def measure() -> tuple[float, float | None]:
         held_out, device = context.held_out, runtime.device
-        means = lambda n: loss(module, held_out.examples, loss_fn=held_out.loss_fn, batch=n, device=device)  # noqa: E731
+        means = lambda n: loss(module, held_out.examples, loss_fn=held_out.loss_fn, batch=n, device=device)  # noqa: E731  # a name for it, used twice
         return runtime.limit.run(recipe.batch, means), None
 
     def trained() -> NetworkState:

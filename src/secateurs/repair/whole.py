@@ -95,7 +95,7 @@ def reconstruct_(
             for rows in torch.split(order, batch):
                 optimiser.zero_grad(set_to_none=True)
                 error = pairs.error(examples.batch(rows.to(examples.place), device=place).args)
-                error.backward()  # type: ignore[no-untyped-call]
+                error.backward()  # type: ignore[no-untyped-call]  # untyped in torch
                 optimiser.step()
                 total += float(error.detach()) * len(rows)
             errors.append(total / len(examples) / max(len(pairs.targets), 1))

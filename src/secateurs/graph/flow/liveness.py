@@ -381,7 +381,7 @@ def find_revivals(flows: Flows, starts: Mapping[fx.Node, Tensor], *, norms: bool
                 points[node] = torch.where(found, source, ELSEWHERE)
         if bool(found.any()):
             zero[node], sources[node] = found, torch.where(found, source, ELSEWHERE)
-    uneven = (node for node in grouped if not flows.of[node].groups_stay_equal(sources[node]))  # type: ignore[union-attr]
+    uneven = (node for node in grouped if not flows.of[node].groups_stay_equal(sources[node]))  # type: ignore[union-attr]  # all are norms
     obstacle = next((f"{label_of(node)} would have groups of different sizes" for node in uneven), "")
     return Revivals(points, obstacle, frozenset(filtered), {node: sources[node] for node in grouped})
 

@@ -108,7 +108,7 @@ def normalises_channels(op: Op) -> Flow:
     """Sums over an axis: along the channels, a zero channel counts too; along another, each channel is treated alone."""
     divides = op.node.target is F.normalize
     softmax = isinstance(op.module, nn.Softmax | nn.LogSoftmax | nn.Softmin)
-    dim = op.module.dim if softmax else op.argument(2, "dim", 1) if divides else op.argument(1, "dim")  # type: ignore[union-attr]
+    dim = op.module.dim if softmax else op.argument(2, "dim", 1) if divides else op.argument(1, "dim")  # type: ignore[union-attr]  # a module has `dim` here
     if op.axis is not None and isinstance(dim, int) and dim % len(op.shape) != op.axis:
         return channelwise(op, keeps_zero=divides)
     return opaque(op, "sums over an axis in which removed channels would count")
