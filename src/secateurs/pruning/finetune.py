@@ -90,8 +90,11 @@ def reconstruct(context: PruningContext, budget: AccuracyBudget, state: NetworkS
 
     def measure() -> tuple[float, float | None]:
         held_out, device = context.held_out, runtime.device
-        means = lambda n: loss(module, held_out.examples, loss_fn=held_out.loss_fn, batch=n, device=device)  # noqa: E731  # a name for it, used twice
-        return runtime.limit.run(recipe.batch, means), None
+
+        def mean(batch: int) -> float:
+            return loss(module, held_out.examples, loss_fn=held_out.loss_fn, batch=batch, device=device)
+
+        return runtime.limit.run(recipe.batch, mean), None
 
     def trained() -> NetworkState:
         before, seed = snapshot(module), derive(recipe.seed, "reconstruct")
