@@ -171,8 +171,7 @@ def network_up_to(module: fx.GraphModule, ends: Sequence[fx.Node], *, name: str 
 def network_between(module: fx.GraphModule, starts: Sequence[fx.Node], ends: Sequence[fx.Node]) -> fx.GraphModule:
     """Return the part of `module` that computes `ends`, as a tuple, from the values of `starts`, its inputs; shares weights."""
     given = set(starts)
-    behind = lambda node: [] if node in given else node.all_input_nodes  # noqa: E731
-    needed = {*ends, *_reachable(ends, behind)} - given
+    needed = {*ends, *_reachable(ends, lambda node: [] if node in given else node.all_input_nodes)} - given
     return _part(module, needed, "Part", inputs={node: f"from_{node.name}" for node in starts}, outputs=ends)
 
 
