@@ -359,6 +359,30 @@ def test_a_branch_goes_as_a_whole_where_that_is_the_only_way_to_save_time(
     assert alone.macs.removed == 0
 
 
+def test_the_loss_of_a_folded_branch_is_that_after_the_layers_behind_have_made_up_for_it() -> None:
+    """Behind a linear branch lies a linear layer: (I + BA) of the one can be written into the other, so that nothing is lost."""
+
+    class Linears(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.a, self.b = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+            self.behind, self.head = nn.Conv2d(8, 8, 1), nn.Linear(8, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x).relu()
+            return self.head(self.behind(x + self.b(self.a(x))).relu().mean((2, 3)))  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    asked = recipe(target_latency=None, repair="every-layer", criterion="obs", round_to=1)
+    run = Pruner(Linears().eval(), few_digits(128), recipe=asked)
+    run.measure_original()
+    curves = run._measure_curves()
+    folded = compact(run.original, {"a": torch.zeros(8, dtype=torch.bool)})
+    lost = run.context.loss(folded, run.context.held_out) - curves["a"].curve.loss[0]
+    assert curves["a"].curve.removed[-1] == 8
+    assert abs(curves["a"].curve.loss[-1] - curves["a"].curve.loss[0]) < 0.01 * lost
+
+
 def test_activations_are_counted_and_can_be_the_target() -> None:
     """By hand, for two images: two tensors of 32 channels of 8 × 8 are the most at one time."""
     graph = trace(small_net((24, 32)), torch.randn(2, 1, 8, 8))

@@ -402,15 +402,15 @@ class PruningContext:
         masks: dict[str | Site, Tensor] = {prepared.site.name: keep}
         return compact(graph, masks, verify=verify), repair
 
-    def refit(self, graph: Graph) -> Graph:
-        """The network with every layer solved against the original, if the recipe wants that; else `graph` itself."""
+    def refit(self, graph: Graph, layers: Collection[str] | None = None) -> Graph:
+        """The network with every layer, or those named, solved against the original, if the recipe wants it; else `graph`."""
         if self.recipe.repair not in REFITTED:
             return graph
         seed, device = derive(self.recipe.seed, "refit"), self.runtime.device
 
         def refit(batch: int) -> Graph:
             fresh = copied(graph)
-            refit_(fresh, self.original, self.repair_examples, batch=batch, device=device, seed=seed)
+            refit_(fresh, self.original, self.repair_examples, layers=layers, batch=batch, device=device, seed=seed)
             return fresh
 
         return self._batched(refit)

@@ -19,12 +19,14 @@ from secateurs.compaction import compact
 from secateurs.config import REFITTED, Shortcut
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import NonFinite, RunError
+from secateurs.graph.channels import none_of
+from secateurs.graph.consumers import find_layers
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site
 from secateurs.graph.structure import activations
 from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
-from secateurs.pruning.context import PreparedSite, PruningContext
+from secateurs.pruning.context import HeldOut, PreparedSite, PruningContext
 from secateurs.pruning.latency_target import target_share, timed_allocations
 from secateurs.pruning.results import ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
 from secateurs.repair import prepare, solve_together, write_
@@ -34,6 +36,7 @@ _MOST_TRIED = 160  # allocations that a search looks among: neighbours then diff
 _TINY = 1e-12  # sums of shares are rounded
 _GRID = 8  # points of a curve between nothing and all filters
 _CALIBRATED_AT = (2, 5)  # of them: where a predicted curve is measured
+_REFITTED_BEHIND = 4  # layers behind a folded branch that are solved again when its loss is measured
 _FIRST = (0.4, 0.5)  # of the saving at the predicted edge: the first allocations that are certified
 FINE = 1.06  # saving of the next allocation that is certified, relative to the one before
 COARSE = 1.3  # the same where training follows, which a refusal makes harder to certify
@@ -75,8 +78,7 @@ def measure_curve(
         losses_at = tuple(losses[m] for m in counts)
     else:
         counts = counts_at()
-        measured = context.evaluator(prepared, context.held_out.loss_fn).on(context.held_out.examples)
-        losses_at = tuple(measured.means(cuts_along(ranking.order, counts)).tolist())
+        losses_at = _measured_losses(context, prepared, ranking, counts, context.held_out)
     if not math.isfinite(losses_at[0]):
         raise NonFinite(
             f"site {site.name!r}: the loss of the uncut network on {len(context.held_out.examples)} validation examples is "
@@ -90,16 +92,40 @@ def _predicted_losses(
 ) -> dict[int, float]:
     """The loss without 0, 1, 2, … filters as predicted, brought to what is measured at `counts`; empty if that cannot be.
 
-    Without any filter nothing is left to solve for, so that the loss of a folded branch is the measured one.
+    The prediction knows nothing of a folded branch: its loss is the measured one.
     """
-    few, start = context.held_out_few, context.loss_of_few
-    measured = context.evaluator(prepared, few.loss_fn).on(few.examples)
+    start = context.loss_of_few
     if not math.isfinite(start) or len(counts) < 2:
         return {}
-    losses = dict(zip(counts[1:], measured.means(cuts_along(ranking.order, counts[1:])).tolist(), strict=True))
+    losses = dict(zip(counts[1:], _measured_losses(context, prepared, ranking, counts[1:], context.held_out_few), strict=True))
     folded = {m: loss for m, loss in losses.items() if m == prepared.site.channels}
     found = calibrated(ranking.predicted, {m: loss - start for m, loss in losses.items() if m not in folded})
     return {m: start + increase for m, increase in enumerate(found)} | folded if found else {}
+
+
+def _measured_losses(
+    context: PruningContext, prepared: PreparedSite, ranking: Ranking, counts: Sequence[int], held_out: HeldOut
+) -> tuple[float, ...]:
+    """The loss without the first filters of the ranking; without any, after the layers behind have made up for the branch."""
+    site = prepared.site
+    some = [m for m in counts if m < site.channels or context.recipe.repair not in REFITTED]
+    measured = context.evaluator(prepared, held_out.loss_fn).on(held_out.examples)
+    losses = measured.means(cuts_along(ranking.order, some)).tolist() if some else []
+    return (*losses, *(_folded_loss(context, site, held_out) for _ in counts[len(some) :]))
+
+
+def _folded_loss(context: PruningContext, site: Site, held_out: HeldOut) -> float:
+    """The loss without the branch of a site, with the next layers solved again.
+
+    A cut site is measured with its readers repaired. A folded branch has none left, and the layers behind the sum, which the
+    refit solves after all cuts, make up for most of it.
+    """
+    masks: dict[str | Site, Tensor] = {site.name: none_of(site.channels)}
+    folded = compact(context.original, masks, verify=False)
+    before, left = ([consumer.module for consumer, _ in find_layers(graph)] for graph in (context.original, folded))
+    gone = [place for place, name in enumerate(before) if name not in left]
+    behind = [name for name in before[max(gone, default=len(before)) + 1 :] if name in left]
+    return context.loss(context.refit(folded, behind[:_REFITTED_BEHIND]), held_out)
 
 
 def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequence[int]) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ A layer whose output is a term of a sum makes up for everything that the sum lac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ def refit_(
     original: Graph,
     examples: Examples,
     *,
+    layers: Collection[str] | None = None,
     batch: int = 256,
     device: Device = None,
     rows: int | None = ROWS,
@@ -55,9 +56,10 @@ def refit_(
 ) -> Mapping[str, Errors]:
     """Refit every layer of `graph`, in place, to its output in `original`, the network that `graph` was cut from.
 
-    Returns the errors before and after by layer. Layers without a bias or a BatchNorm behind them, which cannot represent a
-    mean, and layers whose Gram matrices would take more than `gram_bytes` stay as they are and are not in the result. Both
-    networks are run once from layer to layer, as long as the activations on the way take no more than `kept_bytes`.
+    With `layers` only those, by the names of their modules. Returns the errors before and after by layer. Layers without a
+    bias or a BatchNorm behind them, which cannot represent a mean, and layers whose Gram matrices would take more than
+    `gram_bytes` stay as they are and are not in the result. Both networks are run once from layer to layer, as long as the
+    activations on the way take no more than `kept_bytes`.
     """
     if len(examples) == 0:
         raise InvalidInput("refit: got no examples, wanted at least one.")
@@ -66,6 +68,8 @@ def refit_(
     for consumer, term in find_layers(graph):
         layer: Any = graph.module.get_submodule(consumer.module)
         if (layer.bias is None and consumer.norm is None) or gram_size(layer) > gram_bytes:
+            continue
+        if layers is not None and consumer.module not in layers:
             continue
         node = find_node(ours, consumer.node)
         seen, wanted = [node.all_input_nodes[0]], consumer.node
