@@ -360,7 +360,7 @@ def test_a_branch_goes_as_a_whole_where_that_is_the_only_way_to_save_time(
 
 
 def test_the_loss_of_a_folded_branch_is_that_after_the_layers_behind_have_made_up_for_it() -> None:
-    """Behind a linear branch lies a linear layer: (I + BA) of the one can be written into the other, so that nothing is lost."""
+    """A linear branch before a linear layer: (I + BA) of the one can be written into the other, and nothing is lost."""
 
     class Linears(nn.Module):
         def __init__(self) -> None:
