@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,12 @@ def make(network: str, choice: str, shares: Sequence[float], images: int, engine
             continue
         began = time.monotonic()
         # by MACs, predictions count the weights between two cut layers twice: the share is that of the network itself
-        chosen = next((one for one in allocations if _removed(run, curves, one, choice) >= share), None)
-        if chosen is None:
+        place = bisect_left(allocations, share, key=lambda one: _removed(run, curves, one, choice))
+        if place == len(allocations):
             most = _removed(run, curves, allocations[-1], choice)
             print(f"{network}, {choice}: no allocation saves {share:g}, the largest {most:.3f}", file=sys.stderr)
             continue
+        chosen = allocations[place]
         graph = apply_allocation(run.context, curves, chosen)
         path = save(graph, FOLDER / f"{network}-{choice.replace(' ', '-')}-{share:g}.safetensors")
         assert run.data.test is not None

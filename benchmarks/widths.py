@@ -132,6 +132,7 @@ def by_time(name: str, shortcut: Any, rounds: int) -> dict[str, Any]:
         shortcut=shortcut,
         engine="onnxruntime",
         target_latency=TARGET,
+        branches=False,  # with random weights a network loses nothing without them
         latency_batch=1,
         latency_threads=1,
         batch=8,
