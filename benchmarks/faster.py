@@ -1,12 +1,14 @@
-"""Accuracy against milliseconds on CIFAR-10: `python -m benchmarks.faster` (public weights, no training, ONNX Runtime).
+"""Accuracy against milliseconds on CIFAR-10: `python -m benchmarks.faster` (ONNX Runtime).
 
-For ResNet-20, 32 and 56: cuts chosen by the time that they save, and by the MACs, with the same criterion, repair and images.
-Networks of several sizes are made by each, their accuracy is that of the 5,000 images of CIFAR-10's test set that decided
-nothing, and all of a network's sizes are timed together, in turns with the dense one, at batches of 1 and 64, on one thread.
+For ResNet-20, 32 and 56, public weights, and ResNet-20 with the built-in ones (`builtin20`): cuts chosen by the time that they
+save, and by the MACs, with the same criterion, repair and images. Networks of several sizes are made by each, their accuracy is
+that of images of CIFAR-10's test set that decided nothing, and all of a network's sizes are timed together, in turns with the
+dense one, at batches of 1 and 64, on one thread.
 
 Every curve, network and row is kept (`~/.cache/secateurs/bench/faster`, benchmarks/results/faster.jsonl), so a run that was
 interrupted continues. Parts of the work: `--networks resnet56 --choices "time before" --shares 0.4`. `--render` only writes
-docs/performance.md; `--again` times the networks that are there once more.
+docs/performance.md; `--again` times the networks that are there once more; `--train 4 --choices … --shares …` trains those
+networks for so many epochs by distillation, at the settings of `benchmarks.finetuning`, and measures their accuracy again.
 """
 
 from __future__ import annotations
@@ -23,23 +25,26 @@ from typing import Any
 import torch
 
 from benchmarks.conditions import conditions
+from benchmarks.finetuning import Cell
 from benchmarks.render import PAGE, with_part
 from secateurs import Graph, Pruner, Recipe, cost, load, resume, save, trace
 from secateurs._util.download import home
 from secateurs._util.files import write_text
+from secateurs.cli.inputs import BUILTIN, PUBLIC, Origin, build_model
+from secateurs.cli.inputs import load_data as load_split
 from secateurs.data import Data, subset
-from secateurs.data import load as load_data
 from secateurs.export.engines import OnnxEngine
 from secateurs.graph.engine import in_rounds
 from secateurs.graph.latency import SpeedUp, speedup
 from secateurs.metrics import evaluate
-from secateurs.models import example_input, load_public
+from secateurs.models import example_input
 from secateurs.pruning.global_allocation import allocations_for, apply_allocation
+from secateurs.training import train_
 
 ROWS = Path(__file__).parent / "results" / "faster.jsonl"
 FOLDER = home() / "bench" / "faster"
 COMMAND = "python -m benchmarks.faster"
-NETWORKS = ("resnet20", "resnet32", "resnet56")
+NETWORKS = ("resnet20", "resnet32", "resnet56", "builtin20")
 CHOICES = ("macs before", "time before", "time stream")
 SHARES = {"macs": (0.35, 0.45, 0.55), "time": (0.3, 0.4, 0.5)}  # removed by prediction
 BATCHES = (1, 64)
@@ -65,9 +70,14 @@ def keep(row: dict[str, Any]) -> None:
     print(row, file=sys.stderr)
 
 
-def data(images: int) -> Data:
-    """CIFAR-10 with few training images for repairs, `images` of half of the test images to choose by, and the other half."""
-    found = load_data("cifar10", split="public", download=False)
+def origin(network: str) -> Origin:
+    """Where a network and its data come from."""
+    return Origin(f"resnet{network[-2:]}", "cifar10", weights=BUILTIN if network == "builtin20" else PUBLIC).settled()
+
+
+def data(network: str, images: int) -> Data:
+    """CIFAR-10 with few training images for repairs, `images` to choose by, and images that decide nothing."""
+    found = load_split(origin(network))
     return Data(
         "cifar10", subset(found.train, 2 * images, seed=0), subset(found.search, images, seed=0), found.test, found.classes
     )
@@ -76,7 +86,7 @@ def data(images: int) -> Data:
 def pruner(network: str, choice: str, images: int, engine_batch: int) -> Pruner:
     """The run of a choice, continued if it was begun; its curves are in its folder."""
     by, shortcut = choice.split()
-    folder, model, given = FOLDER / f"{network}-{choice.replace(' ', '-')}", load_public(int(network[6:])), data(images)
+    folder, model, given = FOLDER / f"{network}-{choice.replace(' ', '-')}", build_model(origin(network)), data(network, images)
     recipe = Recipe(
         max_drop=POINT,
         confidence=0.0,
@@ -159,9 +169,8 @@ def time_all(network: str, rounds: int, again: bool) -> None:
     timed = {_key({**row, "kind": "network", "batch": None}) for row in rows("speed")}
     if not found or (not again and timed.issuperset(map(_key, found))):
         return
-    dense = trace(load_public(int(network[6:])), example_input(network))
-    graphs: dict[int, Graph] = {-1: dense}
-    graphs |= {i: load(load_public(int(network[6:])), row["file"]) for i, row in enumerate(found)}
+    graphs: dict[int, Graph] = {-1: trace(build_model(origin(network)), example_input("resnet20"))}
+    graphs |= {i: load(build_model(origin(network)), row["file"]) for i, row in enumerate(found)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for batch in BATCHES:
@@ -174,6 +183,22 @@ def time_all(network: str, rounds: int, again: bool) -> None:
             figures = {"ratio": faster.ratio, "low": faster.low, "high": faster.high, **medians}
             keep({"kind": "speed", **same, "batch": batch, **figures, "conditions": conditions().sentence()})
     torch.set_num_threads(threads)
+
+
+def train(network: str, choice: str, shares: Sequence[float], epochs: int) -> None:
+    """Train networks that were made, by distillation from the dense one, and measure their accuracy again."""
+    whole, dense = load_split(origin(network)), build_model(origin(network))
+    settings = Cell(network, choice, 0.0, "distillation", "live", 0.01, 0, epochs, "bfloat16", None).settings()
+    for row in rows("network"):
+        if (row["network"], row["choice"]) != (network, choice) or row["share"] not in shares:
+            continue
+        graph, began = load(build_model(origin(network)), row["file"]), time.process_time()
+        train_(graph.module, whole.train, settings, teacher=dense)
+        assert whole.test is not None
+        same = {name: row[name] for name in ("network", "choice", "share", "before")}
+        figures = {"start": row["after"], "after": evaluate(graph.module, whole.test, batch=64).accuracy, "epochs": epochs}
+        seconds = round(time.process_time() - began)
+        keep({"kind": "trained", **same, **figures, "seconds": seconds, "conditions": conditions().sentence()})
 
 
 def at_one_point(found: Sequence[tuple[float, float]]) -> float | None:
@@ -195,9 +220,9 @@ def page() -> str:
     """The part of the page."""
     networks, speeds = rows("network"), {_key({**row, "kind": "network"}): row for row in rows("speed")}
     lines = [
-        "CIFAR-10, public weights, no training; criterion `obs`, every layer repaired; accuracy of the 5,000 test images that "
-        "decided nothing. ONNX Runtime, one thread, in turns with the dense network, 95 % intervals. At one point: speed at "
-        "one point of test accuracy lost, interpolated between the two nearest networks.",
+        "CIFAR-10, public weights (`builtin20`: those of the built-in ResNet-20), no training; criterion `obs`, every layer "
+        "repaired; accuracy of test images that decided nothing. ONNX Runtime, one thread, in turns with the dense network, "
+        "95 % intervals. At one point: speed at a point of test accuracy lost, interpolated between the two nearest networks.",
         "",
         "| network | cuts chosen by | masks | MACs left | test accuracy | batch 1 | batch 64 | branches gone |",
         "| --- | --- | --- | ---: | --- | --- | --- | ---: |",
@@ -226,8 +251,17 @@ def page() -> str:
                 f"{speed:.2f}× at batch {batch}" for speed, batch in zip(reached, BATCHES, strict=True) if speed is not None
             )
             summary.append(f"- {network}, by {choice.split()[0]}, masks {choice.split()[1]}: {words or 'not reached'}.")
+    trained = []
+    for row in rows("trained"):
+        both = [speeds[_key({**row, "kind": "network", "batch": batch})] for batch in BATCHES]
+        speed = " and ".join(f"{one['ratio']:.2f}× at batch {batch}" for one, batch in zip(both, BATCHES, strict=True))
+        trained.append(
+            f"- {row['network']}, by {row['choice']}, {speed}: {100 * row['before']:.2f} → {100 * row['start']:.2f} %, "
+            f"after {row['epochs']} epochs of distillation {100 * row['after']:.2f} % ({row['seconds']} s of one core)."
+        )
     measured = dict.fromkeys(row["conditions"] for row in speeds.values())
-    return "\n".join([*lines, "", "At one point:", "", *summary, "", *(f"Timed on: {where}." for where in measured)])
+    after = ["Trained:", "", *trained, ""] if trained else []
+    return "\n".join([*lines, "", "At one point:", "", *summary, "", *after, *(f"Timed on: {where}." for where in measured)])
 
 
 def main() -> None:
@@ -241,8 +275,13 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=512, help="to choose by, and to repair on")
     parser.add_argument("--engine-batch", type=int, default=1, help="batch that cuts are chosen for")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--train", type=int, metavar="EPOCHS", help="only train the networks of these choices and shares")
     options = parser.parse_args()
-    if not options.render:
+    if options.train:
+        for network in options.networks:
+            for choice in options.choices:
+                train(network, choice, options.shares or SHARES[choice.split()[0]], options.train)
+    elif not options.render:
         for network in options.networks:
             for choice in options.choices:
                 make(network, choice, options.shares or SHARES[choice.split()[0]], options.images, options.engine_batch)
