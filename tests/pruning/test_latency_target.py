@@ -26,7 +26,7 @@ from secateurs.models import build, example_input
 from secateurs.pruning import latency_tables
 from secateurs.pruning.context import PruningContext
 from secateurs.pruning.latency_tables import LatencyModel, TableFile, fast_widths, spread
-from secateurs.pruning.results import ChosenAllocation, ChosenShortcut, SiteCurve, SiteWidths, TimeTable
+from secateurs.pruning.results import BranchPrice, ChosenAllocation, ChosenShortcut, SiteCurve, SiteWidths, TimeTable
 from torture.runs import few_digits
 
 NAMES = count()
@@ -359,7 +359,9 @@ def test_a_branch_goes_as_a_whole_where_that_is_the_only_way_to_save_time(
     assert alone.macs.removed == 0
 
 
-def test_the_loss_of_a_folded_branch_is_that_after_the_layers_behind_have_made_up_for_it() -> None:
+def test_the_loss_of_a_folded_branch_is_that_after_the_layers_behind_have_made_up_for_it(
+    with_engine: Callable[[FakeEngine], FakeEngine],
+) -> None:
     """A linear branch before a linear layer: (I + BA) of the one can be written into the other, and nothing is lost."""
 
     class Linears(nn.Module):
@@ -373,14 +375,19 @@ def test_the_loss_of_a_folded_branch_is_that_after_the_layers_behind_have_made_u
             return self.head(self.behind(x + self.b(self.a(x))).relu().mean((2, 3)))  # type: ignore[no-any-return]
 
     torch.manual_seed(0)
-    asked = recipe(target_latency=None, repair="every-layer", criterion="obs", round_to=1)
+    with_engine(FakeEngine(8))  # 8 channels are one block: only whole branches save time
+    asked = recipe(target_latency=0.7, repair="every-layer", criterion="obs")
     run = Pruner(Linears().eval(), few_digits(128), recipe=asked)
-    run.measure_original()
-    curves = run._measure_curves()
+    result = run.finish()
+    curves = {found.site: found for found in records(run, SiteCurve)}
     folded = compact(run.original, {"a": torch.zeros(8, dtype=torch.bool)})
     lost = run.context.loss(folded, run.context.held_out) - curves["a"].curve.loss[0]
     assert curves["a"].curve.removed[-1] == 8
     assert abs(curves["a"].curve.loss[-1] - curves["a"].curve.loss[0]) < 0.01 * lost
+    assert [(step.site, step.kept) for step in result.steps] == [("a", 0)]
+    (price,) = records(run, BranchPrice)
+    assert price.price == min(price.tried, key=lambda one: one[2])[0]
+    assert price.tried[0][2] < 0.01 * lost
 
 
 def test_activations_are_counted_and_can_be_the_target() -> None:

@@ -28,7 +28,7 @@ from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import HeldOut, PreparedSite, PruningContext
 from secateurs.pruning.latency_target import target_share, timed_allocations
-from secateurs.pruning.results import ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
+from secateurs.pruning.results import BranchPrice, ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
 from secateurs.repair import prepare, solve_together, write_
 from secateurs.selection.allocation import Allocation, Curve, calibrated, frontier
 
@@ -106,9 +106,12 @@ def _predicted_losses(
 def _measured_losses(
     context: PruningContext, prepared: PreparedSite, ranking: Ranking, counts: Sequence[int], held_out: HeldOut
 ) -> tuple[float, ...]:
-    """The loss without the first filters of the ranking; without any, after the layers behind have made up for the branch."""
-    site = prepared.site
-    some = [m for m in counts if m < site.channels or context.recipe.repair not in REFITTED]
+    """The loss without the first filters of the ranking; without any, after the layers behind have made up for the branch.
+
+    That is measured where time counts. By MACs, narrow layers are worth as much as whole branches, and lose less.
+    """
+    site, refits = prepared.site, context.by_time and context.recipe.repair in REFITTED
+    some = [m for m in counts if m < site.channels or not refits]
     measured = context.evaluator(prepared, held_out.loss_fn).on(held_out.examples)
     losses = measured.means(cuts_along(ranking.order, some)).tolist() if some else []
     return (*losses, *(_folded_loss(context, site, held_out) for _ in counts[len(some) :]))
@@ -322,11 +325,10 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
     if not curves:
         return (Allocation({}, 0.0, 0.0),)
     by_time, recipe = context.by_time, context.recipe
-    allocations = (
-        timed_allocations(context, curves)
-        if by_time
-        else frontier([curve.curve for curve in curves.values()], context.branches(curves))
-    )
+    if by_time:
+        allocations = _at_best_price(context, curves, timed_allocations(context, curves))
+    else:
+        allocations = frontier([curve.curve for curve in curves.values()], context.branches(curves))
     every = -(-len(allocations) // _MOST_TRIED)  # predicted curves have a point for every filter
     allocations = (*allocations[:-1:every], allocations[-1]) if every > 1 else allocations
     share = target_share(context) if by_time else None
@@ -351,6 +353,33 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
         return enough and context.memory_left(smaller) <= (recipe.target_memory or 1.0)
 
     return allocations[: bisect_left(range(len(allocations) - 1), True, key=reaches) + 1]
+
+
+def _at_best_price(
+    context: PruningContext, curves: Mapping[str, SiteCurve], by_price: Mapping[float, Sequence[Allocation]]
+) -> Sequence[Allocation]:
+    """Make an allocation of each price of folded branches, all of about the same saving, and take that of the least loss."""
+
+    def compare() -> BranchPrice:
+        target = target_share(context)
+        wanted = min(found[-1].saved for found in by_price.values()) / 2 if target is None else 1 - target
+        start, losses, tried = context.loss(context.original, context.held_out), dict[str, float](), []
+        for price, found in by_price.items():
+            chosen = next((one for one in found if one.saved >= wanted - _TINY), found[-1])
+            known = repr(sorted(chosen.removed.items()))
+            if known not in losses:
+                losses[known] = context.loss(apply_allocation(context, curves, chosen), context.held_out) - start
+            tried.append((price, chosen.saved, losses[known]))
+        return BranchPrice(min(tried, key=lambda one: one[2])[0], tuple(tried), **context.of_position)
+
+    if len(by_price) == 1 or context.recipe.repair not in REFITTED:
+        return by_price[1.0]
+    found = context.journal.once(BranchPrice, compare, **context.of_position)
+    if found.price not in by_price:
+        raise RunError(
+            f"journal.jsonl: got a price of {found.price} for branches, wanted one of {', '.join(map(str, by_price))}."
+        )
+    return by_price[found.price]
 
 
 def compare_shortcuts(

@@ -30,6 +30,7 @@ from secateurs.selection.allocation import Allocation
 from secateurs.selection.knapsack import ascending, best_allocations
 
 CORRECTIONS = 3  # networks that are compacted and timed before an allocation is chosen
+PRICES = (2.0, 5.0)  # of folded branches, besides 1
 CLOSE = 0.02  # relative error of the predicted time at which the tables are correct enough
 BATCHES = (1, 64)  # at which results are timed, besides that of the recipe
 LONGEST_PASS = 3.0  # seconds: networks are not timed at batches that take longer
@@ -37,10 +38,11 @@ LONGEST_MEASURED = 20.0  # seconds of rounds of two networks, beyond the fewest
 _TIMED_ROUNDS, _FINAL_ROUNDS = 15, 25  # of two networks in turns
 
 
-def timed_allocations(context: PruningContext, curves: Mapping[str, SiteCurve]) -> tuple[Allocation, ...]:
+def timed_allocations(context: PruningContext, curves: Mapping[str, SiteCurve]) -> dict[float, tuple[Allocation, ...]]:
     """The allocations of least predicted loss for every share of the time saved, from nothing removed on.
 
-    Everything measured is journaled, so that a resumed run finds the same ones.
+    By the price of folded branches, by which their losses are multiplied; only 1 if none can be folded. Everything measured is
+    journaled, so that a resumed run finds the same ones.
     """
     solver = _Solver(context, curves)
     solver.price_alignment()
@@ -55,7 +57,8 @@ def timed_allocations(context: PruningContext, curves: Mapping[str, SiteCurve]) 
         share, wanted = timed.seconds / timed.original, target_share(context, number)
         if abs(timed.predicted / timed.seconds - 1) <= CLOSE and (wanted is None or share <= wanted * (1 + CLOSE)):
             break
-    return found
+    dearer = PRICES if any(curve.curve.removed[-1] == len(curve.original) for curve in curves.values()) else ()
+    return {1.0: found} | {price: solver.solve(price) for price in dearer}
 
 
 def target_share(context: PruningContext, rounds: int = CORRECTIONS + 1) -> float | None:
@@ -187,12 +190,20 @@ class _Solver:
             excess = self.saved(timed.removed) - (1 - timed.seconds / timed.original)
             self.price = max(excess, 0.0) / self.model.aligned(masks)
 
-    def solve(self) -> tuple[Allocation, ...]:
-        """The best allocations, when every other site is as in the network that was timed last."""
+    def solve(self, price: float = 1.0) -> tuple[Allocation, ...]:
+        """The best allocations, when every other site is as in the network that was timed last.
+
+        `price` multiplies what the loss rises by where a branch is folded.
+        """
         curves = []
         for name, curve in self.curves.items():
             points = [self.saved({**self.around, name: m}) for m in curve.curve.removed]
-            curves.append(replace(curve.curve, saved=tuple(point - points[0] for point in points)))
+            folded = [m == len(curve.original) for m in curve.curve.removed]
+            start = curve.curve.loss[0]
+            losses = [
+                start + price * (loss - start) if gone else loss for loss, gone in zip(curve.curve.loss, folded, strict=True)
+            ]
+            curves.append(replace(curve.curve, loss=tuple(losses), saved=tuple(point - points[0] for point in points)))
 
         def together(removed: Mapping[str, int]) -> float:
             """What cuts of the sites of one branch save together."""

@@ -241,6 +241,18 @@ class ChosenShortcut:
         return f"shortcut {self.shortcut!r} was taken: the rise of the loss was {each}"
 
 
+@dataclass(frozen=True)
+class BranchPrice:
+    """By how much the losses of folded branches were multiplied, and what it was chosen by.
+
+    Each is measured with the others in place: what makes up for one of them cannot make up for its neighbours too.
+    """
+
+    price: float
+    tried: tuple[tuple[float, float, float], ...]  # price, predicted share of the time saved, measured rise of the loss
+    shortcut: str = ""  # the position, if several are compared
+
+
 @dataclass(frozen=True, eq=False)
 class SiteCurve:
     """A site's ranking, and what cuts along it cost and save at this site alone. Ids are positions in the original site."""
@@ -465,6 +477,7 @@ KINDS = {
     "kept": KeptWeights,
     "retrained": Retrained,
     "curve": SiteCurve,
+    "branches": BranchPrice,
     "shortcut": ChosenShortcut,
     "trial": Trial,
     "division": ChosenAllocation,
