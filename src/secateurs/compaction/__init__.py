@@ -83,6 +83,7 @@ def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]], *, shar
     for node in [n for n in dict.fromkeys([*state.layout, *gathers]) if n in widths]:
         layout = state.carried(node, widths[node])
         wide = info(node).setdefault("original_channels", widths[node])
+        info(node)["channel_axis"] = state.axis_of(node)
         remaining[node.name] = compose(graph.ids.get(node.name), ids(state.physical.get(node, layout)))
         replacement = state.present(node)
         if replacement not in flows.of and (node in state.physical or info(node).get("ends_site")):
