@@ -252,7 +252,7 @@ def _reordered(op: Op, dims: tuple[Any, ...]) -> Flow:
     if op.axis is None or not all(isinstance(d, int) for d in dims):
         return opaque(op, "reorders axes of a tensor whose channels are unknown")
     axis = [d % len(dims) for d in dims].index(op.axis)
-    return Channelwise(axis, op.axis, op.width, keeps_zero=True)
+    return Channelwise(axis, op.axis, op.width, keeps_zero=True, pointwise=True)
 
 
 @rule("squeeze", torch.squeeze, "unsqueeze", torch.unsqueeze)
@@ -263,7 +263,7 @@ def squeezing(op: Op) -> Flow:
     dim, rank = op.argument(1, "dim"), len(op.shapes[0])
     if "unsqueeze" in str(op.node.target):
         at = dim % (rank + 1)
-        return Channelwise(op.axis + (at <= op.axis), op.axis, op.width, keeps_zero=True)
+        return Channelwise(op.axis + (at <= op.axis), op.axis, op.width, keeps_zero=True, pointwise=True)
     named = range(rank) if dim is None else {d % rank for d in ((dim,) if isinstance(dim, int) else dim)}
     squeezed = {d for d in named if op.shapes[0][d] == 1}
     if op.axis in squeezed:
