@@ -31,9 +31,6 @@ T = TypeVar("T")
 def build(name: str) -> tuple[nn.Module, Tensor]:
     """The network in eval mode, and one image."""
     torch.manual_seed(0)
-    sys.path.append(str(ROOT / "tools"))
-    define_operators = importlib.import_module("limits_networks").define_operators
-    define_operators()  # where torchvision's compiled part does not load
     if name.startswith("yolo"):
         os.environ.setdefault("YOLO_OFFLINE", "true")
         from ultralytics.nn.tasks import DetectionModel
@@ -80,6 +77,8 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=["resnet50", "vit_b_16", "yolo11n"])
     path = RESULTS.with_name("large.json")
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    sys.path.append(str(ROOT / "tools"))
+    importlib.import_module("limits_networks").define_operators()  # where torchvision's compiled part does not load
     for name in parser.parse_args().networks:
         rows.append({**measure(name), "threads": torch.get_num_threads(), "conditions": conditions().sentence()})
         write_text(path, json.dumps(rows, indent=1) + "\n")

@@ -2,10 +2,10 @@
 
 Run it as `make limits`, or as `tools/limits NAME...` for some networks only (LIBRARY/NETWORK, see limits_networks.py). Every
 network gets random weights, constants and BatchNorm statistics, is traced, searched for sites, and loses 30 % of the channels
-of all sites at once, and then again of what is left, with both shortcut positions; the compacted network must give what the
-masked one gives, in eval mode, in train mode, and in eval mode after train mode has updated the statistics of both. Rows are
-kept in results/limits/rows.jsonl: an interrupted run goes on with the networks that are missing (with --again, with those
-whose row another commit has made), the most important first, for at most --minutes. Writes docs/limits.md.
+of all sites at once, and then again of what is left, with each of three shortcut positions; the compacted network must give
+what the masked one gives, in eval mode, in train mode, and in eval mode after train mode has updated the statistics of both.
+Rows are kept in results/limits/rows.jsonl: an interrupted run goes on with the networks that are missing (with --again, with
+those whose row another commit has made), the most important first, for at most --minutes. Writes docs/limits.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import multiprocessing
+import operator
 import re
 import subprocess
 import sys
@@ -28,12 +30,14 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from limits_networks import build, by_importance, define_operators, names
 from torch import Tensor, nn
 
 from secateurs import Graph, Unprunable, compact, cost, find_sites, masked, trace
 from secateurs._util.files import write_text
 from secateurs.errors import EmptyLayer, SecateursError
+from secateurs.graph.node_info import dims_of, shape_of
 from secateurs.graph.trace import tensors_in
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +57,7 @@ class Surgery:
 
     sites: int
     layers: int  # convolution and linear layers that can lose filters
-    prunable_macs: int
+    prunable_macs: int  # of those layers, and of products of attention that get smaller with the cut
     macs_left: float  # share of the MACs left by the first cut
     difference: float  # between compacted and masked, relative to the largest output
     again: float  # the same for a second cut of what is left
@@ -91,6 +95,13 @@ class Row:
     refusals: tuple[Refusal, ...] = ()
     failure: str = ""
     seconds: float = 0.0
+    stream: Surgery | None = None  # None in rows that are older than this position, too
+    output_macs: int = 0  # of the layers whose filters are the network's outputs
+
+    @property
+    def done(self) -> tuple[Surgery, ...]:
+        """What became of it, by shortcut position."""
+        return tuple(found for found in (self.before, self.after, self.stream) if found is not None)
 
 
 @torch.no_grad()
@@ -156,7 +167,7 @@ def survey(name: str) -> Row:
 
 
 def operate(name: str, commit: str, seed: int) -> Row:
-    """Build one network with random weights, trace it, and cut it with both shortcut positions."""
+    """Build one network with random weights, trace it, and cut it with each shortcut position."""
     generator = torch.Generator().manual_seed(seed)
     torch.manual_seed(seed)
     model, example = build(name)
@@ -175,9 +186,9 @@ def operate(name: str, commit: str, seed: int) -> Row:
     whole = cost(graph)
     weighted = [layer for layer in cost(graph, convention="paper").layers if layer.macs]
     done, refused = {}, []
-    for shortcut in ("before", "after"):
+    for shortcut in ("before", "after", "stream"):
         sites = find_sites(graph, shortcut=shortcut)
-        refused += sites.unprunable
+        refused += [] if shortcut == "stream" else sites.unprunable
         done[shortcut] = surgery(graph, sites, whole, generator, shortcut)
     return Row(
         name,
@@ -192,6 +203,8 @@ def operate(name: str, commit: str, seed: int) -> Row:
         done["before"],
         done["after"],
         grouped(refused, graph.module),
+        stream=done["stream"],
+        output_macs=sum({u.name: u.macs for u in refused if u.reason.startswith("it is the network's output")}.values()),
     )
 
 
@@ -226,13 +239,40 @@ def surgery(graph: Graph, sites: Any, whole: Any, generator: torch.Generator, sh
     return Surgery(
         sites=len(sites),
         layers=len(layers),
-        prunable_macs=sum(whole.layer(layer).macs for layer in layers),
+        prunable_macs=sum(whole.layer(layer).macs for layer in layers) + smaller_products(graph, narrow),
         macs_left=cost(narrow).macs / whole.macs,
         difference=difference(got, wanted),
         again=difference(outputs(twice.module, graph.example), outputs(masked(narrow, second), graph.example)),
         training=training,
         effect=difference(outputs(graph.module, graph.example), wanted),
     )
+
+
+PRODUCTS = (torch.matmul, operator.matmul, torch.bmm, "matmul", "bmm", F.scaled_dot_product_attention)
+
+
+def smaller_products(graph: Graph, narrow: Graph) -> int:
+    """MACs, for one example, of the products of two tensors (those of attention) that do less work in the narrower network."""
+    before, after = products(graph), products(narrow)
+    return sum(macs for name, macs in before.items() if after.get(name, 0) < macs)
+
+
+def products(graph: Graph) -> dict[str, int]:
+    """The MACs of each product of two tensors, for one example, by node."""
+    found = {}
+    for node in graph.module.graph.nodes:
+        part = graph.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        target = getattr(part, "function", None) if part is not None else node.target
+        operands = [n for n in node.all_input_nodes if shape_of(n).is_tensor]
+        if target in PRODUCTS and len(operands) > 1:
+            made, first = dims_of(node), dims_of(operands[0])
+            if target is F.scaled_dot_product_attention:  # of queries and keys, and of their weights and values
+                found[node.name] = (
+                    math.prod(made[:-1]) * dims_of(operands[1])[-2] * (first[-1] + made[-1]) // len(graph.example[0])
+                )
+            else:
+                found[node.name] = math.prod(made) * first[-1] // len(graph.example[0])
+    return found
 
 
 def outputs(network: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -278,7 +318,7 @@ def in_train_mode(narrow: nn.Module, reference: nn.Module, inputs: tuple[Tensor,
 
 def differences(row: Row) -> list[float]:
     """All that were measured."""
-    return [d for s in (row.before, row.after) if s for d in (s.difference, s.again, s.training) if d is not None]
+    return [d for s in row.done for d in (s.difference, s.again, s.training) if d is not None]
 
 
 def verdict(row: Row) -> str:
@@ -287,9 +327,9 @@ def verdict(row: Row) -> str:
         return "crash" if row.failure.startswith("crash") else "refused"
     if not all(d <= EQUAL[row.dtype] for d in differences(row)):  # a NaN is wrong too
         return "wrong"
-    if any(done.sites and not done.effect > 1e3 * EQUAL[row.dtype] for done in (row.before, row.after)):
+    if any(done.sites and not done.effect > 1e3 * EQUAL[row.dtype] for done in row.done):
         return "no effect"
-    return "equal" if row.before.sites or row.after.sites else "no sites"
+    return "equal" if any(done.sites for done in row.done) else "no sites"
 
 
 def _git(*words: str) -> str:
@@ -332,8 +372,8 @@ def write_rows(rows: dict[str, Row]) -> None:
 
 def from_json(record: dict[str, Any]) -> Row:
     """A row as it was written."""
-    for shortcut in ("before", "after"):
-        if record[shortcut] is not None:
+    for shortcut in ("before", "after", "stream"):
+        if record.get(shortcut) is not None:
             record[shortcut] = Surgery(**record[shortcut])
     record["refusals"] = tuple(Refusal(**r) for r in record["refusals"])
     return Row(**record)
@@ -344,31 +384,30 @@ def percent(part: float, whole: float) -> str:
 
 
 def prunable(row: Row) -> float:
-    """The share of the MACs that can be pruned, with the better shortcut position."""
-    assert row.before is not None
-    assert row.after is not None
-    return max(row.before.prunable_macs, row.after.prunable_macs) / row.macs
+    """The share of the MACs that can be pruned, with the best shortcut position."""
+    return max(done.prunable_macs for done in row.done) / row.macs
 
 
 def model_table(rows: list[Row]) -> str:
     """One line a network."""
     lines = [
-        "| network | weights | input | engine | trace | sites | layers prunable | MACs prunable | MACs left, before / after | "
-        "largest difference | in train mode | outcome |",
-        "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| network | weights | input | engine | trace | sites | layers prunable | MACs prunable | as a stream | "
+        "MACs left | largest difference | in train mode | outcome |",
+        "| --- | ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     for row in rows:
         short_name = row.model.partition("/")[2]
         if row.before is None or row.after is None:
-            lines.append(f"| {short_name} | | | | | | | | | | | {verdict(row)}: {short(row.failure)} |")
+            lines.append(f"| {short_name} | | | | | | | | | | | | {verdict(row)}: {short(row.failure)} |")
             continue
-        both = (row.before, row.after)
-        trained = [s.training for s in both if s.training is not None]
-        eval_mode = max(d for s in both for d in (s.difference, s.again))
+        trained = [s.training for s in row.done if s.training is not None]
+        eval_mode = max(d for s in row.done for d in (s.difference, s.again))
+        either = max(row.before.prunable_macs, row.after.prunable_macs)
         lines.append(
             f"| {short_name} | {row.parameters / 1e6:.1f} M | {row.example} | {row.engine} | {row.tracing:.1f} s | "
-            f"{row.before.sites} / {row.after.sites} | {max(s.layers for s in both)} of {row.layers} | "
-            f"{percent(prunable(row), 1)} | {' / '.join(percent(s.macs_left, 1) for s in both)} | "
+            f"{' / '.join(str(s.sites) for s in row.done)} | {max(s.layers for s in row.done)} of {row.layers} | "
+            f"{percent(either, row.macs)} | {percent(row.stream.prunable_macs, row.macs) if row.stream else ''} | "
+            f"{' / '.join(percent(s.macs_left, 1) for s in row.done)} | "
             f"{eval_mode:.0e}{' (float32)' * (row.dtype == 'float32')} | {f'{max(trained):.0e}' if trained else '–'} | "
             f"{verdict(row)} |"
         )
@@ -419,11 +458,13 @@ def render(rows: list[Row]) -> str:
     commits = ", ".join(f"`{commit}` ({count})" for commit, count in Counter(row.commit for row in rows).most_common())
     taken = [row for row in rows if row.before is not None]
     shares = sorted(prunable(row) for row in taken)
+    without = sorted(prunable(row) * row.macs / max(row.macs - row.output_macs, 1) for row in taken)
     engines = ", ".join(f"{engine} {count}" for engine, count in Counter(row.engine for row in taken).most_common())
     parts = [
         f"{len(rows)} networks, torch {torch.__version__} on a CPU, secateurs at commit {commits}. Captured: {len(taken)} "
-        f"({engines}). Outcomes: {counted(rows)}. Share of the MACs that can be pruned: median {percent(median(shares), 1)}, "
-        f"above 90 % in {sum(s > 0.9 for s in shares)} of {len(taken)} networks."
+        f"({engines}). Outcomes: {counted(rows)}. Share of the MACs that can be pruned, with the best position: median "
+        f"{percent(median(shares), 1)}, above 90 % in {sum(s > 0.9 for s in shares)} of {len(taken)} networks; of the MACs "
+        f"before the output layer: median {percent(median(without), 1)}, above 90 % in {sum(s > 0.9 for s in without)}."
     ]
     for library in LIBRARIES:
         found = [row for row in rows if row.model.startswith(f"{library}/")]

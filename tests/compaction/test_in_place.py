@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nets import TOPOLOGIES, assert_same, random_keep, random_tensor, randomise_, run
+from nets import TOPOLOGIES, Net, assert_same, conv, random_keep, random_tensor, randomise_, run
 from secateurs import Graph, Recipe, compact, cut_, find_sites, prune, trace
 from secateurs.errors import InvalidInput, NotInPlace, PlanError
 from secateurs.models import build, example_input
@@ -146,6 +147,64 @@ def test_heads_that_modules_count_are_set() -> None:
     cut_(model, smaller.plan, x)
     assert (model.num_heads, model.all_head_size, model.qkv.out_features) == (3, 9, 27)
     assert_same(run(model, x), run(smaller.module, x))
+
+
+class Reshaped(nn.Module):
+    """With half of the heads it runs as it is: each of as many heads has half of the features then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.qkv, self.out = 4, nn.Linear(6, 48), nn.Linear(16, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_a_number_of_heads_is_set_where_the_model_runs_without_it_but_gives_something_else() -> None:
+    model, x = randomise_(nn.Sequential(Reshaped(), Reshaped())), random_tensor(2, 5, 6)
+    graph = trace(model, x)
+    keep = torch.tensor([True, False, True, False])
+    smaller = compact(graph, {site.name: keep for site in find_sites(graph, "coupled") if site.name.endswith("qkv")})
+    cut_(model, smaller.plan, x)
+    assert [(part.num_heads, part.qkv.out_features) for part in model] == [(2, 24)] * 2
+    assert_same(run(model, x), run(smaller.module, x))
+
+
+def recurrent(body: Callable[[Net, Tensor], Tensor], into: int, **options: Any) -> Net:
+    return Net(body, a=nn.Linear(6, 8), r=nn.LSTM(8, 8, batch_first=True, **options), o=nn.Linear(into, 2))
+
+
+COUPLED: dict[str, tuple[Net, list[str]]] = {  # and the sites that are offered, of which each can be cut in place
+    "mean": (Net(lambda n, x: n.o(F.relu(n.a(x)).mean(1, True)), a=conv(3, 8), o=conv(1, 2)), []),
+    "sum": (Net(lambda n, x: n.o(F.relu(n.a(x)).sum(1, True)), a=conv(3, 8), o=conv(1, 2)), ["a"]),
+    "largest": (Net(lambda n, x: n.o(n.a(x).max(1, True)[0]), a=conv(3, 8), o=conv(1, 2)), []),
+    "where": (
+        Net(lambda n, x: n.o(torch.where(n.a(x) > 0, n.a(x), n.p)), a=conv(3, 8), o=conv(8, 2), p=torch.ones(8, 1, 1)),
+        ["a.coupled"],
+    ),
+    "units": (recurrent(lambda n, x: n.o(n.r(n.a(x))[0][:, -1]), 8), ["a", "r"]),
+    "part of the units": (recurrent(lambda n, x: n.o(n.r(n.a(x))[0][:, :, 2:]), 6), ["a"]),
+    "half of the units": (recurrent(lambda n, x: n.o(n.r(n.a(x))[0].chunk(2, -1)[0]), 4), ["a"]),
+    "sum with units": (recurrent(lambda n, x: n.o((h := n.a(x)) + n.r(h)[0]), 8), []),
+    "both directions": (
+        recurrent(lambda n, x: n.o(sum(n.r(n.a(x))[0].chunk(2, -1))), 8, bidirectional=True),  # type: ignore[arg-type]
+        ["a", "r"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_every_coupled_site_can_be_cut_in_place(name: str) -> None:
+    model, offered = COUPLED[name]
+    x = random_tensor(2, 5, 6) if hasattr(model, "r") else X
+    graph = trace(randomise_(model), x)
+    sites = find_sites(graph, "coupled")
+    assert [site.name for site in sites] == offered
+    for site in sites:
+        smaller, own = compact(graph, {site: torch.arange(site.channels) != 1}), copy.deepcopy(model)
+        cut_(own, smaller.plan, x)
+        assert_same(run(own, x), run(smaller.module, x))
 
 
 def test_a_stream_goes_with_its_norms_and_parameters() -> None:

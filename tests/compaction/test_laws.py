@@ -215,6 +215,7 @@ def second_masks(graph: Graph, keep: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @example(case=Case(blocks=("Chain", "Parts"), head="mean", shortcut="before", share=0.4, seed=2510))  # a gathered constant
 @example(case=Case(blocks=("Products", "Parts"), head="mean", shortcut="after", share=0.4, seed=10000))  # a narrowed one
+@example(case=Case(blocks=("PreActivation",), head="mean", shortcut="stream", share=0.4, seed=1))  # a stream of one channel
 @law(16)
 def test_two_steps_equal_one(case: Case) -> None:
     graph = case.graph()
@@ -417,6 +418,37 @@ def test_an_emptied_residual_branch_is_folded_away(bias: bool, emptied: tuple[st
     assert left == {"a", "d"}
     gives_a_constant = "c" not in emptied and (bias or normed)
     assert any(isinstance(part, Constant) for part in smaller.module.modules()) == gives_a_constant
+
+
+SCALED: dict[str, Callable[[Net, Tensor], Tensor]] = {  # a branch that is scaled channel by channel, as in ConvNeXt and CaiT
+    "gamma * x": lambda net, x: net.gamma.view(-1, 1, 1) * x,
+    "x.mul(gamma)": lambda net, x: x.mul(net.gamma.reshape(1, -1, 1, 1)),
+    "channels last": lambda net, x: (x.permute(0, 2, 3, 1) * net.gamma).permute(0, 3, 1, 2),
+    "sizes of the branch": lambda net, x: x * net.gamma.view(-1, 1, 1).expand(x.shape[1], 1, 1),
+    "and shifted": lambda net, x: x * net.gamma[:, None, None] + net.beta[:, None, None],
+}
+
+
+@pytest.mark.parametrize("emptied", ["b", "c"])
+@pytest.mark.parametrize("form", SCALED)
+def test_an_emptied_branch_with_a_layer_scale_is_folded_away(form: str, emptied: str) -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        x = torch.relu(net.a(x))
+        out: Tensor = net.d(torch.relu(x + SCALED[form](net, net.c(torch.relu(net.b(x))))))
+        return out
+
+    layers = {"a": conv(3, 6), "b": conv(6, 5), "c": conv(5, 6), "d": conv(6, 2, 1)}
+    gamma, beta = nn.Parameter(random_tensor(6, seed=3)), nn.Parameter(random_tensor(6, seed=4))
+    graph = traced(Net(body, **layers, gamma=gamma, beta=beta), random_tensor(2, 3, 8, 8))
+    if form == "sizes of the branch" and emptied == "b":
+        with pytest.raises(EmptyLayer, match="the cut leaves 'b' without a single channel"):
+            compact(graph, {"b": torch.zeros(5, dtype=torch.bool)})
+        return
+    channels = {site.name: site.channels for site in find_sites(graph)}[emptied]
+    smaller = assert_compact_is_masked(graph, {emptied: torch.zeros(channels, dtype=torch.bool)}, OTHER)
+    constants = [name for name in smaller.module.state_dict() if name.startswith("constant_")]
+    assert len(constants) == (emptied == "b" or "shifted" in form)
+    assert smaller.module.state_dict().keys() - set(constants) == {"a.weight", "a.bias", "d.weight", "d.bias"}
 
 
 def test_a_folded_constant_obeys_its_own_mask() -> None:

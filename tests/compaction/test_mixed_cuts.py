@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import secateurs as sc
+from nets import Net, assert_compact_is_masked, conv, traced, without
 from secateurs.config import Shortcut
 
 X = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -72,3 +73,16 @@ def test_a_model_with_weight_norm_is_cut_in_place_by_its_plan_and_loaded(old: bo
     sc.save(smaller, tmp_path / "cut.safetensors")
     loaded = sc.load(build(), tmp_path / "cut.safetensors")
     torch.testing.assert_close(loaded.module(x), wanted, rtol=0, atol=tolerance)
+
+
+def test_groups_of_channels_that_are_added_stay_groups_when_one_channel_of_each_is_left() -> None:
+    """A view to (2, 1) has the same sizes as one to (2,): which axis had the channels is remembered, and the ids stay right."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        out: Tensor = net.out(net.wide(x).view(-1, 2, 3, 6, 6).sum(1))
+        return out
+
+    graph = traced(Net(forward, wide=conv(3, 6), out=conv(3, 2)), X)
+    for removed, left in ((0, (1, 2)), (1, (1,))):
+        graph = assert_compact_is_masked(graph, {"wide": without(3 - removed, removed)}, (X,))
+        assert sc.find_site(graph, "wide").original == left

@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,7 +24,7 @@ from secateurs.graph.channels import compose, ids
 from secateurs.graph.flow import analyse, find_flows
 from secateurs.graph.layers import Align, Constant
 from secateurs.graph.masking import Masks, copied, copy_module, masked
-from secateurs.graph.node_info import info
+from secateurs.graph.node_info import called_module, info
 from secateurs.graph.plan import Plan, PlannedCut
 from secateurs.graph.sites import Site, check_masks, node_masks, remember_names_, resolve
 from secateurs.graph.trace import (
@@ -35,10 +36,13 @@ from secateurs.graph.trace import (
     other_batches,
     other_sizes,
     record_shapes_,
+    repeated,
     smaller_images,
     tensors_in,
 )
 from secateurs.graph.weight_norm import weight_norm_of
+
+LARGE = 2**17  # values of an example
 
 __all__ = ["Align", "Constant", "Verification", "compact", "replay", "verify"]
 
@@ -65,8 +69,13 @@ def compact(graph: Graph, masks: Masks | Plan, *, verify: bool = True) -> Graph:
     return smaller
 
 
-def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]], *, share: bool = False) -> Graph:
-    """Return the narrower graph, not yet compared with the masked network; with `share`, whole tensors are the graph's own."""
+def _rewritten(
+    graph: Graph, checked: Mapping[str, tuple[Site, Tensor]], *, share: bool = False, like: fx.GraphModule | None = None
+) -> Graph:
+    """Return the narrower graph, not yet compared with the masked network; with `share`, whole tensors are the graph's own.
+
+    `like` is the same cut of the same network with other weights: it tells the shapes at all nodes.
+    """
     module = spread_sums(copy_module(graph, share=share))
     nodes = {node.name: node for node in module.graph.nodes}
     if not graph.plan.steps:
@@ -83,12 +92,14 @@ def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]], *, shar
     for node in [n for n in dict.fromkeys([*state.layout, *gathers]) if n in widths]:
         layout = state.carried(node, widths[node])
         wide = info(node).setdefault("original_channels", widths[node])
+        info(node)["channel_axis"] = state.axis_of(node)
         remaining[node.name] = compose(graph.ids.get(node.name), ids(state.physical.get(node, layout)))
         replacement = state.present(node)
         if replacement not in flows.of and (node in state.physical or info(node).get("ends_site")):
             remaining[replacement.name] = compose(graph.ids.get(node.name), ids(layout))
             info(replacement)["original_channels"] = wide
-    record_shapes_(module, graph.example)
+    if like is None or not _copy_shapes_(like, module):
+        record_shapes_(module, graph.example)
     fuse_sums_(module)
     there = {node.name for node in module.graph.nodes}  # a later cut may give the name of an erased node to another
     cuts = [
@@ -97,6 +108,18 @@ def _rewritten(graph: Graph, checked: Mapping[str, tuple[Site, Tensor]], *, shar
     ]
     left = {name: found for name, found in remaining.items() if name in there}
     return Graph(module, graph.example, graph.plan.then(cuts), graph.leaves, left, state.kept)
+
+
+def _copy_shapes_(source: fx.GraphModule, target: fx.GraphModule) -> bool:
+    """Record the shapes at the nodes of `source` at those of `target`, its form before sums are fused; False if some lack."""
+    shapes = {node.name: info(node)["shape"] for node in source.graph.nodes}
+    for node in reversed(target.graph.nodes):  # an alignment that was fused with a sum has the shape of the sum
+        found = shapes.get(node.name) or next((info(user)["shape"] for user in node.users), None)
+        if found is None or (node.name not in shapes and not isinstance(called_module(target, node), Align)):
+            return False
+        info(node)["shape"] = found
+        info(node).pop("other_shapes", None)
+    return True
 
 
 @with_real_tensors
@@ -222,7 +245,7 @@ def _proof(
 
     All of it in float64, or in the network's own precision where that fails. A quick proof uses one batch of two instead of
     four batches like the example, and one other batch size; the perturbed weights are compared on smaller images, where the
-    network takes them.
+    network takes them. The masked network runs once on each input.
     """
     arguments = (graph, masks, smaller, quick, given, seed)
     try:
@@ -249,31 +272,41 @@ def _proof_in(
     reference = masked(own, masks, share=True).eval()
     example = tuple(e.to(dtype) if e.is_floating_point() else e for e in like_network(graph.module, graph.example))
     small = smaller_images(reference, example) if quick else example
-    few = [inputs for inputs, _ in other_batches(reference, example, 2)] if quick else []
-    probes = [given] if given is not None else [_random_like(each, generator) for each in few or [example] * 4]
+    few = other_batches(reference, _random_like(repeated(example, 2), generator), 2) if quick else []
+    probes = [given] if given is not None else [_random_like(example, generator) for _ in range(0 if few else 4)]
     rounded = tolerance
     if any(isinstance(layer, Constant) or weight_norm_of(layer) is not None for layer in smaller.module.modules()):
         # what a branch was folded into, and the norms of a weight that lost inputs, are rounded once
         rounded = max(tolerance, 100 * torch.finfo(dtype_of(smaller.module)).eps)
-    difference, scale = _compared(reference, compacted, probes, dtype, rounded)
+    wanted = few or [(probe, _outputs(reference, probe, dtype)) for probe in probes]
+    difference, scale = _compared(wanted, compacted, dtype, rounded)
     perturb_(own.module, generator)
-    changed = _rewritten(own, check_masks(own, masks), share=True).module.eval()
+    changed = _rewritten(own, check_masks(own, masks), share=True, like=smaller.module).module.eval()
     like_example = _random_like(small, generator)
-    if quick:
-        others = other_batches(reference, like_example, 3)
+    if quick:  # a single image where there are no smaller ones: the network is a large one
+        others = other_batches(reference, like_example, 1 if small is example and example[0].numel() > LARGE else 3)
     else:
-        with torch.no_grad():
-            others = other_sizes(reference, like_example, reference(*like_example))
-            others += other_batches(reference, like_example, 1)
-    perturbed = _compared(reference, changed, [inputs for inputs, _ in others] or [like_example], dtype, tolerance)
-    return Verification(difference, scale, sum(len(probe[0]) for probe in probes), *perturbed)
+        expected = wanted[0][1] if given is None else _outputs(reference, like_example, dtype)
+        others = other_sizes(reference, like_example, expected)
+        others += other_batches(reference, like_example, 1)
+    perturbed = _compared(others or [(like_example, _outputs(reference, like_example, dtype))], changed, dtype, tolerance)
+    return Verification(difference, scale, sum(len(inputs[0]) for inputs, _ in wanted), *perturbed)
+
+
+def _outputs(network: fx.GraphModule, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> Any:
+    """Return the outputs of a network for inputs in its precision."""
+    with torch.no_grad():
+        return network(*(t.to(dtype) if t.is_floating_point() else t for t in inputs))
 
 
 def _compared(
-    wanted: fx.GraphModule, got: fx.GraphModule, probes: list[tuple[Tensor, ...]], dtype: torch.dtype, tolerance: float
+    wanted: list[tuple[tuple[Tensor, ...], Any]], got: fx.GraphModule, dtype: torch.dtype, tolerance: float
 ) -> tuple[float, float]:
-    """Return the largest difference between the outputs of two networks and the largest output; checks the tolerance."""
-    worst, scale = _differences([wanted, got], probes, dtype)
+    """Return the largest difference of a network's outputs to those `wanted` and the largest of these; checks the tolerance."""
+    worst = scale = 0.0
+    for inputs, outputs in wanted:
+        difference, largest = _difference(tensors_in(outputs), tensors_in(_outputs(got, inputs, dtype)))
+        worst, scale = max(worst, difference), max(scale, largest)
     if not worst <= tolerance * scale:
         raise NotEqual(
             f"the compacted network differs from the masked one by {worst:.3g} where outputs reach {scale:.3g} "
@@ -282,29 +315,26 @@ def _compared(
     return worst, scale
 
 
-def _differences(networks: list[fx.GraphModule], probes: list[tuple[Tensor, ...]], dtype: torch.dtype) -> tuple[float, float]:
+def _difference(wanted: list[Tensor], got: list[Tensor]) -> tuple[float, float]:
     """Return the largest difference between the outputs of two networks, and the largest output of the first.
 
     Values that are NaN or infinite in the first must be so in the second, and are not compared further.
     """
     worst = scale = 0.0
-    for probe in probes:
-        inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in probe)
-        with torch.no_grad():
-            wanted, got = (tensors_in(network(*inputs)) for network in networks)
-        if len(wanted) != len(got):
-            raise NotEqual(f"the compacted network gives {len(got)} tensors, the masked one {len(wanted)}.")
-        for a, b in zip(wanted, got, strict=True):
-            if a.shape != b.shape:
-                raise NotEqual(f"the compacted network gives shape {tuple(b.shape)}, the masked one {tuple(a.shape)}.")
-            if a.is_complex():
-                a, b = torch.view_as_real(a), torch.view_as_real(b)
-            finite = a.isfinite()
-            if not torch.equal(finite, b.isfinite()):
-                worst = math.inf
-            if bool(finite.any()):
-                a, b = a[finite].double(), b[finite].double()
-                worst, scale = max(float((a - b).abs().max()), worst), max(float(a.abs().max()), scale)
+    if len(wanted) != len(got):
+        raise NotEqual(f"the compacted network gives {len(got)} tensors, the masked one {len(wanted)}.")
+    for a, b in zip(wanted, got, strict=True):
+        if a.shape != b.shape:
+            raise NotEqual(f"the compacted network gives shape {tuple(b.shape)}, the masked one {tuple(a.shape)}.")
+        if a.is_complex():
+            a, b = torch.view_as_real(a), torch.view_as_real(b)
+        finite = a.isfinite()
+        if not torch.equal(finite, b.isfinite()):
+            worst = math.inf
+        elif bool(finite.any()):
+            worst = max(worst, float((a[finite].double() - b[finite].double()).abs().max()))
+        if bool(finite.any()):
+            scale = max(scale, float(a[finite].double().abs().max()))
     return worst, scale
 
 
@@ -328,8 +358,8 @@ def perturb_(module: fx.GraphModule, generator: torch.Generator) -> None:
             if not tensor.is_floating_point():
                 continue
             size = float(tensor.abs().mean()) if tensor.numel() else 0.0
-            noise = (torch.rand(tensor.shape, generator=generator) - 0.5).to(tensor.device, tensor.dtype) / 3
+            noise = torch.rand(tensor.shape, generator=generator).sub_(0.5).to(tensor.device, tensor.dtype)
             if statistics.get(tensor) == "running_var":
-                tensor.mul_(noise.exp())
+                tensor.mul_((noise / 3).exp())
             else:
-                tensor.add_(noise * (size or 1.0))
+                tensor.add_(noise, alpha=(size or 1.0) / 3)

@@ -28,10 +28,13 @@ def constant_at(state: Rewriting, node: fx.Node, flow: Flow) -> Tensor | None:
     The value has length 1 along all axes but the channels'. `EmptyLayer` for an op that does not treat every place alike.
     """
     inputs = state.flows.inputs[node]
-    if flow.axis is None or not inputs or not all(state.is_empty(i) for i in inputs):
+    held = {i: value for i in inputs if not state.is_empty(i) and (value := _held(state, i)) is not None}
+    if flow.axis is None or not inputs or not all(state.is_empty(i) or i in held for i in inputs) or len(held) == len(inputs):
         return None
     if not bool(state.live_at(node).any()):
         return None
+    if isinstance(flow, Join) and len(inputs) == len(node.args) and flow.broadcasts:
+        return _combined(state, node, held)
     known = any(i in state.constants for i in inputs)
     steady = isinstance(flow, Channelwise) and flow.pointwise and len(inputs) == 1
     gathers = isinstance(flow, Moved) and flow.how == "gather" and flow.axis == flow.in_axis
@@ -51,6 +54,34 @@ def constant_at(state: Rewriting, node: fx.Node, flow: Flow) -> Tensor | None:
     with eval_mode(*([] if called is None else [called])):
         result = call_on(node, called, _zero(state, node) if value is None else value)
     assert isinstance(result, Tensor)
+    return result
+
+
+def _held(state: Rewriting, node: fx.Node) -> Tensor | None:
+    """Return the value of a node that hangs on parameters and buffers alone; None if it does not."""
+    if node.op == "get_attr":
+        found = operator.attrgetter(str(node.target))(state.module)
+        return found.detach() if isinstance(found, Tensor) else None
+    if node.op not in ("call_method", "call_function") or node.kwargs or not node.args:
+        return None
+    source, *rest = node.args
+    if not isinstance(source, fx.Node) or any(isinstance(i, fx.Node) for i in rest):
+        return None
+    value = _held(state, source)
+    result = None if value is None else call_on(node, None, value)
+    return result if isinstance(result, Tensor) else None
+
+
+def _combined(state: Rewriting, node: fx.Node, held: dict[fx.Node, Tensor]) -> Tensor:
+    """Return the sum or product of constants and parameters; `EmptyLayer` where it is not the same at every place."""
+    inputs = state.flows.inputs[node]
+    first = next(i for i in inputs if i not in held)
+    state.emptied_by[node] = state.emptied_by.get(first, str(first.target))
+    values = {i: held[i] if i in held else state.constants.get(i, _zero(state, i)) for i in inputs}
+    args = fx.map_arg(node.args, values.__getitem__)
+    result = getattr(args[0], node.target)(*args[1:]) if isinstance(node.target, str) else node.target(*args)  # type: ignore[operator]
+    if node.kwargs or not isinstance(result, Tensor) or list(result.shape) != _thin(state, node):
+        raise state.empty(first, node)
     return result
 
 

@@ -212,7 +212,7 @@ class _Trial:
         """Return the attributes that have to be set besides those of layers, such as a width that a module stores."""
         chosen: list[_Write] = []
         failure = self._run()
-        while failure is not None and failure.error is not None:
+        while failure is not None:
             found = next(filter(None, (self._further(each, failure) for each in self._choices(failure))), None)
             if found is None:
                 break
@@ -224,21 +224,46 @@ class _Trial:
         return chosen
 
     def _run(self) -> _Failure | None:
-        """Run the cut copy on all probes; None if it gives what the compacted graph gives."""
+        """Run the cut copy on all probes; None if it gives what the compacted graph gives, layer by layer where it has them."""
+        done = 0  # calls before the last one whose output is that of the compacted graph
         calls: list[str] = []
-        names = {part: path for path, part in self.copy.named_modules()}
-        hooks = [part.register_forward_hook(lambda part, *_: calls.append(names[part])) for part in self.copy.modules()]
+        different: list[str] = []
+        expected: dict[str, list[Tensor]] = {}
+
+        class Watch(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                value = super().run_node(n)
+                if n.op == "call_module" and isinstance(value, Tensor):
+                    expected.setdefault(str(n.target), []).append(value)
+                return value
+
+        def look(path: str) -> Any:
+            def hook(part: nn.Module, args: Any, output: Any) -> None:
+                nonlocal done
+                calls.append(path)
+                if expected.get(path) and not different:
+                    if isinstance(output, Tensor) and _same([output], [expected[path].pop(0)], self.tolerance):
+                        done = len(calls)
+                    else:
+                        different.append(path)
+
+            return hook
+
+        hooks = [part.register_forward_hook(look(path)) for path, part in self.copy.named_modules()]
         network = ByPosition(self.copy, self.call)
         try:
             for probe in self.probes:
+                expected.clear()
                 with torch.no_grad():
-                    wanted = tensors_in(self.wanted(*copy.deepcopy(probe)))
+                    wanted = tensors_in(Watch(self.wanted).run(*copy.deepcopy(probe)))
                     try:
                         got = tensors_in(network(*copy.deepcopy(probe)))
                     except Exception as error:  # a forward with a width that does not fit may raise anything
-                        return _Failure(len(calls), error, self._modules_of(error))
+                        around = [*self._modules_of(error), *(m for path in different for m in _around(path))]
+                        return _Failure(done if different else len(calls), error, list(dict.fromkeys(around)))
                     if not _same(got, wanted, self.tolerance):
-                        return _Failure(len(calls), None, [])
+                        last = different or calls[-1:]
+                        return _Failure(done, None, [m for path in last for m in _around(path)], "".join(different))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -301,7 +326,7 @@ class _Trial:
         for write in writes:
             setattr(self.copy.get_submodule(write.path), write.name, write.value)
         then = self._run()
-        if then is None or (then.calls > failure.calls and then.error is not None):
+        if then is None or then.calls > failure.calls:
             self.worked |= {write.name for write in writes}
             return writes, then
         for write in old:
@@ -318,9 +343,10 @@ class _Trial:
                 f"together: find_sites(graph, 'coupled'), or shortcut='coupled' in the recipe."
             )
         if failure.error is None:
+            first = f": the first layer that differs is {failure.different!r}" if failure.different else ""
             return NotInPlace(
                 f"{name} cannot be cut in place: with narrower layers its forward runs, but gives something else than the "
-                f"compacted network{self._first_difference()}. Leave that layer alone (ignore=...), or use the compacted one."
+                f"compacted network{first}. Leave that layer alone (ignore=...), or use the compacted one."
             )
         stored = [f"{w.path}.{w.name}".lstrip(".") for path in failure.modules for w in self._numbers_in(path)]
         numbers = f" It may depend on a width stored in {', '.join(dict.fromkeys(stored))}, or" if stored else " It depends on"
@@ -333,34 +359,6 @@ class _Trial:
             f"{name} cannot be cut in place: the forward of {where or 'the model'!r} fails{line} ({first}).{numbers} a number "
             f"written in its code. Leave that layer alone (ignore=...), or use the compacted network itself."
         )
-
-    def _first_difference(self) -> str:
-        """Name the first layer whose output differs from that of the compacted graph."""
-        expected: dict[str, Tensor] = {}
-        found: list[str] = []
-
-        class Watch(fx.Interpreter):
-            def run_node(self, n: fx.Node) -> Any:
-                value = super().run_node(n)
-                if n.op == "call_module" and isinstance(value, Tensor):
-                    expected.setdefault(str(n.target), value)
-                return value
-
-        def look(path: str) -> Any:
-            def hook(part: nn.Module, args: Any, output: Any) -> None:
-                wanted = expected.pop(path, None)
-                if wanted is not None and not _same([output], [wanted], self.tolerance):
-                    found.append(path)
-
-            return hook
-
-        with torch.no_grad():
-            Watch(self.wanted).run(*copy.deepcopy(self.probes[0]))
-            hooks = [part.register_forward_hook(look(path)) for path, part in self.copy.named_modules()]
-            ByPosition(self.copy, self.call)(*copy.deepcopy(self.probes[0]))
-            for hook in hooks:
-                hook.remove()
-        return f": the first layer that differs is {found[0]!r}" if found else ""
 
     def _check_train_mode(self) -> None:
         """Compare outputs and BatchNorm statistics in train mode, where those of the uncut pair agree."""
@@ -395,11 +393,21 @@ class _Trial:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What failed in a trial: module calls before it, the modules it is inside, the error (None: another output)."""
+    """What failed in a trial: module calls before it, the modules it is inside, the error (None: another output).
+
+    `different` is the first layer with another output, if there is one.
+    """
 
     calls: int
     error: Exception | None
     modules: list[str]
+    different: str = ""
+
+
+def _around(path: str) -> list[str]:
+    """Return the paths of the submodules around a layer, innermost first; the last is that of the model."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
 
 
 def _same(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> bool:

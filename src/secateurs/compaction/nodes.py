@@ -45,6 +45,10 @@ def rewrite_(state: Rewriting) -> None:
     for path, narrowed in state.narrowing.items():  # only now: a folded call of the same module reads it as it was
         state.keep(path, narrowed())
     _erase_unused(state)
+    left = set(state.module.graph.nodes)
+    for node, source in state.asked:  # an assertion about a removed tensor is removed too, and so is what lies in its branch
+        if node in left and not info(node).get("unused"):
+            raise state.empty(source, node)
     state.module.graph.lint()
     state.module.delete_all_unused_submodules()
     state.module.recompile()
@@ -116,6 +120,17 @@ def _erase_unused(state: Rewriting) -> None:
             if node in state.unused and node not in empty:  # an unused shuffle is erased; its inputs stay, without users
                 stays |= set(node.all_input_nodes)
             state.module.graph.erase_node(node)
+            if node.op == "get_attr":
+                _delete_unread_(state.module, str(node.target))
+
+
+def _delete_unread_(module: fx.GraphModule, target: str) -> None:
+    """Delete a parameter or buffer that no node and no submodule reads any more, such as the layer scale of a folded branch."""
+    path, _, name = target.rpartition(".")
+    read = any(n.op == "get_attr" and n.target == target for n in module.graph.nodes)
+    called = any(n.op == "call_module" and f"{target}.".startswith(f"{n.target}.") for n in module.graph.nodes)
+    if not read and not called:
+        delattr(module.get_submodule(path), name)
 
 
 def _fix_sizes(state: Rewriting, node: fx.Node) -> None:
@@ -131,8 +146,8 @@ def _fix_sizes(state: Rewriting, node: fx.Node) -> None:
             state.redirect(node, source)
         elif word in ("dim", "ndimension", "ndim"):
             _substitute(node)
-        elif not info(node).get("unused"):
-            raise state.empty(source, node)
+        else:
+            state.asked.append((node, source))
     elif node.target is operator.getitem and source in state.size_queries:
         item, (asked, axes) = node.args[1], state.size_queries[source]
         if isinstance(item, slice):
@@ -143,9 +158,8 @@ def _fix_sizes(state: Rewriting, node: fx.Node) -> None:
 
 def _fix_call(state: Rewriting, node: fx.Node, source: fx.Node) -> None:
     if state.is_empty(source):
-        if info(node).get("unused"):  # an assertion about a removed tensor is removed too
-            return
-        raise state.empty(source, node)
+        state.asked.append((node, source))
+        return
     state.redirect(node, source)
     if source not in state.layout:
         return

@@ -42,6 +42,7 @@ class Rewriting:
     constants: dict[fx.Node, Tensor] = field(default_factory=dict)  # outputs that are the same for every input
     emptied_by: dict[fx.Node, str] = field(default_factory=dict)  # the layer that left a node without channels
     size_queries: dict[fx.Node, tuple[fx.Node, range]] = field(default_factory=dict)  # x.shape, x.shape[:2]: a narrower x, axes
+    asked: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)  # sizes and kinds of nodes without channels
     unused: set[fx.Node] = field(default_factory=set)  # nodes that had no users before the cut
     kept: dict[str, Kept] = field(default_factory=dict)  # by parameter: the entries that remain
     narrowing: dict[str, Callable[[], Iterable[tuple[str, Kept]]]] = field(default_factory=dict)  # by module, done at the end

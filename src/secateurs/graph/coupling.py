@@ -16,7 +16,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
-from secateurs.graph.flow import Blocks, Channelwise, Concat, Flows, Join, Layer, Moved, Norm, Opaque, Recurrent
+from secateurs.graph.flow import Blocks, Channelwise, Concat, Flows, Join, Layer, Moved, Norm, Opaque, Recurrent, Reduced
 from secateurs.graph.flow.kinds import ELSEWHERE
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.flow.rules import SPLITS
@@ -33,6 +33,7 @@ class Classes:
     start: dict[fx.Node, int] = field(default_factory=dict)  # of a node's channels among those of all nodes
     label: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     locked: dict[int, str] = field(default_factory=dict)
+    apart: frozenset[int] = frozenset()  # classes with units of a recurrent module, which has a site of its own
 
     def of(self, node: fx.Node) -> Tensor:
         """Return the classes of the channels of `node`."""
@@ -46,9 +47,24 @@ class Classes:
         """Yield the sums that add a parameter to a tensor, and concatenations with one: they write channels, too."""
         for node, flow in self.flows.of.items():
             terms = zip(self.flows.inputs[node], flow.widths, strict=True) if isinstance(flow, Join) else ()
-            joined = [i for i, width in terms if width == flow.width and self.flows.of[i].axis is None]  # type: ignore[union-attr]
-            if joined and isinstance(flow, Join) and flow.zero_if == "all" and all(map(_is_of_the_model, joined)):
+            own = list(terms)[isinstance(flow, Join) and flow.zero_if == "rest" :]  # the first of where's says which to choose
+            joined = [i for i, width in own if width == flow.width and self.flows.of[i].axis is None]  # type: ignore[union-attr]
+            if joined and isinstance(flow, Join) and flow.zero_if in ("all", "rest") and all(map(_is_of_the_model, joined)):
                 yield node
+
+    def obstacle_of_units(self, parts: Sequence[fx.Node]) -> str:
+        """Say why the units of a recurrent module, which are the channels of `parts`, cannot go; empty if they can."""
+        unit_of: dict[int, set[int]] = {}
+        for part in parts:
+            flow = self.flows.of[part]
+            assert isinstance(flow, Recurrent)
+            for channel, each in enumerate(self.of(part).tolist()):
+                unit_of.setdefault(each, set()).add(channel % flow.units)
+        others = [n for n, f in self.flows.of.items() if isinstance(f, Layer | Recurrent) and n not in parts]
+        joined = any(not unit_of.keys().isdisjoint(self.of(node).tolist()) for node in others)
+        joined = joined or any(len(units) > 1 for units in unit_of.values())
+        locked = next((self.locked[each] for each in unit_of if each in self.locked), "")
+        return locked or ("its units are joined with others, or with channels of other layers" if joined else "")
 
     def lock(self, classes: Tensor, reason: str) -> None:
         """Keep all channels of these classes."""
@@ -72,6 +88,9 @@ def find_classes(flows: Flows) -> Classes:
     for node in flows.of:
         for source, channels, reason in _locks(flows, node):
             found.lock(found.of(source)[channels], reason)
+    found.apart = frozenset(
+        each for node, flow in flows.of.items() if isinstance(flow, Recurrent) for each in found.of(node).tolist()
+    )
     for node, flow in flows.of.items():
         if isinstance(flow, Layer) and _is_inside_attention(node):
             found.lock(found.of(node), "nn.MultiheadAttention computes the width of a head from its number of heads")
@@ -180,8 +199,8 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
     if isinstance(flow, Opaque) or (isinstance(flow, Norm) and flows.calls(node) > 1):
         for source in known:
             yield source, everything, flow.reason
-    elif isinstance(flow, Recurrent):
-        yield node, everything, f"{label_of(node)} is recurrent, and its units go apart from other channels"
+    elif isinstance(flow, Reduced) and flow.resize is not None:
+        yield from ((source, everything, f"{label_of(node)} counts channels that are removed") for source in known)
     elif isinstance(flow, Layer) and flow.reads_all:
         yield from ((source, everything, f"{node.target!s} reads along another axis than the channels'") for source in known)
     elif isinstance(flow, Layer) and flow.groups > 1 and not known:
@@ -278,8 +297,9 @@ def find_groups(found: Classes) -> tuple[list[Group], dict[str, str]]:
                 writers.setdefault(each, []).append(node)
     grouped: dict[tuple[fx.Node, ...], list[int]] = {}
     for each, nodes in writers.items():
-        if each in found.locked:
-            reasons |= {str(node.target): found.locked[each] for node in nodes if str(node.target) not in reasons}
+        reason = found.locked.get(each) or ("it is joined with units of a recurrent module" if each in found.apart else "")
+        if reason:
+            reasons |= {str(node.target): reason for node in nodes if str(node.target) not in reasons}
         else:
             grouped.setdefault(tuple(nodes), []).append(each)
     groups: list[Group] = []

@@ -37,6 +37,7 @@ class NodeInfo(TypedDict, total=False):
     norm_groups: int  # of a GroupNorm in the uncut network, once a cut has removed channels
     follows_mode: bool  # the call was made with `training=self.training`
     original_channels: int  # channels in the uncut network, once a cut has removed some
+    channel_axis: int  # of the output, once a cut has removed channels
     ends_site: bool  # a gather of an earlier cut: the site ends behind it
     site_names: dict[str, str]  # name of the site at this node in the uncut network, by shortcut position
     alignment: bool  # in an exported network: the op is part of an alignment

@@ -65,8 +65,8 @@ def search_sites(graph: Graph, shortcut: Shortcut) -> Sites:
             macs[str(node.target)] += _macs(weight.shape, node, flow.transposed)
     sites = search.streams() if shortcut == "stream" else []
     reasons: dict[str, str]
-    if shortcut == "coupled":
-        classes = find_classes(flows)
+    classes = find_classes(flows) if shortcut == "coupled" else None
+    if classes is not None:
         coupled, reasons = find_groups(classes)
         tried = [(group.layers, search.coupled(classes, group)) for group in coupled]
     else:
@@ -79,7 +79,8 @@ def search_sites(graph: Graph, shortcut: Shortcut) -> Sites:
         else:
             reasons |= {str(layer.target): found for layer in layers}
     for call, parts in _recurrent_calls(flows).items():
-        found, path = search.recurrent_site(call, parts), str(call.target)
+        obstacle = classes.obstacle_of_units(parts) if classes is not None else ""
+        found, path = obstacle or search.recurrent_site(call, parts), str(call.target)
         macs[path] = 0 if isinstance(found, Site) else count_macs(graph.module, graph.example)[path]
         if isinstance(found, Site):
             sites.append(found)

@@ -62,7 +62,7 @@ def find_streams(flows: Flows, numbers: Numbers) -> list[ResidualStream]:
         members = [node for node in flows.of if node in group]
         joins = [node for node in members if _is_sum(flows, node)]
         sums = [n for n in joins if flows.of[n].broadcasts and len(_wide(flows, n) & varying) > 1]  # type: ignore[union-attr]  # all are joins
-        if sums and flows.width(sums[0]) > 1 and not any(_multiplies_matrices(flows, node) for node in members):
+        if sums and numbers(sums[0])[1] > 1 and not any(_multiplies_matrices(flows, node) for node in members):
             order = {node: place for place, node in enumerate(members)}
             norms = [
                 node for node in members if isinstance(flows.of[node], Norm)
@@ -118,6 +118,7 @@ def _same_channels(flows: Flows, node: fx.Node, numbers: Numbers) -> list[fx.Nod
             found = {source} if wide == there and torch.equal(ids, theirs) else set()  # a pad of channels that a cut took back
     elif isinstance(flow, Join) and flow.zero_if != "third" and not _multiplies_matrices(flows, node):
         found = _wide(flows, node) if flow.zero_if in ("all", "any") else {flows.inputs[node][0]}
+        found = {s for s in found if flows.of[s].axis is None or numbers(s)[1] == numbers(node)[1]}  # one of one channel is not
     return [source for source in flows.inputs[node] if source in found and flows.of[source].axis is not None]
 
 

@@ -110,7 +110,8 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     others = [(example, expected)] if example[0].shape[:1] == (1,) else []
     for doubled, found in other_batches(reference, example, 2) if others else []:
         example, expected = doubled, found  # an axis of length 1 looks like an axis that is not there
-    probe = copy.deepcopy(reference)  # some networks change their own settings when they see another image size
+    shared: dict[int, Any] = {id(parameter): parameter for parameter in reference.parameters()}
+    probe = copy.deepcopy(reference, shared)  # some networks change their own settings when they see another image size
     others = others if others and others[0][0] is not example else []
     others += other_sizes(probe, example, expected, batches=not others)
     checks = _Checks(reference, example, expected, tuple(others), name)
@@ -165,8 +166,9 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
         follow = functools.partial(export, copied, call, checks.example, leaves)
     example, name = checks.example, checks.name
     copied.train().eval()  # a change of mode clears what some layers computed from their weights and keep
-    for inputs, _ in checks.others[:1]:  # another batch: what a layer keeps for the example's shape would be a constant
-        attempt(checks.reference, inputs)
+    if engine != "fx":  # on another batch: what a layer keeps for the example's shape would be a constant
+        for inputs, _ in checks.others[:1]:
+            attempt(checks.reference, inputs)
     graph = follow()
     graph._tracer_cls = Unpickler
     module = fx.GraphModule(copied, graph, class_name=name)
@@ -174,7 +176,7 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
     copied.train()
     aligned = align_train_and_eval_(module, follow, demanded=demanded)
     if expand_attention_(module, leaves):
-        record_shapes_(module, example)
+        _record_new_shapes_(module)
     normalise_(module)
     _record_origins_(module)
     module.eval()
@@ -240,6 +242,17 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
         info(node).pop("other_shapes", None)  # recorded before the last change of the network
 
 
+def _record_new_shapes_(module: fx.GraphModule) -> None:
+    """Record the output shapes of the parts of attention, which have none yet, from those of the nodes that they read."""
+    known = {node: info(node)["shape"] for node in module.graph.nodes if "shape" in info(node)}
+    values = {n: s.value if s.dims is None else torch.empty(s.dims, device="meta") for n, s in known.items()}
+    recorder = _OnMeta(module)
+    with eval_mode(module):
+        recorder.run(initial_env=values)
+    for node, shape in recorder.shapes.items():
+        info(node)["shape"] = shape
+
+
 def dtype_of(module: nn.Module) -> torch.dtype:
     """Return the dtype of the network's first floating-point parameter; float32 if it has none."""
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
@@ -273,7 +286,7 @@ def other_sizes(
     images = [e for e in example if e.dim() > 2 and e.is_floating_point()]
     large = all(n % 2 == 0 and n >= 64 for e in images for n in e.shape[2:])
     for factor in ((0.5, 2) if large else (2, 0.5)) if images else ():  # half an image is a quarter of the work
-        resized = tuple(_resized(e, factor) for e in (found[0][0] if found else _repeated(example, count)))
+        resized = tuple(_resized(e, factor) for e in (found[0][0] if found else repeated(example, count)))
         outputs = attempt(model, resized)
         if outputs is not None and has_batch_axis(outputs, resized) == has_batch_axis(expected, example):
             return [*found, (resized, outputs)]
@@ -302,12 +315,12 @@ def other_batches(model: nn.Module, example: tuple[Tensor, ...], count: int) -> 
     """Return the example repeated to a batch of `count`, with the model's outputs; empty if the model does not accept it."""
     if not example[0].dim() or not len(example[0]):
         return []
-    repeated = _repeated(example, count)
-    outputs = attempt(model, repeated)
-    return [] if outputs is None else [(repeated, outputs)]
+    inputs = repeated(example, count)
+    outputs = attempt(model, inputs)
+    return [] if outputs is None else [(inputs, outputs)]
 
 
-def _repeated(example: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
+def repeated(example: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
     """Return the example with `count` entries along the batch axis."""
     batch = example[0].shape[0] if example[0].dim() else 0
     if batch == 0:
@@ -398,6 +411,16 @@ class _Recorder(fx.Interpreter):
         result = super().run_node(n)
         self.shapes[n] = Shape(tuple(result.shape)) if isinstance(result, Tensor) else Shape(None, _plain(result))
         return result
+
+
+class _OnMeta(_Recorder):
+    """Runs a graph on tensors without values; weights of layers need not be such tensors."""
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer = self.fetch_attr(target)
+        if isinstance(layer, nn.Linear):
+            return args[0].new_empty((*args[0].shape[:-1], layer.out_features))
+        return super().call_module(target, args, kwargs)
 
 
 def _plain(value: Any) -> Any:

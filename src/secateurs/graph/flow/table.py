@@ -75,14 +75,14 @@ class Op:
 
 def call_on(node: fx.Node, module: nn.Module | None, value: Tensor, size: int = 0) -> Any:
     """Call the op on `value` instead of its tensor input; its other arguments are those for inputs of `size`."""
-    if module is not None:
-        return module(value)
 
     def given(argument: fx.Node) -> Any:
         shape = shape_of(argument, size)
         return value if shape.is_tensor else shape.value
 
     args, kwargs = fx.map_arg((node.args, node.kwargs), given)
+    if module is not None:
+        return module(*args, **kwargs)
     if isinstance(node.target, str):
         return getattr(value, node.target)(*args[1:], **kwargs)
     return node.target(*args, **kwargs)

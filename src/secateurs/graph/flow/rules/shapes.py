@@ -38,16 +38,17 @@ def reshaping(op: Op) -> Flow:
     heads = None if flattens or unflattens else _heads(op, place)
     if heads is not None:
         return heads
-    made = after[place]
+    made, inner = after[place], place + 1
     resizer = None if flattens else _unflattened(op) if unflattens else _resizer
-    if made == width:
+    cut_at = info(op.node).get("channel_axis", place)  # a cut that left one channel leaves sizes that say nothing
+    if made == width and cut_at == place:
         return Channelwise(place, axis, width, keeps_zero=True, resize=resizer and resizer(place))
     if made > width and made % width == 0 and made in accumulate(before[axis:], operator.mul):
         index = torch.arange(width).repeat_interleave(made // width)
         return Moved(place, axis, width, index, "same", resizer and resizer(place))
-    if made < width and width % made == 0 and width in accumulate(after[place:], operator.mul):
-        inner = place + 1
-        if made * after[inner] == width and _acts_along(op.node, place) and not _acts_along(op.node, inner):
+    if made <= width and width % made == 0 and width in accumulate(after[place:], operator.mul):
+        meets = cut_at == inner or (_acts_along(op.node, place) and not _acts_along(op.node, inner))
+        if made * after[inner] == width and meets:
             members = torch.arange(width).view(made, -1).t().contiguous()  # groups of channels that meet: split attention
             return Blocks(inner, axis, members, resizer and resizer(inner), together=True)
         return Blocks(place, axis, torch.arange(width).view(made, -1), resizer and resizer(place))
@@ -251,7 +252,7 @@ def _reordered(op: Op, dims: tuple[Any, ...]) -> Flow:
     if op.axis is None or not all(isinstance(d, int) for d in dims):
         return opaque(op, "reorders axes of a tensor whose channels are unknown")
     axis = [d % len(dims) for d in dims].index(op.axis)
-    return Channelwise(axis, op.axis, op.width, keeps_zero=True)
+    return Channelwise(axis, op.axis, op.width, keeps_zero=True, pointwise=True)
 
 
 @rule("squeeze", torch.squeeze, "unsqueeze", torch.unsqueeze)
@@ -262,7 +263,7 @@ def squeezing(op: Op) -> Flow:
     dim, rank = op.argument(1, "dim"), len(op.shapes[0])
     if "unsqueeze" in str(op.node.target):
         at = dim % (rank + 1)
-        return Channelwise(op.axis + (at <= op.axis), op.axis, op.width, keeps_zero=True)
+        return Channelwise(op.axis + (at <= op.axis), op.axis, op.width, keeps_zero=True, pointwise=True)
     named = range(rank) if dim is None else {d % rank for d in ((dim,) if isinstance(dim, int) else dim)}
     squeezed = {d for d in named if op.shapes[0][d] == 1}
     if op.axis in squeezed:

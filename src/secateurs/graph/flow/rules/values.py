@@ -105,7 +105,7 @@ def alpha_dropout(op: Op) -> Flow:
 @rule("torchvision.ops.stochastic_depth:stochastic_depth", "torchvision.ops.stochastic_depth:StochasticDepth")
 def stochastic_depth(op: Op) -> Flow:
     """Drops whole examples of a batch while training; the identity in eval mode."""
-    return channelwise(op, keeps_zero=True, pointwise=False)
+    return channelwise(op, keeps_zero=True, pointwise=True)
 
 
 @rule(Offset)
