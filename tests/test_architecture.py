@@ -1,4 +1,4 @@
-"""The shape of the package: thirteen rows whose imports point down only, few entries at its root, one name for one class,
+"""The shape of the package: fourteen rows whose imports point down only, few entries at its root, one name for one class,
 pure maths apart from models and disks, and a run that calls the steps of Algorithm 1 in their order."""
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ SRC = ROOT / "src" / "secateurs"
 # bottom to top; what shares a row may not import each other
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("distributed",),
     ("_util",),
     ("config",),
     ("data",),

@@ -83,6 +83,22 @@ class Stream:
                 rows = slice(start, start + size) if size else slice(None)
                 yield found.mapped(lambda part, rows=rows: to_device(part[rows], device))  # type: ignore[misc]
 
+    def share(self, number: int, of: int, size: int, *, device: torch.device | str | None = None) -> Iterator[list[Batch]]:
+        """Every `of`-th batch of the loader, from batch `number` on, each in parts of at most `size` examples.
+
+        Of a `DataLoader` without shuffling only the examples of these batches are read. A share may be empty.
+        """
+        loader, rows = self.loader, sampled_rows(self.loader)
+        if isinstance(loader, DataLoader) and rows is not None and isinstance(loader.sampler, SequentialSampler):
+            each = loader.batch_size or 1
+            used = len(rows) // each * each if loader.drop_last else len(rows)
+            own = [row for start in range(number * each, used, of * each) for row in rows[start : min(start + each, used)]]
+            chosen: Iterable[Any] = restricted(loader, own) if own else ()
+        else:
+            chosen = (batch for place, batch in enumerate(self.raw()) if place % of == number)
+        for batch in chosen:
+            yield list(replace(self, loader=[batch]).batches(size, device=device))
+
     def ready(self, dtype: torch.dtype) -> Stream:
         """The same stream with floating-point inputs as `dtype`, in which the network computes."""
         return replace(self, dtype=dtype)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from secateurs._util.modules import device_of, keeping_modes
-from secateurs._util.tensors import first_non_finite
+from secateurs._util.tensors import digest, first_non_finite
 from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
+from secateurs.distributed import ALONE, active
 from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.metrics import cross_entropy, loss
 from secateurs.pruning.budget import AccuracyBudget
@@ -146,7 +147,8 @@ def _train_by_user(context: PruningContext, state: NetworkState, train: Callable
     module = state.graph.module
     context.progress.report("finetune", 0, 1)
     before = _Before(module)
-    with keeping_modes(module), torch.enable_grad():
+    workers = active()
+    with keeping_modes(module), torch.enable_grad(), ALONE.active():
         returned = train(module, step)
     if isinstance(returned, nn.Module) and returned is not module:
         raise TrainingError(
@@ -154,6 +156,11 @@ def _train_by_user(context: PruningContext, state: NetworkState, train: Callable
             f"weights back: model.load_state_dict(trained.state_dict())."
         )
     before.restore_or_refuse_()
+    if workers.size > 1:
+        what = (
+            f"after finetune (step {step}), which must leave the same weights on all workers, as DistributedDataParallel does"
+        )
+        workers.check_same(what, {"network": digest(named_tensors(module))})
     context.progress.report("finetune", 1, 1)
     return context.measured(replace(state, momentum={}))
 
