@@ -9,6 +9,7 @@ A few bytes go through the store of torch.distributed (TCPStore), more of them t
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ from secateurs.errors import RunError, SecateursError
 TIMEOUT = "SECATEURS_TIMEOUT"  # environment: the longest wait for another worker, in seconds
 _SECONDS = 1800.0
 _INLINE = 1 << 16  # bytes of results that go through the store
-_ATTEMPTS = 3  # at a ticket that fails with an error that is none of ours: another worker may succeed
+_ATTEMPTS = 5  # at a ticket that fails with an error that is none of ours: another worker may succeed
 
 
 @dataclass
@@ -227,6 +228,7 @@ class Workers:
                 timeout=timedelta(seconds=self.timeout),
             )
             _ours.append(True)
+            atexit.register(leave)
         if backend == "gloo" and "gloo" not in str(dist.get_backend_config()):
             if not _gloo:
                 _gloo.append(dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout)))
