@@ -305,7 +305,7 @@ def start_or_continue(model: nn.Module, train: Any, val: Any = None, **options: 
         return Pruner(model, train, val, **options)
     if join().shared("whether to resume", lambda: b"resume" if is_resumable(folder) else b"start") == b"start":
         return Pruner(model, train, val, **options)
-    names = set(inspect.signature(resume).parameters) - {"recipe"}
+    names = set(inspect.signature(resume).parameters) - {"recipe", "folder", "model", "train", "val"}
     given = {name: value for name, value in options.items() if name in names}
     if not callable(given.get("criterion")):
         given.pop("criterion", None)
@@ -460,7 +460,7 @@ def _check_workers(
     found = environment()
     facts = {f"version of {name}": text for name, text in found["versions"].items()}
     facts |= {"number of threads": str(found["machine"]["threads"]), "data": data.digest(), "recipe": recipe_digest(recipe)}
-    facts |= {"network": digest({name: t.detach().cpu() for name, t in graph.module.state_dict().items()})}
+    facts["network"] = digest({name: t.detach().cpu() for name, t in graph.module.state_dict().items()})
     workers.check_same("before the run", {**facts, **{name: display_name(each) for name, each in measures.items()}})
 
 

@@ -108,7 +108,7 @@ def values(module: nn.Module, examples: Examples, measure: Measure, *, batch: in
         def measured(each: Batch) -> list[Tensor]:
             return [per_example(measure(module(*each.args), each.targets), each.size).cpu().double()]
 
-        found = [single for (single,) in _by_batch("values", examples, batch, place, measured)]
+        found = [single for (single,) in by_batch("values", examples, batch, place, measured)]
     return torch.cat(found)
 
 
@@ -228,7 +228,7 @@ def _means(
             every = [per_example(last.detach().cpu(), len(last)) for last in found[-1:] if each and last.ndim]
             return [torch.stack([total(value, part.size) for value in found]), torch.tensor(part.size), *every]
 
-        for new, size, *every in _by_batch("means", examples, batch, place, measured):
+        for new, size, *every in by_batch("means", examples, batch, place, measured):
             sums, count = sums + new, count + int(size)
             single += every
     if count == 0:
@@ -236,7 +236,7 @@ def _means(
     return (sums / count).tolist(), count, single
 
 
-def _by_batch(
+def by_batch(
     what: str, examples: Examples | Stream, batch: int, device: torch.device, measure: Callable[[Batch], Sequence[Tensor]]
 ) -> Iterator[Sequence[Tensor]]:
     """Yield what is measured of each batch, in order; the workers of a run share the batches."""

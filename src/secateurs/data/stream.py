@@ -99,6 +99,31 @@ class Stream:
         for batch in chosen:
             yield list(replace(self, loader=[batch]).batches(size, device=device))
 
+    def parts(self, rank: int, size: int, order: torch.Generator) -> tuple[Stream, list[int]] | None:
+        """One of `size` parts of every batch, for training, and the sizes of the whole batches.
+
+        A `DataLoader` that shuffles gives the rows in the `order` drawn here, the same on every worker, and only the rows of
+        the part are read. None where the rows of the batches are unknown. Of a batch of fewer rows than parts, all have all.
+        """
+        loader, rows = self.loader, sampled_rows(self.loader)
+        if not isinstance(loader, DataLoader) or rows is None:
+            return None
+        if not isinstance(loader.sampler, SequentialSampler):
+            rows = [rows[place] for place in torch.randperm(len(rows), generator=order).tolist()]
+        each = loader.batch_size or 1
+        wholes = [rows[start : start + each] for start in range(0, len(rows), each)]
+        wholes = [whole for whole in wholes if len(whole) == each] if loader.drop_last else wholes
+        own = [whole if len(whole) < size else whole[rank::size] for whole in wholes]
+        chosen = DataLoader(
+            loader.dataset,
+            batch_sampler=own,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+        return replace(self, loader=chosen), [len(whole) for whole in wholes]
+
     def ready(self, dtype: torch.dtype) -> Stream:
         """The same stream with floating-point inputs as `dtype`, in which the network computes."""
         return replace(self, dtype=dtype)

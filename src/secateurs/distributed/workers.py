@@ -193,8 +193,8 @@ class Workers:
                 here, there = headers[0]["facts"].get(name), one["facts"].get(name)
                 if here != there:
                     raise RunError(
-                        f"{what}: rank {rank} has another {name} than rank 0 ({there}, not {here}). Start all workers with the "
-                        f"same model, weights, data, recipe and version, on machines of one kind."
+                        f"{what}: rank {rank} has another {name} than rank 0 ({str(there)[:12]}, not {str(here)[:12]}). Start "
+                        f"all workers with the same model, weights, data, recipe and version, on machines of one kind."
                     )
 
     def fail(self, error: BaseException) -> None:

@@ -25,7 +25,7 @@ from secateurs.scoring.engine.forward import CachedBatch, MaskedForward, Masking
 from secateurs.scoring.engine.split import SplitNetwork, check_replacements, prepare
 
 WORTH_SHARING = 0.02  # seconds of work left: starting threads costs about a hundredth of that
-TICKETS = 4  # for each worker, at least: the last ones are then short
+TICKETS = 2  # for each worker, at least; more of them would bring an example to the site more often
 LONG_OP = 50e-6  # seconds: with shorter ops, threads would only wait for Python's lock
 
 Weights = Callable[[Tensor], Mapping[str, Tensor]]
