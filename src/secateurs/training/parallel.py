@@ -70,7 +70,7 @@ class _Sum(torch.autograd.Function):
         return _summed_tensor(own)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return _summed_tensor(gradient)
 
 
