@@ -58,30 +58,44 @@ def measured(what: str, images: int) -> dict[str, Any]:
     from secateurs.api import Pruner
     from secateurs.cli import inputs
     from secateurs.config import Recipe
-    from secateurs.graph.sites import find_sites
 
     torch.set_num_threads(1)
     origin = inputs.named_origin("resnet20", "cifar10", (), (), "public", None, 0)
     model, (data, _, _) = inputs.build_model(origin), inputs.load_sources(origin)
     if what == "best":
-        run = Pruner(model, data, recipe=Recipe.best(max_drop=0.01, round_to=8, repair_examples=images))
-        began = time.perf_counter()
+        recipe = Recipe.best(max_drop=0.01, confidence=0.0, round_to=8, repair_examples=images, batch=128)
+        run = Pruner(model, data, recipe=recipe)
+        began, used = time.perf_counter(), time.process_time()
         for _ in run:  # the last step comes before the final measurement, whose clock needs the machine alone
-            seconds = time.perf_counter() - began
+            seconds, cpu = time.perf_counter() - began, time.process_time() - used
         steps = {"steps": len(run.steps), "with the final measurement": time.perf_counter() - began}
-        return {"seconds": seconds, "digest": digest(dict(run.graph.module.state_dict())), **steps}
-    run = Pruner(model, data, recipe=Recipe(max_drop=0.01, round_to=8, masks=images))
-    context, found, began = run.context, dict[str, Any](), time.perf_counter()
+        return {"seconds": seconds, **busy(run, cpu), "digest": digest(dict(run.graph.module.state_dict())), **steps}
+    run = Pruner(model, data, recipe=Recipe(allocation="global", max_drop=0.01, round_to=8, masks=images))
+    began, used = time.perf_counter(), time.process_time()
     with run.workers.active():
-        for number, site in enumerate(find_sites(context.original, context.shortcut), 1):
-            prepared = context.prepare(context.original, site)
-            found[site.name] = context.rank(prepared, step=number, on_scored=lambda done, of: None).importance.coef
-    return {"seconds": time.perf_counter() - began, "digest": digest(found)}
+        curves = run._measure_curves()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - used
+    return {
+        "seconds": seconds,
+        **busy(run, cpu),
+        "digest": digest({name: curve.ranking.order for name, curve in curves.items()}),
+    }
+
+
+def busy(run: Any, cpu: float) -> dict[str, Any]:
+    """The processor seconds of every rank, which other processes on the machine do not change much, and its load."""
+    import torch
+
+    found = run.workers.map(
+        "cpu", run.workers.size, lambda rank: [torch.tensor(cpu)], own=range(run.workers.rank, run.workers.rank + 1)
+    )
+    return {"cpu": [round(float(each), 2) for (each,) in found], "load": os.getloadavg()[0]}
 
 
 def speed(what: str, rounds: int, images: int) -> None:
     """One worker without torchrun and two workers with it, in turns; all results must be the same to the bit."""
     times: dict[int, list[float]] = {1: [], 2: []}
+    busiest: dict[int, list[float]] = {1: [], 2: []}
     digests = set()
     for _ in range(rounds):
         for workers in times:
@@ -90,11 +104,23 @@ def speed(what: str, rounds: int, images: int) -> None:
             done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
             row = json.loads(done.stdout.strip().splitlines()[-1])
             times[workers].append(row["seconds"])
+            busiest[workers].append(max(row["cpu"]))
             digests.add(row["digest"])
             keep(what, {"workers": workers, "images": images, **row})
     ratio = statistics.median(times[1]) / statistics.median(times[2])
     each = [one / two for one, two in zip(times[1], times[2], strict=True)]
-    keep(what, {"ratio": ratio, "lowest": min(each), "highest": max(each), "rounds": rounds, "same": len(digests) == 1})
+    cpu = statistics.median(busiest[1]) / statistics.median(busiest[2])
+    keep(
+        what,
+        {
+            "ratio": ratio,
+            "ratio of processor seconds": cpu,
+            "lowest": min(each),
+            "highest": max(each),
+            "rounds": rounds,
+            "same": len(digests) == 1,
+        },
+    )
 
 
 # ---- kills ---------------------------------------------------------------------------------------------------------------

@@ -231,3 +231,30 @@ def test_torchrun_prunes_as_one_process_does_and_goes_on_after_a_kill(tmp_path: 
     assert out.count("pruned.safetensors") == 1, "only rank 0 prints"
     assert "Resuming" not in out
     assert not processes_of(str(killed))
+
+
+@pytest.mark.slow
+def test_two_workers_of_torchrun_share_a_table_without_making_a_row_twice(tmp_path: Path) -> None:
+    from comparisons import places
+    from secateurs.methods.compare.run import ROWS
+
+    command = ["secateurs", "compare", "--model", "mlp", "--data", "digits", "--methods", "l2", "--targets", "0.2", "0.4"]
+    agent = torchrun(*command, "--examples", "64", *places(tmp_path))
+    out, err = agent.communicate(timeout=300)
+    assert agent.returncode == 0, err[-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "out" / ROWS).read_text().splitlines()]
+    made = [(row["method"], row["target"], row["seed"]) for row in rows]
+    assert len(made) == len(set(made)) > 4
+
+
+@pytest.mark.slow
+def test_runs_whose_ranks_are_killed_at_random_end_with_the_same_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import workers
+
+    monkeypatch.setattr(workers, "ROWS", tmp_path)
+    monkeypatch.setattr(workers, "environment", environment)
+    workers.kills(5, workers=2, seconds=300)
+    rows = [json.loads(line) for line in (tmp_path / "kills.jsonl").read_text().splitlines()]
+    assert sum(len(row["kills"]) for row in rows) >= 3
+    assert all(row["same"] and row["exit"] == 0 for row in rows), rows

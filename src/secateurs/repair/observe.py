@@ -29,6 +29,7 @@ from secateurs.repair.solve import Moments, feature_source, gram_features, group
 ROWS = 2**16  # places of a consumer's output that are used
 GRAM_BYTES = 2**31  # that the Gram matrices of one layer may take
 CHUNK_BYTES = 2**25  # of features in float64 that are computed at once
+SHARED_BYTES = 2**28  # of a batch's terms that a worker may send to the others
 HELD = 3  # every third example is held back to choose a ridge
 
 
@@ -142,12 +143,32 @@ Tally = LayerTally | SumTally
 Take = Callable[[Tally, Iterator[Term]], None]
 
 
+def worth_sharing(layers: Iterable[Any], batch: int, examples: int, rows: int | None, device: torch.device) -> bool:
+    """Whether workers save time by sharing the Gram matrices of these layers, whose terms all of them must be sent.
+
+    On a GPU a matrix is computed in less time than it is sent; very large ones do not fit into memory together.
+    """
+    if device.type != "cpu" or rows is None:
+        return False
+    places, sent = batch * math.ceil(rows / max(examples, 1)), 0
+    for layer in layers:
+        features = groups_of(layer) * gram_features(layer)
+        sent += (places * 8 * features // CHUNK_BYTES + 2) * 8 * features * gram_features(layer)
+    return sent <= SHARED_BYTES
+
+
 def tally_batches(
-    what: str, count: int, tallies: Sequence[Tally], run: Callable[[int, Take], None], own: Sequence[int] | None = None
+    what: str,
+    count: int,
+    tallies: Sequence[Tally],
+    run: Callable[[int, Take], None],
+    *,
+    share: bool,
+    own: Sequence[int] | None = None,
 ) -> None:
     """Call `run(number, take)` for each of `count` batches; the terms that it gives to `take` are added in their order.
 
-    The workers of a run share the batches; with `own`, these are this worker's.
+    The workers of a run `share` the batches, or each of them does all; with `own`, these are this worker's.
     """
     workers = active()
 
@@ -155,7 +176,7 @@ def tally_batches(
         for term in terms:
             tally.add(*term)
 
-    if workers.size == 1:
+    if workers.size == 1 or not share:
         for number in range(count):
             run(number, add)
         return
@@ -289,7 +310,8 @@ def observe_sites(
             on_layer, on_sum = partial(add_layer, take, first), partial(add_sums, take)
             _Observer(ours, layers, {add.name for add in adds}, on_layer, on_sum).run(*part.args)
 
-        tally_batches("observed layers", -(-len(examples) // batch), [*tallies.values(), *sum_tallies], run)
+        share = worth_sharing([tally.layer for tally in tallies.values()], batch, len(examples), rows, where)
+        tally_batches("observed layers", -(-len(examples) // batch), [*tallies.values(), *sum_tallies], run, share=share)
     moments = {node: list(tally.moments(matrix_of(tally.layer))) for node, tally in tallies.items()}
     return {
         place.name: Reconstruction(

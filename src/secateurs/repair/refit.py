@@ -33,6 +33,7 @@ from secateurs.repair.observe import (
     layer_fit,
     select,
     tally_batches,
+    worth_sharing,
 )
 from secateurs.repair.reconstruction import Errors, write_
 from secateurs.repair.solve import matrix_of
@@ -77,6 +78,8 @@ def refit_(
     errors = {}
     count, drawn = -(-len(examples) // batch), list[int]()  # batches in all, and those whose activations this process keeps
     with on_device(ours, device) as where, on_device(theirs, where), eval_mode(ours, theirs):
+        layers = [graph.module.get_submodule(each.consumer.module) for each in solved]
+        share = all(worth_sharing([layer], batch, len(examples), rows, where) for layer in layers)
         here = _Stretches(ours, [each.node for each in solved], kept_bytes // 2 // count)
         there = _Stretches(theirs, [each.wanted for each in solved], kept_bytes // 2 // count)
         for number, (consumer, term, _, seen, wanted_node) in enumerate(solved):
@@ -95,7 +98,7 @@ def refit_(
                 if place not in drawn:
                     drawn.append(place)
 
-            tally_batches("refitted layer", count, [tally], run, drawn if number else None)
+            tally_batches("refitted layer", count, [tally], run, share=share, own=drawn if number else None)
             fit = layer_fit(graph, consumer, *tally.moments(matrix_of(layer)))
             weights, errors[consumer.module], _ = fit.mend(fit.kept(torch.ones(0, dtype=torch.bool)), None)
             write_(graph, weights)
