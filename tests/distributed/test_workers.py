@@ -240,7 +240,7 @@ def test_two_workers_of_torchrun_share_a_table_without_making_a_row_twice(tmp_pa
 
     command = ["secateurs", "compare", "--model", "mlp", "--data", "digits", "--methods", "l2", "--targets", "0.2", "0.4"]
     agent = torchrun(*command, "--examples", "64", *places(tmp_path))
-    out, err = agent.communicate(timeout=300)
+    _, err = agent.communicate(timeout=300)
     assert agent.returncode == 0, err[-2000:]
     rows = [json.loads(line) for line in (tmp_path / "out" / ROWS).read_text().splitlines()]
     made = [(row["method"], row["target"], row["seed"]) for row in rows]
