@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -18,6 +19,7 @@ from torch import nn
 from secateurs._util.format import size
 from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, check_device, device_of, eval_mode, unwrapped
+from secateurs._util.tensors import digest
 from secateurs._util.terminal import clock
 from secateurs.config import EngineName, Recipe, TrainSettings, declarations
 from secateurs.criteria import as_criterion, resolved
@@ -25,6 +27,8 @@ from secateurs.data.dataset import class_labels, derive
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
 from secateurs.data.forms import PAIR, Forward
 from secateurs.data.splits import Data, refuse_nonfinite
+from secateurs.distributed import ALONE, Workers, join, restarts
+from secateurs.distributed import rank as torchrun_rank
 from secateurs.errors import DataError, InvalidInput, RunError, suggest
 from secateurs.export.engines import engine_for
 from secateurs.graph.engine import Engine
@@ -35,7 +39,18 @@ from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.estimate import Estimate, estimate, within_time
 from secateurs.pruning.finetune import with_step
-from secateurs.pruning.folder import check_origin, create_folder, example_for, load_start, open_cache, open_folder, provenance
+from secateurs.pruning.folder import (
+    check_origin,
+    create_folder,
+    environment,
+    example_for,
+    is_resumable,
+    load_start,
+    open_cache,
+    open_folder,
+    provenance,
+    recipe_digest,
+)
 from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start
 from secateurs.pruning.run import Run, chosen_sites
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
@@ -89,8 +104,10 @@ class Pruner(Run):
         store: str | Path | None = None,
         cache_bytes: int | None = None,
         uncertified: bool | None = None,
+        distributed: bool = True,
     ) -> None:
         clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
+        workers = join() if distributed else ALONE
         folder = None if folder is None else Path(folder).expanduser()
         check_device(device)
         if device_of(model).type == "meta":
@@ -122,7 +139,7 @@ class Pruner(Run):
                 forward=forward,
                 own=_given(loss=loss, metric=metric),
                 seed=0 if recipe is None else recipe.seed,
-                folder=folder,
+                folder=folder if workers.first else None,
             )
             data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
             seen = replace(data, test=opened.first_test)
@@ -138,7 +155,8 @@ class Pruner(Run):
             form.measure(metric, correct),
         )
         _check_data(graph, seen, loss_fn, metric_fn, evaluate)
-        whole = None if evaluate is None else WholeMetric.of(evaluate, graph)
+        with workers.active():
+            whole = None if evaluate is None else WholeMetric.of(evaluate, graph)
         if whole is not None and whole.count is None and asked.confidence:
             asked = replace(asked, confidence=0.0)
             notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
@@ -148,23 +166,27 @@ class Pruner(Run):
         asked = _feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
             runtime = Runtime(loss_fn, metric_fn, device, MeasurementCache(), None, whole)
-            asked = within_time(time_budget, asked, graph, data, runtime, notes)
-        journal = Journal(None, KINDS)
+            asked = _within_time(workers, time_budget, asked, graph, data, runtime, notes)
+        measures = {"loss": loss_fn, "metric": evaluate or metric_fn, **({} if measure is None else {"time": measure})}
+        _check_workers(workers, graph, data, asked, measures)
+        journal = Journal(None, KINDS, workers) if folder is None else None
         if folder is not None:
-            measures = {"loss": loss_fn, "metric": evaluate or metric_fn, **({} if measure is None else {"time": measure})}
             again = [name for name, given in (("finetune", finetune), ("test", test)) if given is not None]
             known = provenance(graph, data, asked, measures=measures, again=again, notes=notes, store=store, origin=origin)
-            journal = create_folder(folder, asked, known)
+            journal = create_folder(folder, asked, known, workers)
+        assert journal is not None
         try:
-            if owned and folder is not None:
+            if owned and folder is not None and workers.first:
                 with disk_errors(folder):
                     data = save_drawn(data, folder, whole=form.whole or form.gives_loss)
             cache = open_cache(journal, store)
             runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, engine=timed_in, **streams)
-            super().__init__(PruningContext(graph, data, asked, runtime, journal, ProgressReporter(callback), clock))
+            reporter = ProgressReporter(callback if workers.first else None)
+            super().__init__(PruningContext(graph, data, asked, runtime, journal, reporter, clock))
             self.notes = notes
             self.save_start()
-        except BaseException:
+        except BaseException as error:
+            workers.fail(error)
             journal.close()
             raise
 
@@ -255,6 +277,9 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all
     other settings; without one, `Recipe.best()`. With a `folder` all is kept there, and `resume` continues after a crash.
 
+    In a script that torchrun started on several processes, all of them call this and share the measurements; the first one
+    prints and has the folder, and after a restart of torchrun the run in it goes on. `distributed=False`: this process alone.
+
     All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
     `progress=False`; `callback` gets every `Progress`.
     """
@@ -265,8 +290,26 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
         if name not in known:
             raise InvalidInput(f"prune: unknown option {name!r}.{suggest(name, known)}")
     _check_functions(callback=options.get("callback"))
-    with _shown(progress, options.pop("callback", None)) as (callback, follow):
-        return follow(Pruner(model, train, val, callback=callback, **options))
+    quiet = options.get("distributed", True) and torchrun_rank() > 0
+    with _shown(progress and not quiet, options.pop("callback", None)) as (callback, follow):
+        return follow(start_or_continue(model, train, val, callback=callback, **options))
+
+
+def start_or_continue(model: nn.Module, train: Any, val: Any = None, **options: Any) -> Pruner:
+    """A new `Pruner`; where torchrun has restarted the workers, the run that its `folder` holds, resumed.
+
+    The script is then the same, from its beginning. A run that was killed before it could be resumed is started again.
+    """
+    folder = None if options.get("folder") is None else Path(options["folder"]).expanduser()
+    if not restarts() or folder is None or not options.get("distributed", True):
+        return Pruner(model, train, val, **options)
+    if join().shared("whether to resume", lambda: b"resume" if is_resumable(folder) else b"start") == b"start":
+        return Pruner(model, train, val, **options)
+    names = set(inspect.signature(resume).parameters) - {"recipe", "folder", "model", "train", "val"}
+    given = {name: value for name, value in options.items() if name in names}
+    if not callable(given.get("criterion")):
+        given.pop("criterion", None)
+    return resume(folder, model, train, val, **given)
 
 
 _progress = inspect.signature(prune).parameters["progress"]
@@ -294,6 +337,7 @@ def resume(
     callback: Callable[[Progress], None] | None = None,
     store: str | Path | None = None,
     cache_bytes: int | None = None,
+    distributed: bool = True,
 ) -> Pruner:
     """Open the run in `folder` to continue it, on a freshly built `model` of the same class (its weights do not matter).
 
@@ -303,7 +347,8 @@ def resume(
     """
     path, model, finetune = Path(folder).expanduser(), unwrapped(model), with_step(finetune)
     check_device(device)
-    journal, stored, known = open_folder(path)
+    workers = join() if distributed else ALONE
+    journal, stored, known = open_folder(path, workers)
     try:
         if criterion is not None:
             as_criterion(criterion, stored.criterion if ":" in stored.criterion else "")
@@ -334,11 +379,14 @@ def resume(
             raise RunError(f"{path}: was started with{'out' * (measure is not None)} measure=. Resume it the same way.")
         start = load_start(path, model, data, known)
         cache = open_cache(journal, store or known.get("store"))
-        whole, engine = None if evaluate is None else WholeMetric.of(evaluate, start), _engine(stored, measure, device)
+        with workers.active():
+            whole, engine = None if evaluate is None else WholeMetric.of(evaluate, start), _engine(stored, measure, device)
+        _check_workers(workers, start, data, stored, {"loss": loss_fn, "metric": evaluate or metric_fn})
         runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, engine=engine, **streams)
-        context = PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback))
+        context = PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback if workers.first else None))
         return Pruner._resumed(context, known.get("notes", data.notes))
-    except BaseException:
+    except BaseException as error:
+        workers.fail(error)
         journal.close()
         raise
 
@@ -401,6 +449,32 @@ def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, *
     if criterion is not None:
         known["criterion"] = criterion if isinstance(criterion, str) else as_criterion(criterion)
     return resolved(Recipe.best(**known) if recipe is None else replace(recipe, **known))
+
+
+def _check_workers(
+    workers: Workers, graph: Graph, data: Data, recipe: Recipe, measures: Mapping[str, Callable[..., Any]]
+) -> None:
+    """Refuse workers that were started with something else than the first."""
+    if workers.size == 1:
+        return
+    found = environment()
+    facts = {f"version of {name}": text for name, text in found["versions"].items()}
+    facts |= {"number of threads": str(found["machine"]["threads"]), "data": data.digest(), "recipe": recipe_digest(recipe)}
+    facts["network"] = digest({name: t.detach().cpu() for name, t in graph.module.state_dict().items()})
+    workers.check_same("before the run", {**facts, **{name: display_name(each) for name, each in measures.items()}})
+
+
+def _within_time(
+    workers: Workers, seconds: float, recipe: Recipe, graph: Graph, data: Data, runtime: Runtime, notes: list[str]
+) -> Recipe:
+    """The recipe that takes no longer, as the first worker measured it."""
+
+    def chosen() -> bytes:
+        found = within_time(seconds, recipe, graph, data, runtime, notes)
+        return json.dumps([found.criterion, found.repair]).encode()
+
+    criterion, repair = json.loads(workers.shared("the time budget", chosen))
+    return replace(recipe, criterion=criterion, repair=repair)
 
 
 def _feasible(recipe: Recipe, data: Data, whole: WholeMetric | None, *, trains: bool, given: bool, notes: list[str]) -> Recipe:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from types import CodeType, MethodType
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from secateurs._util.modules import Device, accumulation_dtype, eval_mode, on_device
-from secateurs.data.dataset import Examples
+from secateurs.data.dataset import Batch, Examples
 from secateurs.data.splits import Data
 from secateurs.data.storage import Rows, Storage
 from secateurs.data.stream import Stream
+from secateurs.distributed import active, pack, unpack
 from secateurs.errors import DataError, InvalidInput
 
 _IGNORED = -100  # the label that torch's cross-entropy leaves out
@@ -80,15 +82,7 @@ def evaluate(
     device: Device = None,
 ) -> Evaluation:
     """Mean loss and mean metric in one pass; the module's mode and device are restored afterwards."""
-    single: list[Tensor] = []
-
-    def noted(outputs: Any, targets: Any) -> Tensor:
-        found = _tensor(metric(outputs, targets))
-        if found.ndim:
-            single.append(per_example(found.detach().cpu(), len(found)))
-        return found
-
-    (mean_loss, mean_metric), count = _means(module, examples, (loss_fn, noted), batch=batch, device=device)
+    (mean_loss, mean_metric), count, single = _means(module, examples, (loss_fn, metric), batch=batch, device=device, each=True)
     whole = sum(map(len, single)) == count
     return Evaluation(mean_loss, mean_metric, count, torch.cat(single) if whole else None)
 
@@ -110,8 +104,11 @@ def accuracy(
 def values(module: nn.Module, examples: Examples, measure: Measure, *, batch: int = 256, device: Device = None) -> Tensor:
     """The measure of every example, float64 (N,) on the CPU; it must give one value for each."""
     with on_device(module, device) as place, eval_mode(module):
-        batches = examples.batches(batch, device=place)
-        found = [per_example(measure(module(*each.args), each.targets), each.size).cpu().double() for each in batches]
+
+        def measured(each: Batch) -> list[Tensor]:
+            return [per_example(measure(module(*each.args), each.targets), each.size).cpu().double()]
+
+        found = [single for (single,) in by_batch("values", examples, batch, place, measured)]
     return torch.cat(found)
 
 
@@ -213,17 +210,56 @@ def check_targets(data: Data, outputs: object, measures: Mapping[str, Measure]) 
 
 
 def _means(
-    module: nn.Module, examples: Examples | Stream, measures: Sequence[Measure], *, batch: int, device: Device
-) -> tuple[list[float], int]:
-    """The mean of every measure, and the number of examples."""
-    sums, count = torch.zeros(len(measures), dtype=torch.float64), 0
+    module: nn.Module,
+    examples: Examples | Stream,
+    measures: Sequence[Measure],
+    *,
+    batch: int,
+    device: Device,
+    each: bool = False,
+) -> tuple[list[float], int, list[Tensor]]:
+    """The mean of every measure, and the number of examples; with `each`, the last measure of every one, if it gives that."""
+    sums, count, single = torch.zeros(len(measures), dtype=torch.float64), 0, list[Tensor]()
     with on_device(module, device) as place, eval_mode(module):
-        for each in examples.batches(batch, device=place):
-            given, count = module(*each.args), count + each.size
-            sums += torch.stack([total(measure(given, each.targets), each.size) for measure in measures])
+
+        def measured(part: Batch) -> list[Tensor]:
+            given = module(*part.args)
+            found = [_tensor(measure(given, part.targets)) for measure in measures]
+            every = [per_example(last.detach().cpu(), len(last)) for last in found[-1:] if each and last.ndim]
+            return [torch.stack([total(value, part.size) for value in found]), torch.tensor(part.size), *every]
+
+        for new, size, *every in by_batch("means", examples, batch, place, measured):
+            sums, count = sums + new, count + int(size)
+            single += every
     if count == 0:
         raise InvalidInput("evaluation over no examples: wanted at least one")
-    return (sums / count).tolist(), count
+    return (sums / count).tolist(), count, single
+
+
+def by_batch(
+    what: str, examples: Examples | Stream, batch: int, device: torch.device, measure: Callable[[Batch], Sequence[Tensor]]
+) -> Iterator[Sequence[Tensor]]:
+    """Yield what is measured of each batch, in order; the workers of a run share the batches."""
+    workers = active()
+    if workers.size == 1:
+        yield from map(measure, examples.batches(batch, device=device))
+    elif isinstance(examples, Stream):  # a loader has no random access, so each worker reads its share
+
+        def share(number: int) -> list[Tensor]:
+            own = examples.share(number, workers.size, batch, device=device)
+            return [pack([pack(measure(part)) for part in parts]) for parts in own]
+
+        found = workers.map(f"{what} of the {examples.name} loader", workers.size, share)
+        for batches in zip_longest(*found):
+            for packed in batches:
+                yield from () if packed is None else map(unpack, unpack(packed))
+    else:
+        count = -(-len(examples) // batch)
+
+        def one(ticket: int) -> Sequence[Tensor]:
+            return measure(examples.batch(slice(ticket * batch, (ticket + 1) * batch), device=device))
+
+        yield from workers.map(f"{what} of {len(examples)} examples", count, one)
 
 
 def _expect_tensors(what: str, argument: str, outputs: Any, targets: Any) -> Tensor:

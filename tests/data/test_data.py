@@ -696,3 +696,39 @@ def test_the_real_mnist_has_60000_and_10000_images() -> None:
     assert [len(part) for part in real.splits().values()] == [55_000, 5_000, 10_000]
     labels = torch.as_tensor(real.test_set.targets)
     assert labels.bincount().tolist() == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]
+
+
+def test_streamed_image_folders_have_the_preprocessing_of_imagenet(tmp_path: Path) -> None:
+    """By hand: of black and white halves of 20×10 pixels, with a shorter edge of 10 as it is, the centre has both."""
+    from secateurs.data.folder import PREPROCESSING, ImageFolder, central_part, folder_loaders
+
+    halves = np.zeros((10, 20, 3), np.uint8)
+    halves[:, 10:] = 255
+    image = Image.fromarray(halves)
+    assert np.asarray(central_part(image, 10, 4))[:, :, 0].tolist() == [[0, 0, 255, 255]] * 4
+    assert central_part(image, 40, 32).size == (32, 32)
+    assert PREPROCESSING["imagenet"] == (256, 224)
+    for part, name in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "b")):
+        (tmp_path / part / name).mkdir(parents=True)
+        for number in range(3):
+            Image.new("RGB", (300, 280), (255, 0, 0) if name == "a" else (0, 0, 255)).save(
+                tmp_path / part / name / f"{number}.png"
+            )
+    train, val = folder_loaders(tmp_path, batch=4, processes=0)
+    (inputs, labels), *_ = val
+    assert inputs.shape == (4, 3, 224, 224)
+    assert labels.tolist() == [0, 0, 0, 1]
+    torch.testing.assert_close(inputs[0, :, 5, 5], torch.tensor([(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]))
+    assert sorted(label for _, labels in train for label in labels.tolist()) == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(InvalidInput, match=r"preprocessing='imagenett': unknown\. Did you mean 'imagenet'"):
+        ImageFolder(tmp_path / "train", preprocessing="imagenett")
+
+
+def test_images_decoded_by_other_processes_are_the_same(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(6):
+            colours = np.random.default_rng(number).integers(0, 255, (6, 5, 3), np.uint8)
+            Image.fromarray(colours + (name == "b")).save(tmp_path / name / f"{number}.png")
+    one, two = (load_folder(tmp_path, processes=processes) for processes in (0, 2))
+    assert one.digest() == two.digest()

@@ -28,6 +28,7 @@ from torch import Tensor
 from secateurs._util.decode import Malformed, brief, checked, decode_json
 from secateurs._util.files import LOCK, write_bytes
 from secateurs._util.tensors import Damaged, dump, parse
+from secateurs.distributed import ALONE, Workers
 from secateurs.errors import RunError, SecateursError
 
 JOURNAL, PROVENANCE, TRAINING = "journal.jsonl", "provenance.json", "training.json"
@@ -212,16 +213,35 @@ def _damaged(path: Path, number: int, what: str) -> str:
 class Journal:
     """The records of a run, on disk in the folder `path`; in memory if that is None.
 
-    A folder belongs to the process that opened it until `close`; its journal must be undamaged.
+    A folder belongs to the process that opened it until `close`; its journal must be undamaged. Of several workers the first
+    has the folder: the others hold its records in memory, as it sends them, and their `path` is None.
     """
 
-    def __init__(self, path: Path | None, kinds: Kinds) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, kinds: Kinds, workers: Workers = ALONE) -> None:
+        self.path, self.workers = path if workers.first else None, workers
         self.records: list[Any] = []
         self._units = {kind: unit for unit, kind in kinds.items()}
         self._digests: list[str] = []  # the origin's, then one for each line
         self._file: IO[bytes] | None = None
         self._lock: IO[bytes] | None = None
+        if workers.size == 1:
+            self._open(kinds)
+        else:
+            self._open_together(kinds)
+
+    def _open_together(self, kinds: Kinds) -> None:
+        """Open the folder as the first worker; as another, take its records."""
+
+        def opened() -> bytes:
+            self._open(kinds)
+            return json.dumps([self._entry(record) for record in self.records], allow_nan=True).encode()
+
+        sent: list[dict[str, Any]] = json.loads(self.workers.shared("the journal", opened))
+        if not self.workers.first:
+            self.records = [record_from(entry, kinds[entry["unit"]]) for entry in sent]
+
+    def _open(self, kinds: Kinds) -> None:
+        path = self.path
         if path is None:
             return
         self._lock = _lock(path)
@@ -252,11 +272,34 @@ class Journal:
     def once(self, kind: type[R], compute: Callable[[], R], **key: Any) -> R:
         """Return the record of `kind` with the fields `key`; where there is none, compute and append it.
 
-        This is how a unit of work survives a crash: what is journaled is never computed again.
+        This is how a unit of work survives a crash: what is journaled is never computed again. Of several workers all compute,
+        sharing what can be shared, and the record of the first is everybody's.
         """
         if not self.of(kind, **key):
-            self.append(compute())
+            self._append_together(kind, compute())
         return self.of(kind, **key)[0]
+
+    def once_timed(self, kind: type[R], compute: Callable[[], R], **key: Any) -> R:
+        """As `once`, of something that a clock measures: only the first worker does, while the others wait."""
+        if not self.of(kind, **key):
+            self._append_together(kind, compute() if self.workers.first else None)
+        return self.of(kind, **key)[0]
+
+    def _append_together(self, kind: type[R], own: R | None) -> None:
+        if self.workers.size == 1:
+            self.append(own)
+            return
+
+        def appended() -> bytes:
+            self.append(own)
+            return json.dumps(self._entry(own), allow_nan=True).encode()
+
+        sent = self.workers.shared(f"journal: {kind.__name__}", appended)
+        if not self.workers.first:
+            self.records.append(record_from(json.loads(sent), kind))
+
+    def _entry(self, record: Any) -> dict[str, Any]:
+        return {"unit": self._units[type(record)], **plain(record)}
 
     def of(self, kind: type[R], **key: Any) -> list[R]:
         """The records of one kind whose fields have the given values, in order."""
@@ -266,7 +309,7 @@ class Journal:
         """Append a record; on return it is safe."""
         if self._file is not None and self.path is not None:
             with disk_errors(self.path):
-                self._append_line(self._file, self.path, {"unit": self._units[type(record)], **plain(record)})
+                self._append_line(self._file, self.path, self._entry(record))
         self.records.append(record)
 
     def _append_line(self, file: IO[bytes], folder: Path, entry: Mapping[str, Any]) -> None:
@@ -300,8 +343,26 @@ class Journal:
     def load_tensors(self, name: str, kind: Any = dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Read `name`.safetensors, with plain values of the type `kind`; None if there is none.
 
-        A file that is damaged or of another run is a RunError.
+        A file that is damaged or of another run is a RunError. Of several workers the first reads it and sends it to all.
         """
+        if self.workers.size > 1:
+            return self._load_together(name, kind)
+        return self._load(name, kind)
+
+    def _load_together(self, name: str, kind: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        own: list[tuple[dict[str, Tensor], dict[str, Any]] | None] = []
+
+        def loaded() -> bytes:
+            own.append(self._load(name, kind))
+            return b"" if own[0] is None else dump(own[0][0], {"meta": json.dumps(own[0][1])})
+
+        sent = self.workers.shared(f"file {name}", loaded)
+        if own or not sent:
+            return own[0] if own else None
+        tensors, header = parse(sent)
+        return tensors, json.loads(header["meta"])
+
+    def _load(self, name: str, kind: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         if self.path is None or not (path := self.path / f"{name}.safetensors").exists():
             return None
         try:

@@ -20,8 +20,8 @@ _PIPED_WIDTH = 160  # without a terminal rich folds at 80 columns, which cuts na
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The console for results, or for progress and warnings."""
-    found = Console(stderr=stderr, highlight=False)
+    """The console for results, or for progress and warnings; of several workers only the first one's says anything."""
+    found = Console(stderr=stderr, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = _PIPED_WIDTH
     return found

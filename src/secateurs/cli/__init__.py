@@ -88,5 +88,7 @@ def execute(tokens: Sequence[str]) -> int:
         return ERROR
     except (SecateursError, OSError) as error:
         message, code = f"Error: {error}", ERROR
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        message = f"rank {os.environ.get('RANK', '0')}: {message}"
     sys.stderr.write(f"{message}\n")
     return code

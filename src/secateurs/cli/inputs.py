@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tomllib
@@ -370,6 +371,24 @@ def run_folder(out: Path | None, name: str | None, *parts: str) -> Path:
     while (RUNS / f"{stem}-{number}").exists():
         number += 1
     return RUNS / f"{stem}-{number}"
+
+
+def shared_run_folder(out: Path | None, name: str | None, *parts: str) -> Path:
+    """The same as `run_folder`, as the first of several workers finds it."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return run_folder(out, name, *parts)
+    from secateurs.distributed import join
+
+    if out is None and name is None and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise InvalidInput(
+            "torchrun --max-restarts: give the run folder, --out PATH or --name NAME, so that a restart finds the run again."
+        )
+    return Path(join().shared("the run folder", lambda: str(run_folder(out, name, *parts)).encode()).decode())
+
+
+def own_device(device: str | None) -> str | None:
+    """The device of this worker: of several on a machine, each has the GPU of its own number."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" and "LOCAL_RANK" in os.environ else device
 
 
 def _weights_file(origin: Origin) -> Path:

@@ -49,7 +49,7 @@ def prune(
     the remaining weights are solved again in closed form; nothing is trained. As many filters go as --max-drop allows on the
     validation set, with a bound on the drop that holds for other images too, where the set is large enough for one. The test
     set is read once, at the end. Everything is kept in a run folder; after Ctrl-C or a crash, `secateurs resume FOLDER`
-    continues.
+    continues. Several processes share the work: `torchrun --nproc-per-node=2 -m secateurs prune …`.
 
     Examples:
 
@@ -78,20 +78,21 @@ def prune(
     report_every
         Write the report after every N steps; 0: only at the end.
     """
-    from secateurs.api import Pruner
+    from secateurs.api import start_or_continue
 
     given = inputs.overrides(flags)
     chosen = inputs.chosen_recipe(recipe, given)
     origin = inputs.named_origin(model, data, model_option, data_option, weights, device, chosen.seed)
+    device = inputs.own_device(device)
     inputs.check_device(device)
-    folder = inputs.run_folder(out, name, model, data)
+    folder = inputs.shared_run_folder(out, name, model, data)
     if weights is None and ":" not in model:
         warn(f"no --weights: {model} is pruned untrained, with its initial weights.")
     network, (train, val, test) = inputs.build_model(origin), inputs.load_sources(origin)
     with display(quiet=as_json) as shown:
         watcher = RunWatcher(shown, chosen)
         shown.line(f"Pruning {model} on {data} in {folder}")
-        run = Pruner(
+        run = start_or_continue(
             network,
             train,
             val,
@@ -151,7 +152,7 @@ def resume(
     from secateurs.data.drawn import has_drawn
 
     origin = inputs.run_origin(run, model, data, model_option, data_option)
-    device = device or origin.device
+    device = inputs.own_device(device or origin.device)
     inputs.check_device(device)
     train, val, test = inputs.load_sources(origin) if origin.data else (None, None, None)
     if has_drawn(run) and val is None and train is not None:  # it keeps what it drew: the data are to train on and to test

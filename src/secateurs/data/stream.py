@@ -83,6 +83,47 @@ class Stream:
                 rows = slice(start, start + size) if size else slice(None)
                 yield found.mapped(lambda part, rows=rows: to_device(part[rows], device))  # type: ignore[misc]
 
+    def share(self, number: int, of: int, size: int, *, device: torch.device | str | None = None) -> Iterator[list[Batch]]:
+        """Every `of`-th batch of the loader, from batch `number` on, each in parts of at most `size` examples.
+
+        Of a `DataLoader` without shuffling only the examples of these batches are read. A share may be empty.
+        """
+        loader, rows = self.loader, sampled_rows(self.loader)
+        if isinstance(loader, DataLoader) and rows is not None and isinstance(loader.sampler, SequentialSampler):
+            each = loader.batch_size or 1
+            used = len(rows) // each * each if loader.drop_last else len(rows)
+            own = [row for start in range(number * each, used, of * each) for row in rows[start : min(start + each, used)]]
+            chosen: Iterable[Any] = restricted(loader, own) if own else ()
+        else:
+            chosen = (batch for place, batch in enumerate(self.raw()) if place % of == number)
+        for batch in chosen:
+            yield list(replace(self, loader=[batch]).batches(size, device=device))
+
+    def parts(self, rank: int, size: int, order: torch.Generator) -> tuple[Stream, list[int]] | None:
+        """One of `size` parts of every batch, for training, and the sizes of the whole batches.
+
+        A `DataLoader` that shuffles gives the rows in the `order` drawn here, the same on every worker, and only the rows of
+        the part are read. None where the rows of the batches are unknown. Of a batch of fewer rows than parts, all have all.
+        """
+        loader, rows = self.loader, sampled_rows(self.loader)
+        if not isinstance(loader, DataLoader) or rows is None:
+            return None
+        if not isinstance(loader.sampler, SequentialSampler):
+            rows = [rows[place] for place in torch.randperm(len(rows), generator=order).tolist()]
+        each = loader.batch_size or 1
+        wholes = [rows[start : start + each] for start in range(0, len(rows), each)]
+        wholes = [whole for whole in wholes if len(whole) == each] if loader.drop_last else wholes
+        own = [whole if len(whole) < size else whole[rank::size] for whole in wholes]
+        chosen = DataLoader(
+            loader.dataset,
+            batch_sampler=own,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+        )
+        return replace(self, loader=chosen), [len(whole) for whole in wholes]
+
     def ready(self, dtype: torch.dtype) -> Stream:
         """The same stream with floating-point inputs as `dtype`, in which the network computes."""
         return replace(self, dtype=dtype)

@@ -442,7 +442,7 @@ class PruningContext:
             self.progress.report("widths", 0, 1)
             return WidthMultiple(preferred_multiple(self.engine, self.original, self.table_file), self.engine.name)
 
-        return multiple_at(self._channels.get(site, 0), self.journal.once(WidthMultiple, measure).multiple)
+        return multiple_at(self._channels.get(site, 0), self.journal.once_timed(WidthMultiple, measure).multiple)
 
     @property
     def by_time(self) -> bool:
@@ -484,7 +484,7 @@ class PruningContext:
 
     def _journaled(self, number: int, of: str, compute: Callable[[], Mapping[Size, Rounds]]) -> Mapping[Size, Rounds]:
         own = self.of_position
-        found = self.journal.once(
+        found = self.journal.once_timed(
             TimeTable, lambda: TimeTable(of, number, tuple(compute().items()), **own), of=of, round=number, **own
         )
         return dict(found.seconds)

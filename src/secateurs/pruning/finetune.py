@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from secateurs._util.modules import device_of, keeping_modes
-from secateurs._util.tensors import first_non_finite
+from secateurs._util.tensors import digest, first_non_finite
 from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
+from secateurs.distributed import ALONE, active, join, rank
 from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.metrics import cross_entropy, loss
 from secateurs.pruning.budget import AccuracyBudget
@@ -41,6 +42,8 @@ Training = Callable[[nn.Module, int], Any]
 def with_step(train: Callable[..., Any] | None) -> Training | None:
     """The user's training as a function of the network and the number of the step, which it need not take.
 
+    It runs on all workers of torchrun, and may take its `rank` and their number, `world_size`, by name.
+
     Refused at once, and not after hours of scoring, where it takes neither (model) nor (model, step).
     """
     if train is None:
@@ -54,13 +57,20 @@ def with_step(train: Callable[..., Any] | None) -> Training | None:
             return False
         return True
 
-    if "step" in signature.parameters and takes(0, step=0):
-        return lambda module, step: train(module, step=step)
+    known = {"step": 0, "rank": 0, "world_size": 1}
+    by_name = {name: known[name] for name in known if name in signature.parameters}
+    if by_name and takes(0, **by_name):
+
+        def named(module: nn.Module, step: int) -> Any:
+            now = {"step": step, "rank": rank(), "world_size": join().size}
+            return train(module, **{name: now[name] for name in by_name})
+
+        return named
     if takes(0):
         return lambda module, step: train(module)
     if takes(0, 0):
         return train
-    raise InvalidInput(f"finetune takes {signature}: wanted (model), or (model, step).")
+    raise InvalidInput(f"finetune takes {signature}: wanted (model), or (model, step); rank and world_size may be taken, too.")
 
 
 def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkState) -> NetworkState:
@@ -146,7 +156,8 @@ def _train_by_user(context: PruningContext, state: NetworkState, train: Callable
     module = state.graph.module
     context.progress.report("finetune", 0, 1)
     before = _Before(module)
-    with keeping_modes(module), torch.enable_grad():
+    workers = active()
+    with keeping_modes(module), torch.enable_grad(), ALONE.active():
         returned = train(module, step)
     if isinstance(returned, nn.Module) and returned is not module:
         raise TrainingError(
@@ -154,6 +165,11 @@ def _train_by_user(context: PruningContext, state: NetworkState, train: Callable
             f"weights back: model.load_state_dict(trained.state_dict())."
         )
     before.restore_or_refuse_()
+    if workers.size > 1:
+        what = (
+            f"after finetune (step {step}), which must leave the same weights on all workers, as DistributedDataParallel does"
+        )
+        workers.check_same(what, {"network": digest(named_tensors(module))})
     context.progress.report("finetune", 1, 1)
     return context.measured(replace(state, momentum={}))
 
@@ -236,6 +252,7 @@ def _train(
             momentum=state.momentum,
             on_epoch=lambda epoch: context.progress.report(phase, epoch.epoch + 1, settings.epochs),
         )
+        active().check_same(f"after {phase} (step {step})", {"network": digest(named_tensors(module))})
         found = replace(state, momentum=dict(history.momentum))
         if recipe.keep_best and history.epochs:
             chosen.append(best_of(before, history))

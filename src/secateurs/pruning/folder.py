@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
 from secateurs._util.files import LOCK, write_text
 from secateurs._util.journal import JOURNAL, PROVENANCE, Journal, changed_files, disk_errors, read_records, records_of
-from secateurs._util.tensors import digest
+from secateurs._util.tensors import digest, dump, parse
 from secateurs.compaction import replay
 from secateurs.compaction.serialization import load, read, save
 from secateurs.config import Recipe, read_recipe, recipe_fields, write_recipe
 from secateurs.criteria.ranking import Ranking
 from secateurs.data.splits import Data
+from secateurs.distributed import ALONE, Workers
 from secateurs.errors import RunError
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import Site
@@ -169,8 +170,18 @@ def recipe_digest(recipe: Recipe) -> str:
 # ---- opening -------------------------------------------------------------------------------------------------------------
 
 
-def create_folder(path: Path, recipe: Recipe, origin: Mapping[str, Any]) -> Journal:
-    """Start a new run in `path`, which must not hold one; `origin` is its provenance."""
+def create_folder(path: Path, recipe: Recipe, origin: Mapping[str, Any], workers: Workers = ALONE) -> Journal:
+    """Start a new run in `path`, which must not hold one; `origin` is its provenance. Of several workers the first has it."""
+    if not workers.first:
+        return Journal(path, KINDS, workers)
+    try:
+        return _create_folder(path, recipe, origin, workers)
+    except BaseException as error:
+        workers.fail(error)
+        raise
+
+
+def _create_folder(path: Path, recipe: Recipe, origin: Mapping[str, Any], workers: Workers) -> Journal:
     if (path / PROVENANCE).exists():
         raise RunError(f"{path}: holds a run already. Resume it (secateurs resume {path}), or choose another folder.")
     with disk_errors(path):
@@ -180,7 +191,7 @@ def create_folder(path: Path, recipe: Recipe, origin: Mapping[str, Any]) -> Jour
         raise RunError(
             f"{path}: holds other files ({', '.join(others[:3])}{', …' * (len(others) > 3)}). Choose an empty or a new folder."
         )
-    journal = Journal(path, KINDS)
+    journal = Journal(path, KINDS, workers)
     try:
         with disk_errors(path):
             write_recipe(path / RECIPE, recipe)
@@ -192,13 +203,13 @@ def create_folder(path: Path, recipe: Recipe, origin: Mapping[str, Any]) -> Jour
     return journal
 
 
-def open_folder(path: Path) -> tuple[Journal, Recipe, dict[str, Any]]:
-    """Open a run that was started in `path`: its journal, recipe and provenance."""
+def open_folder(path: Path, workers: Workers = ALONE) -> tuple[Journal, Recipe, dict[str, Any]]:
+    """Open a run that was started in `path`: its journal, recipe and provenance. All workers read the last two there."""
     known = read_provenance(path)
     missing = sorted(Provenance.__annotations__.keys() - known.keys())
     if missing:
         raise RunError(f"{path / PROVENANCE}: damaged (no {', '.join(missing)}). Restore it from a copy, or start a new run.")
-    journal = Journal(path, KINDS)
+    journal = Journal(path, KINDS, workers)
     try:
         recipe = read_recipe(path / RECIPE)
         if recipe_digest(recipe) != known.get("recipe_sha256"):
@@ -212,9 +223,21 @@ def open_folder(path: Path) -> tuple[Journal, Recipe, dict[str, Any]]:
     return journal, recipe, known
 
 
+def is_resumable(path: Path) -> bool:
+    """Whether `path` holds a run that can be resumed; one that was killed before that is removed, so that it can be started."""
+    if not (path / PROVENANCE).exists():
+        return False
+    if (path / f"{START}.safetensors").exists():
+        return True
+    with disk_errors(path):
+        for name in (JOURNAL, PROVENANCE):
+            (path / name).unlink(missing_ok=True)
+    return False
+
+
 def open_cache(journal: Journal, path: str | Path | None) -> MeasurementCache:
     """The cache of measurements at `path`, or in the run folder, or in memory for a run that has none."""
-    if path is not None:
+    if path is not None and journal.workers.first:
         return MeasurementCache(Path(path))
     return MeasurementCache(None if journal.path is None else journal.path / MEASURED)
 
@@ -305,16 +328,29 @@ def load_state(journal: Journal, original: Graph) -> NetworkState:
     state, steps, latest = NetworkState(original), journal.of(Step), _latest_cut(journal)
     if not steps:
         return state
-    if latest is not None and journal.path is not None:
-        journal.check_files(latest)
+    if latest is not None and latest.files:
         network, momentum = _checkpoint(latest.number)
-        path = journal.path / f"{network}.safetensors"
-        header, tensors = read(path)
-        graph = replay(original, Plan.from_json(header["plan"], where=str(path)), verify=False)
+
+        file = f"{network}.safetensors"
+
+        def checked_file() -> tuple[dict[str, str], dict[str, Tensor]]:
+            journal.check_files(latest)
+            assert journal.path is not None
+            return read(journal.path / file)
+
+        if journal.workers.size == 1:
+            header, tensors = checked_file()
+        else:
+            tensors, header = parse(journal.workers.shared(file, lambda: _dumped(*checked_file())))
+        graph = replay(original, Plan.from_json(header["plan"], where=file), verify=False)
         graph.module.load_state_dict(tensors)
         found = journal.load_tensors(momentum)
         state = NetworkState(graph, momentum={} if found is None else found[0])
     return replace(state, accuracy=steps[-1].accuracy, loss=steps[-1].loss)
+
+
+def _dumped(header: Mapping[str, str], tensors: Mapping[str, Tensor]) -> bytes:
+    return dump(tensors, {name: text for name, text in header.items() if name != "digest"})
 
 
 def save_result(journal: Journal, graph: Graph, figures: ResultFigures, clock: Stopwatch) -> ResultFigures:

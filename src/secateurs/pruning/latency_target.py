@@ -84,7 +84,7 @@ def _original(context: PruningContext) -> TimedAllocation:
         (seconds,) = network_seconds(context, context.original)
         return TimedAllocation(0, {}, seconds, seconds, seconds, **context.of_position)
 
-    return context.journal.once(TimedAllocation, measure, round=0, **context.of_position)
+    return context.journal.once_timed(TimedAllocation, measure, round=0, **context.of_position)
 
 
 def network_seconds(context: PruningContext, *graphs: Graph) -> tuple[float, ...]:
@@ -224,7 +224,7 @@ class _Solver:
             removed = {name: m for name, m in chosen.removed.items() if m}
             return TimedAllocation(number, removed, original * (1 - chosen.saved), original, seconds, **context.of_position)
 
-        return context.journal.once(TimedAllocation, measure, round=number, **context.of_position)
+        return context.journal.once_timed(TimedAllocation, measure, round=number, **context.of_position)
 
     def correct(self, timed: TimedAllocation) -> None:
         """Time the layers at the sizes of that network, and scale savings to what was measured."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
 from torch import Tensor
 
-from secateurs._util.journal import records_of
+from secateurs._util.journal import plain, record_from, records_of
 from secateurs.config import Shortcut
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.cost import Cost
@@ -19,6 +20,8 @@ from secateurs.graph.latency import SpeedUp
 from secateurs.graph.sites import Site
 from secateurs.graph.structure import Node
 from secateurs.graph.trace import Graph
+from secateurs.scoring.ensemble import Ensemble
+from secateurs.scoring.importance import Importance, PairImportance
 from secateurs.selection.allocation import Curve
 from secateurs.selection.search import Cut
 from secateurs.training.guard import KeptWeights
@@ -28,6 +31,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Files = Mapping[str, str]
 """SHA-256 of the files of the run folder that a record relies on, by name."""
+
+_FITTED: tuple[type[Any], ...] = (Importance, PairImportance)
 
 
 @dataclass(frozen=True)
@@ -282,6 +287,27 @@ class SiteCurve:
         positions = {channel: place for place, channel in enumerate(site.original)}
         ids = [self.original[i] for i in self.ranking.order[:m].tolist()]
         return Cut(site.channels, tuple(positions[i] for i in ids if i in positions), before, before, 0.0, ())
+
+
+def curve_tensors(found: SiteCurve) -> list[Tensor]:
+    """A curve as tensors, with the evidence of its ranking, as one worker sends it to the others."""
+    ranking = found.ranking
+    evidence, ensemble = ranking.importance, ranking.ensemble
+    kind = 0 if evidence is None else 1 + _FITTED.index(type(evidence))
+    bare = plain(replace(found, ranking=replace(ranking, importance=None, ensemble=None)))
+    text = torch.frombuffer(bytearray(json.dumps(bare).encode()), dtype=torch.uint8)
+    tensors = [torch.tensor([kind, ensemble is not None]), text]
+    tensors += [] if evidence is None else [getattr(evidence, each.name) for each in fields(evidence)]
+    return tensors + ([] if ensemble is None else [ensemble.masks, ensemble.losses])
+
+
+def curve_from(tensors: Sequence[Tensor]) -> SiteCurve:
+    """The curve that `curve_tensors` was given."""
+    (kind, drawn), text, *rest = tensors
+    found: SiteCurve = record_from(json.loads(text.numpy().tobytes()), SiteCurve)
+    ensemble = Ensemble(found.site, *rest[-2:]) if drawn else None
+    evidence = _FITTED[int(kind) - 1](*rest[: len(rest) - 2 * int(drawn)]) if kind else None
+    return replace(found, ranking=replace(found.ranking, importance=evidence, ensemble=ensemble))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Every unit of work goes through the journal: a run that is killed and resumed en
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from secateurs._util.decode import brief
+from secateurs._util.tensors import digest
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe, Shortcut
 from secateurs.criteria.ranking import Ranking
@@ -53,10 +54,13 @@ from secateurs.pruning.results import (
     Start,
     Step,
     TestChange,
+    curve_from,
+    curve_tensors,
 )
 from secateurs.selection.search import Cut
 
 _TIMED = 64  # examples at once when the speed is measured in eager mode
+_SITES_A_WORKER = 8  # whose curves are measured before they are journaled
 _MEASUREMENTS = 3  # at the end: on the test set, on the validation set, of the speed
 
 
@@ -79,6 +83,7 @@ class Run:
 
     def __init__(self, context: PruningContext) -> None:
         self.context, self.journal, self.recipe = context, context.journal, context.recipe
+        self.workers = context.journal.workers
         self.original, self.data = context.original, context.data
         self.budget = AccuracyBudget(context)
         self.state = NetworkState(context.original)
@@ -110,13 +115,20 @@ class Run:
             path = self.journal.path
             again = "start it again" if path is None else f'resume it: secateurs.resume("{path}", model, …)'
             raise RunError(f"this run was interrupted, and its network may be half trained: {again}.")
+        steps = self.algorithm1()
         try:
-            yield from self.algorithm1()
-            self._finish()
+            while True:
+                with self.workers.active():  # not while the caller looks at a step
+                    step = next(steps, None)
+                    if step is None:
+                        self._finish()
+                        return
+                yield step
         except GeneratorExit:  # a loop that was left may be continued
             raise
-        except BaseException:  # Ctrl-C too: the run can then be resumed in the same process
+        except BaseException as error:  # Ctrl-C too: the run can then be resumed in the same process
             self._interrupted = True
+            self.workers.fail(error)
             self.close()
             raise
 
@@ -234,13 +246,15 @@ class Run:
                 f"journal.jsonl: the first round has site {brief(repr(unknown[0]))}, which the network has not. Restore the "
                 f"run from a copy, or start a new one."
             )
-        found = {}
+        found, shared = dict[str, SiteCurve](), dict[str, SiteCurve]()
         for number, name in enumerate(sorted(listed, key=places.index), 1):
             progress.number, progress.sites = number, len(listed)
             site = context.site(self.original, name)
             if site is not None:
                 progress.report("curve", number - 1, len(listed), site)
-                measure = partial(self._measure_curve, site)
+                if self.workers.size > 1 and found and name not in shared:
+                    shared = self._shared_curves(sorted(listed, key=places.index)[number - 1 :], number)
+                measure = partial(self._measure_curve, site, shared.get(name))
                 found[name] = self.journal.once(SiteCurve, measure, site=name, **context.at_node(site))
                 if found[name].original != site.original:
                     raise RunError(
@@ -249,12 +263,35 @@ class Run:
                     )
         return found
 
-    def _measure_curve(self, site: Site) -> SiteCurve:
-        number = self.context.progress.number
-        prepared = self.context.prepare(self.original, site)
-        ranking = self._ranked(prepared, number, f"curve-{site.node}")
-        found = measure_curve(self.context, prepared, ranking, self._allowed_widths(site))
+    def _measure_curve(self, site: Site, known: SiteCurve | None) -> SiteCurve:
+        """The curve of a site, measured unless it is `known`; its ranking is kept in the folder."""
+        found = self._curve_at(site, self.context.progress.number) if known is None else known
+        save_ranking(self.journal, f"curve-{site.node}", site, found.ranking)
         return replace(found, seconds=self.context.clock.lap(), node=self.context.at_node(site).get("node", ""))
+
+    def _curve_at(self, site: Site, number: int) -> SiteCurve:
+        prepared = self.context.prepare(self.original, site)
+        return measure_curve(self.context, prepared, self._rank(prepared, number), self._allowed_widths(site))
+
+    def _shared_curves(self, names: Sequence[str], number: int) -> dict[str, SiteCurve]:
+        """The curves of the next sites, each measured by one worker; none where there are too few to go round.
+
+        The first of the names is the site of that `number`. What all sites need is known from the first one.
+        """
+        found = [self.context.site(self.original, name) for name in names[: _SITES_A_WORKER * self.workers.size]]
+        sites = [site for site in found if site is not None and not self._has_curve(site)]
+        if len(sites) < self.workers.size:
+            return {}
+        for site in sites:
+            self._allowed_widths(site)  # measured by a clock, and journaled
+        numbers = {name: number + place for place, name in enumerate(names)}
+        curves = self.workers.map(
+            "curves", len(sites), lambda ticket: curve_tensors(self._curve_at(sites[ticket], numbers[sites[ticket].name]))
+        )
+        return {site.name: curve_from(tensors) for site, tensors in zip(sites, curves, strict=True)}
+
+    def _has_curve(self, site: Site) -> bool:
+        return bool(self.journal.of(SiteCurve, site=site.name, **self.context.at_node(site)))
 
     def _done(self, number: int, name: str) -> bool:
         return any(step.round == number and step.site == name for step in self.steps)
@@ -301,12 +338,15 @@ class Run:
 
     def _ranked(self, prepared: PreparedSite, number: int, name: str) -> Ranking:
         """Rank the site and keep the ranking in the folder under `name`; its random draws depend on `number`."""
-        progress = self.context.progress
-        ranking = self.context.rank(
-            prepared, step=number, on_scored=lambda done, of: progress.report("score", done, of, prepared.site)
-        )
+        ranking = self._rank(prepared, number)
         save_ranking(self.journal, name, prepared.site, ranking)
         return ranking
+
+    def _rank(self, prepared: PreparedSite, number: int) -> Ranking:
+        progress = self.context.progress
+        return self.context.rank(
+            prepared, step=number, on_scored=lambda done, of: progress.report("score", done, of, prepared.site)
+        )
 
     def find_cut(self, prepared: PreparedSite, ranking: Ranking) -> Cut:
         """How many of the least important filters are removed: as many as the allowed drop, or the allocation, says."""
@@ -421,6 +461,9 @@ class Run:
             loss_before=before.loss,
             importance=ranking.importance,
         )
+        if self.workers.size > 1:
+            now = {"network": digest(dict(self.state.graph.module.state_dict()))}
+            self.workers.check_same(f"after the cut at site {site.name!r}", now)
         self.steps.append(save_step(self.journal, self.state, step, self.context.clock))
         self.budget.answers, self.budget.trained_bound = [], None
         return self.steps[-1]
@@ -462,7 +505,9 @@ class Run:
             macs=Change(cost_before.macs, cost_after.macs),
             bytes=Change(cost_before.bytes, cost_after.bytes),
             classes=ClassAccuracies(tuple(self.data.classes), *classes) if classes and all(classes) else ClassAccuracies(),
-            **self._measure_times(timed) if any(step.removed for step in self.steps) else {"latency": None},
+            **self._measure_times(timed)
+            if any(step.removed for step in self.steps) and self.workers.first
+            else {"latency": None},
             seconds=0.0,  # known when all is saved
         )
 

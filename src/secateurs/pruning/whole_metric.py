@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from secateurs._util.modules import device_of, keeping_modes
 from secateurs._util.tensors import digest
+from secateurs.distributed import ALONE, active, pack, unpack
 from secateurs.errors import InvalidInput, NonFinite
 from secateurs.graph.trace import Graph
 from secateurs.metrics import display_name
@@ -84,6 +85,12 @@ def _key(graph: Graph) -> str:
 
 def _called(function: Evaluate, module: nn.Module) -> Tensor:
     """What the function gives for a network in eval mode, which it must not change; modes and device are restored."""
+    workers = active()
+    if workers.size > 1:  # it may train or measure on all of them; the values of the first are everybody's
+        with ALONE.active():
+            own = _called(function, module)
+        sent = workers.shared("evaluate(model)", lambda: pack([own]).numpy().tobytes())
+        return unpack(torch.frombuffer(bytearray(sent), dtype=torch.uint8))[0]
     before, place = digest(dict(module.state_dict())), device_of(module)
     with keeping_modes(module):
         module.eval()

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from secateurs._util.modules import Device, accumulation_dtype, eval_mode, on_device
 from secateurs.data.dataset import Examples
+from secateurs.distributed import active
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import LayerConsumer, SumConsumer, find_consumers
@@ -28,6 +29,7 @@ from secateurs.repair.solve import Moments, feature_source, gram_features, group
 ROWS = 2**16  # places of a consumer's output that are used
 GRAM_BYTES = 2**31  # that the Gram matrices of one layer may take
 CHUNK_BYTES = 2**25  # of features in float64 that are computed at once
+SHARED_BYTES = 2**28  # of a batch's terms that a worker may send to the others
 HELD = 3  # every third example is held back to choose a ridge
 
 
@@ -42,33 +44,42 @@ class LayerTally:
         self.layer = layer
         self.each = None if rows is None else math.ceil(rows / max(examples, 1))
         self.generator = torch.Generator().manual_seed(seed)
+        self.seen = 0  # examples whose places are drawn
         self.sums: list[list[Tensor]] = [[], []]  # over all examples, over those held back
         self.chunk = max(1, CHUNK_BYTES // (8 * groups_of(layer) * gram_features(layer)))
 
-    def add(self, x: Tensor, y: Tensor | None, first: int) -> None:
-        """Add a batch whose first example has number `first`: the layer's input, and its target output."""
+    def terms(self, x: Tensor, y: Tensor | None, first: int) -> Iterator[Term]:
+        """Yield the terms of a batch whose first example has number `first`: of the layer's input, and its target output.
+
+        Batches come in order, but need not be all of them.
+        """
         patched = patches(self.layer, x)
-        images, places = self._choose(len(patched.view), math.prod(patched.places))
+        images, places = self._choose(len(patched.view), math.prod(patched.places), first)
         is_held = (images + first) % HELD == HELD - 1
         for held in (False, True):
             chosen = (is_held == held).nonzero().flatten()
             for part in torch.split(chosen, self.chunk):
                 image, place = images[part].to(x.device), places[part].to(x.device)
                 features = patched.rows(image, place)
-                self._sum(held, features, None if y is None else target_rows(self.layer, y, image, place))
+                found = [features.mT @ features]
+                if y is not None:
+                    targets = target_rows(self.layer, y, image, place)
+                    found += [features.mT @ targets, (targets**2).sum(1)]
+                yield held, found
 
-    def _choose(self, count: int, places: int) -> tuple[Tensor, Tensor]:
+    def _choose(self, count: int, places: int, first: int) -> tuple[Tensor, Tensor]:
         """Return the numbers of the images and of their places that are used."""
         each = places if self.each is None else min(places, self.each)
         if each == places:
             return torch.arange(count).repeat_interleave(places), torch.arange(places).repeat(count)
+        for _ in range(first - self.seen):  # of batches that another worker has
+            torch.randperm(places, generator=self.generator)
+        self.seen = first + count
         drawn = [torch.randperm(places, generator=self.generator)[:each] for _ in range(count)]
         return torch.arange(count).repeat_interleave(each), torch.cat(drawn)
 
-    def _sum(self, held: bool, features: Tensor, targets: Tensor | None) -> None:
-        found = [features.mT @ features]
-        if targets is not None:
-            found += [features.mT @ targets, (targets**2).sum(1)]
+    def add(self, held: bool, found: Sequence[Tensor]) -> None:
+        """Add a term."""
         for kind in (0, 1) if held else (0,):
             if self.sums[kind]:
                 for total, new in zip(self.sums[kind], found, strict=True):
@@ -93,6 +104,10 @@ class LayerTally:
                 yield Moments(gram, cross, energy)
 
 
+Term = tuple[bool, list[Tensor]]
+"""Whether it is of examples held back, and what is added."""
+
+
 class SumTally:
     """First and second moments, by channel, of the difference of a sum from its target and of the site's contribution to it."""
 
@@ -100,8 +115,11 @@ class SumTally:
         self.sums: Tensor | None = None
         self.count = 0
 
-    def add(self, there: Tensor, without: Tensor, target: Tensor | None, axis: int) -> None:
-        """Add a batch of the sum, of the sum without the site, and of its target (None: itself); channels lie along `axis`."""
+    def terms(self, there: Tensor, without: Tensor, target: Tensor | None, axis: int) -> Iterator[Term]:
+        """Yield the term of a batch of the sum, of the sum without the site, and of its target (None: itself).
+
+        Channels lie along `axis`.
+        """
         dtype = accumulation_dtype(there.device)
         there, without = (t.transpose(0, axis).flatten(1).to(dtype) for t in (there, without))
         part, nothing = there - without, there.new_zeros(len(there))
@@ -112,8 +130,73 @@ class SumTally:
             lacking = target - there
             terms = [lacking, part, lacking**2, part**2, lacking * part, target, target**2]
             found = torch.stack([t.sum(1) for t in terms])
-        self.sums = found if self.sums is None else self.sums + found
-        self.count += there.shape[1]
+        yield False, [found, torch.tensor(there.shape[1])]
+
+    def add(self, held: bool, found: Sequence[Tensor]) -> None:
+        """Add a term."""
+        sums, count = found
+        self.sums = sums if self.sums is None else self.sums + sums
+        self.count += int(count)
+
+
+Tally = LayerTally | SumTally
+Take = Callable[[Tally, Iterator[Term]], None]
+
+
+def worth_sharing(layers: Iterable[Any], batch: int, examples: int, rows: int | None, device: torch.device) -> bool:
+    """Whether workers save time by sharing the Gram matrices of these layers, whose terms all of them must be sent.
+
+    On a GPU a matrix is computed in less time than it is sent; very large ones do not fit into memory together.
+    """
+    if device.type != "cpu" or rows is None:
+        return False
+    places, sent = batch * math.ceil(rows / max(examples, 1)), 0
+    for layer in layers:
+        features = groups_of(layer) * gram_features(layer)
+        sent += (places * 8 * features // CHUNK_BYTES + 2) * 8 * features * gram_features(layer)
+    return sent <= SHARED_BYTES
+
+
+def tally_batches(
+    what: str,
+    count: int,
+    tallies: Sequence[Tally],
+    run: Callable[[int, Take], None],
+    *,
+    share: bool,
+    own: Sequence[int] | None = None,
+) -> None:
+    """Call `run(number, take)` for each of `count` batches; the terms that it gives to `take` are added in their order.
+
+    The workers of a run `share` the batches, or each of them does all; with `own`, these are this worker's.
+    """
+    workers = active()
+
+    def add(tally: Tally, terms: Iterator[Term]) -> None:
+        for term in terms:
+            tally.add(*term)
+
+    if workers.size == 1 or not share:
+        for number in range(count):
+            run(number, add)
+        return
+    places = {id(tally): place for place, tally in enumerate(tallies)}
+
+    def one(number: int) -> list[Tensor]:
+        sent: list[Tensor] = []
+
+        def note(tally: Tally, terms: Iterator[Term]) -> None:
+            for held, found in terms:
+                sent.extend([torch.tensor([places[id(tally)], held, len(found)]), *found])
+
+        run(number, note)
+        return sent
+
+    for sent in workers.map(what, count, one, own):
+        rest = iter(sent)
+        for head in rest:
+            place, held, parts = head.tolist()
+            tallies[place].add(bool(held), [next(rest) for _ in range(parts)])
 
 
 def observe(
@@ -198,30 +281,37 @@ def observe_sites(
     }
     sum_tallies = [SumTally() for _ in sums]
 
-    def add_layer(node: str, read: Tensor, wanted: Tensor | None, first: int) -> None:
-        tallies[node].add(read, wanted, first)
+    def add_layer(take: Take, first: int, node: str, read: Tensor, wanted: Tensor | None) -> None:
+        take(tallies[node], tallies[node].terms(read, wanted, first))
 
-    def add_sums(node: str, terms: Sequence[Any], wanted: Tensor | None) -> None:
+    def add_sums(take: Take, node: str, terms: Sequence[Any], wanted: Tensor | None) -> None:
         for (_, total), add, sum_tally in zip(sums, adds, sum_tallies, strict=True):
             if total.node == node:
-                sum_tally.add(_sum_of(add, terms), _sum_of(add, terms, total), wanted, total.axis)
+                take(sum_tally, sum_tally.terms(_sum_of(add, terms), _sum_of(add, terms, total), wanted, total.axis))
 
-    def add_batch(first: int, outputs: tuple[Any, ...], original_outputs: tuple[Any, ...]) -> None:
+    def add_batch(take: Take, first: int, outputs: tuple[Any, ...], original_outputs: tuple[Any, ...]) -> None:
         values = dict(zip(ends, outputs, strict=True))
         wanted = {node: convert(value) for (node, convert), value in zip(converts.items(), original_outputs, strict=True)}
         for source, node in zip(inputs, layers, strict=True):
-            add_layer(node, values[source], wanted[node], first)
+            add_layer(take, first, node, values[source], wanted[node])
         for add in dict.fromkeys(adds):
-            add_sums(add.name, [values[term] for term in mentioned(add)], wanted[add.name])
+            add_sums(take, add.name, [values[term] for term in mentioned(add)], wanted[add.name])
 
-    if targets is not None:
-        run_both(network_up_to(module, ends), targets, examples, add_batch, batch=batch, device=device)
-    else:
-        first = 0
-        with on_device(module, device) as where, eval_mode(module):
-            for part in examples.batches(batch, device=where):
-                _Observer(module, layers, {add.name for add in adds}, partial(add_layer, first=first), add_sums).run(*part.args)
-                first += part.size
+    ours = module if targets is None else network_up_to(module, ends)
+    other = ours if targets is None else targets
+    with on_device(ours, device) as where, on_device(other, where), eval_mode(ours, other):
+
+        def run(number: int, take: Take) -> None:
+            first = number * batch
+            part = examples.batch(slice(first, first + batch), device=where)
+            if targets is not None:
+                add_batch(take, first, ours(*part.args), targets(*part.args))
+                return
+            on_layer, on_sum = partial(add_layer, take, first), partial(add_sums, take)
+            _Observer(ours, layers, {add.name for add in adds}, on_layer, on_sum).run(*part.args)
+
+        share = worth_sharing([tally.layer for tally in tallies.values()], batch, len(examples), rows, where)
+        tally_batches("observed layers", -(-len(examples) // batch), [*tallies.values(), *sum_tallies], run, share=share)
     moments = {node: list(tally.moments(matrix_of(tally.layer))) for node, tally in tallies.items()}
     return {
         place.name: Reconstruction(
@@ -277,23 +367,6 @@ def find_node(module: fx.GraphModule, name: str, *, whose: str = "the graph") ->
         if node.name == name:
             return node
     raise InvalidInput(f"{whose} has no node {name!r}. Pass the untouched network that the graph was cut from.")
-
-
-def run_both(
-    network: fx.GraphModule,
-    reference: fx.GraphModule | None,
-    examples: Examples,
-    take: Callable[[int, tuple[Any, ...], tuple[Any, ...]], None],
-    *,
-    batch: int,
-    device: Device,
-) -> None:
-    """Run two networks over the examples, in eval mode; `take` gets the number of a batch's first example and both outputs."""
-    first, other = 0, network if reference is None else reference
-    with on_device(network, device) as where, on_device(other, where), eval_mode(network, other):
-        for each in examples.batches(batch, device=where):
-            take(first, network(*each.args), () if reference is None else reference(*each.args))
-            first += each.size
 
 
 def _sum_of(node: fx.Node, values: Sequence[Any], consumer: SumConsumer | None = None) -> Tensor:

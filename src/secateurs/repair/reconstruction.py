@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from secateurs.distributed import active
 from secateurs.errors import InvalidInput, InvalidMask
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
@@ -277,9 +278,16 @@ def solve_together(
             gone = total.sums[1] * ~_kept(total.source, masks[name])
             sums[total.node] = total, gone + sums[total.node][1] if total.node in sums else gone
     weights: dict[str, Tensor] = {}
-    for layer, kept in layers.values():
-        key = layer.name.encode() + bytes(kept.flatten().tolist())
-        known[key] = known[key] if key in known else layer.mend(kept, None)[0]
+    keys = {name: name.encode() + bytes(kept.flatten().tolist()) for name, (_, kept) in layers.items()}
+    missing = [name for name, key in keys.items() if key not in known]
+
+    def mended(ticket: int) -> list[Tensor]:
+        layer, kept = layers[missing[ticket]]
+        return list(layer.mend(kept, None)[0].values())
+
+    for name, tensors in zip(missing, active().map("repairs", len(missing), mended), strict=True):
+        known[keys[name]] = dict(zip((f"{name}.weight", str(layers[name][0].bias)), tensors, strict=True))
+    for key in keys.values():
         weights |= known[key]
     for total, gone in sums.values():
         if total.name is not None:

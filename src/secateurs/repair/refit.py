@@ -5,7 +5,7 @@ A layer whose output is a term of a sum makes up for everything that the sum lac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from secateurs.repair.observe import (
     GRAM_BYTES,
     ROWS,
     LayerTally,
+    Take,
     affine,
     channel_axis,
     converted,
@@ -31,6 +32,8 @@ from secateurs.repair.observe import (
     kept_positions,
     layer_fit,
     select,
+    tally_batches,
+    worth_sharing,
 )
 from secateurs.repair.reconstruction import Errors, write_
 from secateurs.repair.solve import matrix_of
@@ -77,19 +80,29 @@ def refit_(
             seen, wanted = [*seen, node, find_node(ours, term.end)], term.node
         solved.append(_Solved(consumer, term, node, seen, find_node(theirs, wanted, whose="original")))
     errors = {}
+    count, drawn = -(-len(examples) // batch), list[int]()  # batches in all, and those whose activations this process keeps
     with on_device(ours, device) as where, on_device(theirs, where), eval_mode(ours, theirs):
-        here = _Stretches(ours, [each.node for each in solved], kept_bytes // 2)
-        there = _Stretches(theirs, [each.wanted for each in solved], kept_bytes // 2)
+        modules = [graph.module.get_submodule(each.consumer.module) for each in solved]
+        share = all(worth_sharing([module], batch, len(examples), rows, where) for module in modules)
+        here = _Stretches(ours, [each.node for each in solved], kept_bytes // 2 // count)
+        there = _Stretches(theirs, [each.wanted for each in solved], kept_bytes // 2 // count)
         for number, (consumer, term, _, seen, wanted_node) in enumerate(solved):
             layer = graph.module.get_submodule(consumer.module)
             target: Target = (
                 converted(graph, original, consumer) if term is None else _target_of_term(graph, original, consumer, term)
             )
-            tally, first = LayerTally(layer, examples=len(examples), rows=rows, seed=seed), 0
-            batches = [here.run(number, seen, examples, batch, where), there.run(number, [wanted_node], examples, batch, where)]
-            for (read, *others), (given,) in zip(*batches, strict=True):
-                tally.add(read, target(given, *others), first)
-                first += batch
+            tally = LayerTally(layer, examples=len(examples), rows=rows, seed=seed)
+            here.go_on(number, seen)
+            there.go_on(number, [wanted_node])
+
+            def run(place: int, take: Take, tally: LayerTally = tally, target: Target = target) -> None:
+                inputs = examples.batch(slice(place * batch, (place + 1) * batch), device=where).args
+                (read, *others), (given,) = here.at(place, inputs), there.at(place, inputs)
+                take(tally, tally.terms(read, target(given, *others), place * batch))
+                if place not in drawn:
+                    drawn.append(place)
+
+            tally_batches("refitted layer", count, [tally], run, share=share, own=drawn if number else None)
             fit = layer_fit(graph, consumer, *tally.moments(matrix_of(layer)))
             weights, errors[consumer.module], _ = fit.mend(fit.kept(torch.ones(0, dtype=torch.bool)), None)
             write_(graph, weights)
@@ -107,9 +120,9 @@ class _Solved(NamedTuple):
 
 
 class _Stretches:
-    """A network run from stop to stop over the same examples: what later nodes need is kept at each stop, and read again.
+    """A network run from stop to stop over the same batches: what later nodes need is kept at each stop, and read again.
 
-    Where that would take more than `budget` bytes, the next run starts from an earlier stop.
+    Where that would take more than `budget` bytes for a batch, its next run starts from an earlier stop.
     """
 
     def __init__(self, module: fx.GraphModule, stops: Sequence[fx.Node], budget: int) -> None:
@@ -118,33 +131,34 @@ class _Stretches:
         # nothing before a stop is needed again, nor anything that is computed from weights that may change
         ahead = [self.place[node] for node in stops]
         self.ends = [min(ahead[number:]) for number in range(len(ahead))]
-        self.starts: list[fx.Node] = [node for node in self.place if node.op == "placeholder"]
-        self.kept: list[tuple[Any, ...]] | None = None  # values of `starts` for each batch; None: the examples themselves
+        self.inputs: list[fx.Node] = [node for node in self.place if node.op == "placeholder"]
+        self.kept: dict[int, tuple[list[fx.Node], tuple[Any, ...]]] = {}  # nodes and their values, by batch
+        self.wanted: Sequence[fx.Node] = ()
+        self.live: list[fx.Node] = []
+        self.parts: dict[tuple[fx.Node, ...], fx.GraphModule] = {}
 
-    def run(
-        self, number: int, wanted: Sequence[fx.Node], examples: Examples, batch: int, device: torch.device
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yield the values of the `wanted` nodes for each batch, on the way to the stop of that number."""
+    def go_on(self, number: int, wanted: Sequence[fx.Node]) -> None:
+        """Go on to the stop of that number, on the way to which the values of `wanted` are read."""
         end = self.ends[number]
-        live = [
+        self.wanted, self.parts = wanted, {}
+        self.live = [
             node
             for node, at in self.place.items()
             if at < end and node.op != "get_attr" and any(self.place[user] >= end for user in node.users)
         ]
-        ends = list(dict.fromkeys([*live, *wanted]))
-        part = network_between(self.module, self.starts, ends)
-        kept: list[tuple[Any, ...]] | None = []
-        inputs = (each.args for each in examples.batches(batch, device=device)) if self.kept is None else iter(self.kept)
-        count = -(-len(examples) // batch)
-        for values in inputs:
-            found = dict(zip(ends, part(*values), strict=True))
-            if kept is not None:
-                kept.append(tuple(found[node] for node in live))
-                if count * _bytes_of(kept[0]) > self.budget:
-                    kept = None
-            yield tuple(found[node] for node in wanted)
-        if kept is not None:
-            self.starts, self.kept = live, kept
+
+    def at(self, place: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values of the wanted nodes for the batch of that number, whose inputs these are."""
+        starts, values = self.kept.get(place, (self.inputs, inputs))
+        ends = list(dict.fromkeys([*self.live, *self.wanted]))
+        key = tuple(starts)
+        if key not in self.parts:
+            self.parts[key] = network_between(self.module, starts, ends)
+        found = dict(zip(ends, self.parts[key](*values), strict=True))
+        kept = tuple(found[node] for node in self.live)
+        if _bytes_of(kept) <= self.budget:
+            self.kept[place] = self.live, kept
+        return tuple(found[node] for node in self.wanted)
 
 
 def _bytes_of(values: Sequence[Any]) -> int:

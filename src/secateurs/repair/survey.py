@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from secateurs._util.modules import Device, accumulation_dtype, keeping_modes, on_device
 from secateurs.data.dataset import Examples
+from secateurs.distributed import active
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import find_consumers
 from secateurs.graph.masking import copy_module
@@ -97,20 +98,32 @@ def curvature_of(
     found: dict[str, Tensor] = {}
     with on_device(module, device) as where, keeping_modes(module), torch.enable_grad():
         module.eval()
-        for each in examples.batches(batch, device=where):
-            run = _Recorded(module, {*layers, *sums})
+        nodes = [*layers, *(name for name in sums if name not in layers)]
+
+        def products(ticket: int) -> list[Tensor]:
+            """The products of one batch, each after the number of its node; nothing if the loss has no gradient."""
+            each = examples.batch(slice(ticket * batch, (ticket + 1) * batch), device=where)
+            run = _Recorded(module, set(nodes))
             losses = loss_fn(run.run(*each.args), each.targets)
             # one example's loss does not depend on another's outputs, so the gradient of the sum is that of each
             total = losses * each.size if losses.ndim == 0 else losses.reshape(each.size, -1).mean(1).sum()
             known = {name: value for name, value in run.values.items() if value.requires_grad}
             if not total.requires_grad or not known:
-                return {}
-            slopes = torch.autograd.grad(total, list(known.values()), allow_unused=True)
+                return []
+            slopes, new = torch.autograd.grad(total, list(known.values()), allow_unused=True), list[Tensor]()
             for name, slope in zip(known, slopes, strict=True):
                 if slope is not None:
-                    key = layers.get(name, name)
-                    new = _products(slope, module.get_submodule(key)) if name in layers else _squares(slope, sums[name])
-                    found[key] = found[key] + new if key in found else new
+                    own = name in layers
+                    product = _products(slope, module.get_submodule(layers[name])) if own else _squares(slope, sums[name])
+                    new += [torch.tensor(nodes.index(name)), product]
+            return new
+
+        for new in active().map("curvature", -(-len(examples) // batch), products):
+            if not new:
+                return {}
+            for number, product in zip(new[::2], new[1::2], strict=True):
+                key = layers.get(nodes[int(number)], nodes[int(number)])
+                found[key] = found[key] + product if key in found else product
     return {name: total.cpu().double() / len(examples) for name, total in found.items()}
 
 

@@ -63,7 +63,7 @@ class Display(Protocol):
 def display(*, quiet: bool = False) -> Iterator[Display]:
     """The display that suits stderr: live bars on a terminal, plain lines elsewhere, nothing when `quiet`."""
     found = console(stderr=True)
-    found.quiet = quiet
+    found.quiet = quiet = quiet or found.quiet
     screen = Screen(found)
     live = found.is_terminal and not quiet
     with Live(get_renderable=screen.render, console=found, transient=True) if live else nullcontext():

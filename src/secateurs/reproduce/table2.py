@@ -213,9 +213,11 @@ class VariantJob:
         watchers: list[RunWatcher] = []
         options: dict[str, Any] = {"device": origin.device, "callback": lambda event: watchers[0].watch(event)}
         if resumed:
-            run = resume(folder, self.model, self.data, recipe=self.recipe, **options)
+            run = resume(folder, self.model, self.data, recipe=self.recipe, distributed=False, **options)
         else:
-            run = Pruner(self.model, self.data, recipe=self.recipe, folder=folder, origin=origin.record(), **options)
+            run = Pruner(
+                self.model, self.data, recipe=self.recipe, folder=folder, origin=origin.record(), distributed=False, **options
+            )
         watchers.append(RunWatcher(shown, self.recipe, run.steps))
         shown.line(f"resuming {folder}: {len(run.steps)} steps are done" if resumed else f"pruning in {folder}")
         began, before = time.monotonic(), sum(step.seconds for step in run.steps)

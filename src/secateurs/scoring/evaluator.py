@@ -18,6 +18,7 @@ from secateurs._util.modules import BatchLimit, Device
 from secateurs._util.tensors import digest
 from secateurs.config import Precision
 from secateurs.data.dataset import Examples
+from secateurs.distributed import active, pack, unpack
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, cross_entropy, fingerprint
@@ -123,14 +124,15 @@ class CachedEvaluator:
         """The value of each key; those of the rows that the cache does not hold are measured and stored together."""
         at = self.site_evaluator
         context, store = context_of(at.context, self._examples_digest, what), at.store
-        known = dict(zip(keys, store.get(context, keys), strict=True))
+        known = dict(zip(keys, _known(store, context, keys), strict=True))
         missing = [key for key, value in known.items() if value is None]
         if missing:
             dtype = torch.float64 if what == "means" else self._stored_dtype
             rows = [keys.index(key) for key in missing]
             measured = at.limit.run(at.batch, lambda batch: list(measure(self._split(batch), rows)))
             fresh = [value.cpu().to(dtype) for value in measured]
-            store.put(context, missing, fresh)
+            if active().first:
+                store.put(context, missing, fresh)
             known.update(zip(missing, fresh, strict=True))
         return [value for key in keys if (value := known[key]) is not None]
 
@@ -159,3 +161,19 @@ class CachedEvaluator:
     @cached_property
     def _examples_digest(self) -> str:
         return self.examples.digest()
+
+
+def _known(store: MeasurementCache, context: str, keys: list[bytes]) -> Sequence[Tensor | None]:
+    """What the store holds of each key; of several workers the first looks it up for all."""
+    workers = active()
+    if workers.size == 1:
+        return store.get(context, keys)
+
+    def looked_up() -> bytes:
+        found = store.get(context, keys)
+        have = [place for place, value in enumerate(found) if value is not None]
+        return pack([torch.tensor(have), *(value for value in found if value is not None)]).numpy().tobytes()
+
+    have, *values = unpack(torch.frombuffer(bytearray(workers.shared("stored measurements", looked_up)), dtype=torch.uint8))
+    given = dict(zip(have.tolist(), values, strict=True))
+    return [given.get(place) for place in range(len(keys))]

@@ -8,13 +8,14 @@ model for each example, and a filter counts by the mean size of its slopes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, fx
 
 from secateurs._util.modules import Device, device_of, keeping_modes, on_device
 from secateurs.data.dataset import Examples, generator_for
+from secateurs.distributed import active
 from secateurs.graph.masking import Factor, copy_module, insert_behind_
 from secateurs.graph.node_info import values_of_an_example
 from secateurs.graph.sites import Site
@@ -71,27 +72,36 @@ def network_slopes(
     module = _with_factors(graph, sites)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     fits = ACTIVATION_BYTES // max(8 * values_of_an_example(graph.module), 1)
-    generator, first = generator_for(seed, "network masks"), 0
+    generator = generator_for(seed, "network masks")
     masks = [
         sample_masks(site.channels, len(examples), off=off / len(sites), design="bernoulli", generator=generator)
         if off
         else torch.ones(len(examples), site.channels, dtype=torch.bool)
         for site in sites
     ]
+    size = max(min(batch, _BATCH, fits), 1)
     with on_device(module, device) as where, keeping_modes(module), torch.enable_grad():
         module.eval()
-        for each in examples.batches(max(min(batch, _BATCH, fits), 1), device=where):
-            factors = [mask[first : first + each.size].to(where, dtype).requires_grad_() for mask in masks]
+
+        def measured(ticket: int) -> list[Tensor]:
+            each = examples.batch(slice(ticket * size, (ticket + 1) * size), device=where)
+            rows = slice(ticket * size, ticket * size + each.size)
+            factors = [mask[rows].to(where, dtype).requires_grad_() for mask in masks]
             losses = loss_fn(module(*each.args, *factors), each.targets)
             losses = losses.expand(each.size) if losses.ndim == 0 else losses.reshape(each.size, -1).mean(1)
             # one example's loss does not depend on another's mask, so the slope of the sum is that of each
             slopes = torch.autograd.grad(losses.sum(), factors, allow_unused=True)
             known = [torch.zeros_like(f) if s is None else s for f, s in zip(factors, slopes, strict=True)]
-            yield (
-                losses.detach().cpu().double(),
-                {site.name: slope.detach().cpu().double() for site, slope in zip(sites, known, strict=True)},
-            )
-            first += each.size
+            return [value.detach().cpu().double() for value in (losses, *known)]
+
+        for losses, *slopes in _measured_batches(-(-len(examples) // size), measured):
+            yield losses, dict(zip((site.name for site in sites), slopes, strict=True))
+
+
+def _measured_batches(count: int, measure: Callable[[int], list[Tensor]]) -> Iterable[Sequence[Tensor]]:
+    """What is measured of each batch, in order: one after the other, or shared among the workers of a run."""
+    workers = active()
+    return map(measure, range(count)) if workers.size == 1 else workers.map("slopes of all sites", count, measure)
 
 
 def _with_factors(graph: Graph, sites: Sequence[Site]) -> fx.GraphModule:

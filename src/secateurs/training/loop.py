@@ -17,10 +17,12 @@ from secateurs._util.modules import Device, eval_mode, keeping_modes, on_device
 from secateurs.config import Optimiser, TrainSettings
 from secateurs.data.dataset import Batch, Examples, generator_for, map_inputs, seeded
 from secateurs.data.stream import Stream, seeded_everywhere
+from secateurs.distributed import active
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
 from secateurs.training.augment import augment, suitable_augmentation
 from secateurs.training.objective import Objective, held_out_means, objective_for
+from secateurs.training.parallel import own_part, summed, synchronised, wrapped
 from secateurs.training.precision import usable_precision
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
 from secateurs.training.state import (
@@ -192,6 +194,8 @@ class _Loop:
         on_step: Callable[[int, int], None] | None,
     ) -> None:
         self.module, self.examples, self.settings, self.place = module, examples, settings, place
+        self.workers = active()
+        self.trained_module = wrapped(module, self.workers, place)
         self.objective, self.metric, self.on_step = objective, metric, on_step
         self.count = examples.length or 0 if isinstance(examples, Stream) else len(examples)
         self.per_epoch = self.count if isinstance(examples, Stream) else steps_in_epoch(self.count, settings.batch)
@@ -246,14 +250,15 @@ class _Loop:
     def epoch(self, number: int, measure: Callable[[], tuple[float | None, float | None]]) -> EpochRecord:
         """Train for one pass over the examples; after an error the weights are those before it."""
         loss_sum, right, count = 0.0, 0.0, 0
-        with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number):
+        with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number), ExitStack() as stack:
             self.module.train()
             for norm in self.norms if self.settings.freeze_batchnorm else ():
                 norm.eval()
             self.rate = self.settings.rate
-            for batch in self._batches(number):
+            stack.enter_context(synchronised(() if self.settings.freeze_batchnorm else self.norms, self.workers))
+            for batch, factor in self._batches(number):
                 self.rate = learning_rate(self.settings, self.step, self.per_epoch)
-                mean, outputs = self._train_on(batch, number)
+                mean, outputs = self._train_on(batch, number, factor)
                 with torch.no_grad():
                     right += 0.0 if self.metric is None else float(total(self.metric(outputs, batch.targets), batch.size))
                 loss_sum, count = loss_sum + mean * batch.size, count + batch.size
@@ -263,11 +268,12 @@ class _Loop:
                     self.on_step(self.step, self.planned)
             for name in sorted(self.finite - _finite(self.module)):
                 raise self._diverged(f"{name!r} is no longer finite", number)
+            loss_sum, right, examples = summed((loss_sum, right, count), self.workers)
             last = self.take_average_()
             measured = measure()
             copy_into_(self.module, last)
-        accuracy = None if self.metric is None else right / count
-        return EpochRecord(number, self.step, self.rate, loss_sum / count, accuracy, *measured)
+        accuracy = None if self.metric is None else right / examples
+        return EpochRecord(number, self.step, self.rate, loss_sum / examples, accuracy, *measured)
 
     def _update_average(self) -> None:
         """Move the average of weights and statistics towards those after this step, without bias to where it began.
@@ -312,14 +318,18 @@ class _Loop:
         moments = {} if self.settings.optimiser == "sgd" else {key: self._moments(key) for key in _ADAMW}
         return TrainState(packed(self.module, self.momentum(), moments, self.average), meta)
 
-    def _batches(self, number: int) -> Iterator[Batch]:
-        """The examples of one epoch in its own order, augmented; a function of seed and epoch alone."""
+    def _batches(self, number: int) -> Iterator[tuple[Batch, float]]:
+        """The examples of one epoch in its own order, augmented; a function of seed and epoch alone.
+
+        Of several workers each has its part of every batch, with its factor.
+        """
         settings, examples = self.settings, self.examples
         steps = min(self.per_epoch, self.planned - number * self.per_epoch)
         if isinstance(examples, Stream):  # the user's loader augments and shuffles
+            shuffle = generator_for(settings.seed, "order", number)
             with seeded_everywhere(settings.seed, "stream", number):
-                for inputs, targets in islice(examples.batches(device=self.place), steps):
-                    yield Batch(map_inputs(self._laid_out, inputs), targets)
+                for part, factor in islice(self._streamed(examples, shuffle), steps):
+                    yield Batch(map_inputs(self._laid_out, part.inputs), part.targets), factor
             return
         order = torch.randperm(len(examples), generator=generator_for(settings.seed, "order", number))
         crops = generator_for(settings.seed, "augment", number)
@@ -329,26 +339,39 @@ class _Loop:
             rows = order[start:end].to(examples.place)
             chosen = examples.stored.mapped(lambda part, rows=rows: part[rows])  # type: ignore[misc]
             stored = augment(chosen.inputs, settings.augment, pad=settings.pad, generator=crops)
-            moved = Batch(stored, chosen.targets).mapped(lambda part: part.to(self.place))
-            yield Batch(map_inputs(self._laid_out, examples.scaled(moved.inputs)), moved.targets)
+            part, factor = own_part(Batch(stored, chosen.targets), self.workers)
+            moved = part.mapped(lambda part: part.to(self.place))
+            yield Batch(map_inputs(self._laid_out, examples.scaled(moved.inputs)), moved.targets), factor
+
+    def _streamed(self, stream: Stream, order: torch.Generator) -> Iterator[tuple[Batch, float]]:
+        """This worker's part of every batch of the user's loader; where its sampler is known, only that part is read."""
+        rank, size = self.workers.rank, self.workers.size
+        known = stream.parts(rank, size, order) if size > 1 else None
+        if known is None:
+            for batch in stream.batches(device=self.place):
+                yield own_part(batch, self.workers)
+        else:
+            parts, wholes = known
+            for batch, whole in zip(parts.batches(device=self.place), wholes, strict=False):
+                yield batch, 1.0 if whole < size else batch.size * size / whole
 
     def _laid_out(self, inputs: Tensor) -> Tensor:
         last = self.settings.channels_last and inputs.ndim == 4
         return inputs.contiguous(memory_format=torch.channels_last) if last else inputs
 
-    def _train_on(self, batch: Batch, number: int) -> tuple[float, Any]:
-        """Take one optimiser step; returns the mean loss and the outputs before it."""
+    def _train_on(self, batch: Batch, number: int, factor: float) -> tuple[float, Any]:
+        """Take one optimiser step; returns the mean loss and the outputs before it. The loss counts `factor` times."""
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate
         self.optimiser.zero_grad(set_to_none=True)
         precision = self.precision
         with nullcontext() if precision == "float32" else torch.autocast(self.place.type, dtype=getattr(torch, precision)):
-            outputs = self.module(*batch.args)
+            outputs = self.trained_module(*batch.args)
             value = self.objective(batch.args, outputs, batch.targets)
         found = float(value.detach())
         if not isfinite(found):
             raise self._diverged(f"the loss is {found}", number)
-        self.scaler.scale(value).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(value if factor == 1 else value * factor).backward()  # type: ignore[no-untyped-call]
         if self.settings.clip_norm is not None:
             self.scaler.unscale_(self.optimiser)
             nn.utils.clip_grad_norm_(self.trained.values(), self.settings.clip_norm)

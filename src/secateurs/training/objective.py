@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from secateurs._util.modules import Device, eval_mode, on_device
 from secateurs.config import Distance, TrainSettings
-from secateurs.data.dataset import Examples
+from secateurs.data.dataset import Batch, Examples
 from secateurs.errors import InvalidInput
-from secateurs.metrics import Measure, cross_entropy, logits_of, total
+from secateurs.metrics import Measure, by_batch, cross_entropy, logits_of, total
 
 Objective = Callable[[tuple[Tensor, ...], Any, Any], Tensor]
 """Takes the network's arguments, the network's outputs and targets; gives the scalar to minimise."""
@@ -90,9 +90,14 @@ def held_out_means(
     sums, count = torch.zeros(2, dtype=torch.float64), 0
     beside = module if teacher is None else teacher
     with on_device(module, device) as place, on_device(beside, place), eval_mode(module, beside):
-        for each in examples.batches(batch, device=place):
-            outputs, count = module(*each.args), count + each.size
-            sums[0] += total(objective(each.args, outputs, each.targets), each.size)
-            sums[1] += 0.0 if metric is None else total(metric(outputs, each.targets), each.size)
+
+        def measured(each: Batch) -> list[Tensor]:
+            outputs, found = module(*each.args), torch.zeros(2, dtype=torch.float64)
+            found[0] = total(objective(each.args, outputs, each.targets), each.size)
+            found[1] = 0.0 if metric is None else total(metric(outputs, each.targets), each.size)
+            return [found, torch.tensor(each.size)]
+
+        for found, size in by_batch("held-out means", examples, batch, place, measured):
+            sums, count = sums + found, count + int(size)
     loss, mean = (sums / max(count, 1)).tolist()
     return loss, None if metric is None else mean

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from secateurs._util.modules import Device
 from secateurs.config import Precision
 from secateurs.data.dataset import Examples
+from secateurs.distributed import Workers, active
 from secateurs.errors import InvalidInput, InvalidMask
 from secateurs.graph.masking import split_at
 from secateurs.graph.sites import Site
@@ -24,12 +25,11 @@ from secateurs.scoring.engine.forward import CachedBatch, MaskedForward, Masking
 from secateurs.scoring.engine.split import SplitNetwork, check_replacements, prepare
 
 WORTH_SHARING = 0.02  # seconds of work left: starting threads costs about a hundredth of that
+TICKETS = 2  # for each worker, at least; more of them would bring an example to the site more often
 LONG_OP = 50e-6  # seconds: with shorter ops, threads would only wait for Python's lock
 
 Weights = Callable[[Tensor], Mapping[str, Tensor]]
 """Takes a mask (C,), gives the tensors, by their names in the graph's module, that replace those behind the site."""
-
-T = TypeVar("T")
 
 
 def split_for(
@@ -177,33 +177,37 @@ class MaskedNetwork:
         finally:
             self._idle.append(forward)
 
-    def _run(self, work: Callable[[MaskedForward, CachedBatch, int], T], count: int) -> list[list[T]]:
+    def _run(self, work: Callable[[MaskedForward, CachedBatch, int], Tensor], count: int) -> list[list[Tensor]]:
         """Results of `work(forward, batch, number)` for each batch and each number below `count`, without gradients.
 
-        The first piece of work runs in the calling thread; how long it takes decides whether the others are shared. Threads
-        then take a batch each or, where there are fewer batches, the numbers of one batch after another.
+        The workers of a run share them. In one process the first piece of work runs in the calling thread; how long it takes
+        decides whether the others are shared. Threads then take a batch each or, where there are fewer batches, the numbers of
+        one batch after another.
         """
-        batches = self.batches
+        batches, workers = self.batches, active()
+        if workers.size > 1:
+            with one_thread(self.network.device):
+                return self._shared(workers, work, count)
         with one_thread(self.network.device) as threads:
             began = perf_counter()
             with self._forward() as forward:
                 first_batch = batches.get(0, forward)
                 first = work(forward, first_batch, 0)
-            workers = self._worthwhile(perf_counter() - began, len(batches) * count - 1, threads)
+            used = self._worthwhile(perf_counter() - began, len(batches) * count - 1, threads)
 
-            def whole_batch(place: int) -> list[T]:
+            def whole_batch(place: int) -> list[Tensor]:
                 with self._forward() as forward:
                     batch = batches.get(place, forward) if place else first_batch
                     return [work(forward, batch, number) for number in range(0 if place else 1, count)]
 
-            def one_piece(batch: CachedBatch, number: int) -> T:
+            def one_piece(batch: CachedBatch, number: int) -> Tensor:
                 with self._forward() as forward:
                     return work(forward, batch, number)
 
-            if workers == 1:
+            if used == 1:
                 found = [whole_batch(place) for place in range(len(batches))]
             else:
-                with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                with ThreadPoolExecutor(used, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                     if len(batches) >= count:
                         found = list(pool.map(whole_batch, range(len(batches))))
                     else:
@@ -215,6 +219,25 @@ class MaskedNetwork:
                             found.append(list(pool.map(one_piece, [batch] * len(numbers), numbers)))
         found[0].insert(0, first)
         return found
+
+    def _shared(
+        self, workers: Workers, work: Callable[[MaskedForward, CachedBatch, int], Tensor], count: int
+    ) -> list[list[Tensor]]:
+        """The same results, from tickets: one for each batch, or for some of its numbers where there are few batches."""
+        batches = self.batches
+        blocks = min(count, -(-TICKETS * workers.size // len(batches)))
+        numbers = [range(count * block // blocks, count * (block + 1) // blocks) for block in range(blocks)]
+
+        def one(ticket: int) -> list[Tensor]:
+            place, block = divmod(ticket, blocks)
+            with self._forward() as forward:
+                batch = batches.get(place, forward)
+                return [work(forward, batch, number) for number in numbers[block]]
+
+        found = workers.map(f"{count} masks on {len(batches.examples)} examples", len(batches) * blocks, one)
+        return [
+            [each for part in found[place * blocks : (place + 1) * blocks] for each in part] for place in range(len(batches))
+        ]
 
     def _worthwhile(self, seconds: float, left: int, threads: int) -> int:
         """How many threads to share `left` pieces of work among, if one takes `seconds`."""

@@ -1,0 +1,278 @@
+"""Two workers with one thread each against one worker with one thread, interleaved; kills; and many workers, simulated.
+
+    python -m benchmarks.workers --score --rounds 3       scoring of ResNet-20 at all sites
+    python -m benchmarks.workers --best --rounds 2        a whole run by the recipe best, without training
+    python -m benchmarks.workers --kills 100              random kills of any rank, over all phases
+    python -m benchmarks.workers --simulate 1000          the scheduler with that many workers, and failing tickets
+
+Rows go to results/workers/*.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROWS = Path(__file__).parent.parent / "results" / "workers"
+
+
+def keep(name: str, row: dict[str, Any]) -> None:
+    """Print a row, and keep it."""
+    ROWS.mkdir(parents=True, exist_ok=True)
+    with (ROWS / f"{name}.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    print(json.dumps(row), flush=True)
+
+
+def torchrun(workers: int, *command: str, restarts: int = 0) -> list[str]:
+    """The command line that starts a module on some workers of this machine."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    return [*launch, f"--max-restarts={restarts}", "--monitor-interval=0.2", "-m", *command]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+# ---- speed ---------------------------------------------------------------------------------------------------------------
+
+
+def measured(what: str, images: int) -> dict[str, Any]:
+    """What one worker does: the scoring, or the run; the seconds of it alone, without starting, and a digest of the result."""
+    import torch
+
+    from secateurs._util.tensors import digest
+    from secateurs.api import Pruner
+    from secateurs.cli import inputs
+    from secateurs.config import Recipe
+
+    torch.set_num_threads(1)
+    origin = inputs.named_origin("resnet20", "cifar10", (), (), "public", None, 0)
+    model, (data, _, _) = inputs.build_model(origin), inputs.load_sources(origin)
+    if what == "best":
+        recipe = Recipe.best(max_drop=0.01, confidence=0.0, round_to=8, repair_examples=images, batch=128)
+        run = Pruner(model, data, recipe=recipe)
+        began, used = time.perf_counter(), time.process_time()
+        for _ in run:  # the last step comes before the final measurement, whose clock needs the machine alone
+            seconds, cpu = time.perf_counter() - began, time.process_time() - used
+        steps = {"steps": len(run.steps), "with the final measurement": time.perf_counter() - began}
+        return {"seconds": seconds, **busy(run, cpu), "digest": digest(dict(run.graph.module.state_dict())), **steps}
+    run = Pruner(model, data, recipe=Recipe(allocation="global", max_drop=0.01, round_to=8, masks=images))
+    began, used = time.perf_counter(), time.process_time()
+    with run.workers.active():
+        curves = run._measure_curves()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - used
+    return {
+        "seconds": seconds,
+        **busy(run, cpu),
+        "digest": digest({name: curve.ranking.order for name, curve in curves.items()}),
+    }
+
+
+def busy(run: Any, cpu: float) -> dict[str, Any]:
+    """The processor seconds of every rank, which other processes on the machine do not change much, and its load."""
+    import torch
+
+    found = run.workers.map(
+        "cpu", run.workers.size, lambda rank: [torch.tensor(cpu)], own=range(run.workers.rank, run.workers.rank + 1)
+    )
+    return {"cpu": [round(float(each), 2) for (each,) in found], "load": os.getloadavg()[0]}
+
+
+def speed(what: str, rounds: int, images: int) -> None:
+    """One worker without torchrun and two workers with it, in turns; all results must be the same to the bit."""
+    times: dict[int, list[float]] = {1: [], 2: []}
+    busiest: dict[int, list[float]] = {1: [], 2: []}
+    digests = set()
+    for _ in range(rounds):
+        for workers in times:
+            own = ("benchmarks.workers", "--one", what, "--images", str(images))
+            command = [sys.executable, "-m", *own] if workers == 1 else torchrun(workers, *own)
+            done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+            row = json.loads(done.stdout.strip().splitlines()[-1])
+            times[workers].append(row["seconds"])
+            busiest[workers].append(max(row["cpu"]))
+            digests.add(row["digest"])
+            keep(what, {"workers": workers, "images": images, **row})
+    ratio = statistics.median(times[1]) / statistics.median(times[2])
+    each = [one / two for one, two in zip(times[1], times[2], strict=True)]
+    cpu = statistics.median(busiest[1]) / statistics.median(busiest[2])
+    keep(
+        what,
+        {
+            "ratio": ratio,
+            "ratio of processor seconds": cpu,
+            "lowest": min(each),
+            "highest": max(each),
+            "rounds": rounds,
+            "same": len(digests) == 1,
+        },
+    )
+
+
+# ---- kills ---------------------------------------------------------------------------------------------------------------
+
+
+def small_run(folder: Path) -> None:
+    """A small run with curves, repairs, trials and a training, in which workers are killed."""
+    from dataclasses import replace
+
+    import torch
+
+    import secateurs as sc
+    from secateurs.config import GENTLE
+    from secateurs.data import load
+    from secateurs.models import build
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    retrain = replace(GENTLE, epochs=2, batch=64, optimiser="sgd", lr=0.01)
+    recipe = sc.Recipe.best(max_drop=0.1, confidence=0.9, repair_examples=256, batch=64, round_to=1, retrain=retrain)
+    sc.prune(build("mlp", hidden=(24, 20)), load("digits"), recipe=recipe, folder=folder, progress=False)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def kills(wanted: int, workers: int, seconds: float) -> None:
+    """Run to the end, then again and again with SIGKILL for random ranks at random times; plan and weights must be the same."""
+    chance, root = random.Random(time.time_ns()), Path(tempfile.mkdtemp(prefix="secateurs-kills-"))
+    began, done, runs = time.monotonic(), 0, 0
+    whole = root / "whole"
+    command = ("benchmarks.workers", "--one", "kills", "--folder")
+    start = time.monotonic()
+    first = subprocess.Popen(torchrun(workers, *command, str(whole)), env=environment())
+    while first.poll() is None and not (whole / "journal.jsonl").exists():
+        time.sleep(0.02)
+    starting = time.monotonic() - start  # torch is imported, and the workers have joined
+    assert first.wait() == 0, "the uninterrupted run failed"
+    working = time.monotonic() - start - starting
+    wholes = [(whole / name).read_bytes() for name in ("plan.json", "pruned.safetensors")]
+    while done < wanted and time.monotonic() - began < seconds:
+        folder, killed = root / f"run-{runs}", list[dict[str, Any]]()
+        agent = subprocess.Popen(torchrun(workers, *command, str(folder), restarts=1000), env=environment())
+        while agent.poll() is None:
+            time.sleep(chance.uniform(0.7, 1.2) * starting + chance.uniform(0, 0.9) * working)
+            ranks = children(agent.pid)
+            if agent.poll() is None and ranks and done + len(killed) < wanted:
+                rank = chance.randrange(len(ranks))
+                lines = (folder / "journal.jsonl").read_bytes().splitlines() if (folder / "journal.jsonl").exists() else []
+                after = json.loads(lines[-1])["unit"] if lines else "nothing"
+                os.kill(ranks[rank], signal.SIGKILL)
+                killed.append({"rank": rank, "after": after})
+        same = [(folder / name).exists() and (folder / name).read_bytes() for name in ("plan.json", "pruned.safetensors")]
+        keep("kills", {"workers": workers, "kills": killed, "exit": agent.returncode, "same": same == wholes})
+        done, runs = done + len(killed), runs + 1
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(root, ignore_errors=True)
+
+
+# ---- many workers, simulated ---------------------------------------------------------------------------------------------
+
+
+class CountingStore:
+    """The store of a simulation: one server, which answers one request after the other."""
+
+    def __init__(self, seconds: float) -> None:
+        self.values: Counter[str] = Counter()
+        self.seconds, self.free, self.now = seconds, 0.0, 0.0
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] += amount
+        self.free = self.now = max(self.free, self.now) + self.seconds
+        return self.values[key]
+
+    def set(self, key: str, value: str) -> None:
+        """A message without an answer."""
+
+
+def simulate(workers: int, tickets: int, seconds: float, failing: float, seed: int) -> None:
+    """Draw tickets as workers do, with the scheduler's own code: tickets that fail are drawn again in a further round.
+
+    A ticket takes `seconds`, give or take a third. A request to the store takes 60 µs, and each of the headers that each
+    worker reads at the end of a round 2.6 µs (both measured).
+    """
+    from secateurs.distributed import drawn
+
+    chance, store = random.Random(seed), CountingStore(60e-6)
+    left, counted, failed, rounds, useful = list(range(tickets)), Counter[int](), 0, 0, 0.0
+    began = 0.0
+    while left:
+        rounds += 1
+        draws = [drawn(store, f"{rounds}", left, rank) for rank in range(workers)]
+        ready = [(began, rank) for rank in range(workers)]
+        heapq.heapify(ready)
+        answered, end = set(), began
+        while ready:
+            store.now, rank = heapq.heappop(ready)
+            ticket = next(draws[rank], None)
+            if ticket is None:
+                end = max(end, store.now)
+                continue
+            took = seconds * chance.uniform(2 / 3, 4 / 3)
+            if chance.random() < failing:
+                failed, took = failed + 1, took * chance.random()  # somewhere on the way
+            else:
+                answered.add(ticket)
+                counted[ticket] += 1
+                useful += took
+            heapq.heappush(ready, (store.now + took, rank))
+        began = end + workers * (store.seconds + workers * 2.6e-6)
+        left = [ticket for ticket in left if ticket not in answered]
+    row = {"workers": workers, "tickets": tickets, "seconds a ticket": seconds, "failing": failing, "failed": failed}
+    once = len(counted) == tickets and set(counted.values()) == {1}
+    row |= {"rounds": rounds, "each counted once": once, "hours": began / 3600, "efficiency": useful / (workers * began)}
+    keep("simulated", row)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--score", action="store_true")
+    parser.add_argument("--best", action="store_true")
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--simulate", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--images", type=int, default=1024, help="pairs of masks and images a site, or images of a repair")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further run with kills is begun")
+    parser.add_argument("--tickets", type=int, default=0)
+    parser.add_argument("--ticket-seconds", type=float, default=0.5)
+    parser.add_argument("--failing", type=float, default=0.01)
+    parser.add_argument("--one", choices=("score", "best", "kills"), help="what a single worker does")
+    parser.add_argument("--folder", type=Path)
+    given = parser.parse_args()
+    if given.one == "kills":
+        small_run(given.folder)
+    elif given.one:
+        row = measured(given.one, given.images)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(row), flush=True)
+    for what in ("score", "best"):
+        if getattr(given, what):
+            speed(what, given.rounds, given.images)
+    if given.kills:
+        kills(given.kills, given.workers, given.seconds)
+    if given.simulate:
+        simulate(given.simulate, given.tickets or 50 * given.simulate, given.ticket_seconds, given.failing, seed=0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Several processes that work on one run, as torchrun starts them."""
+
+from secateurs.distributed.workers import ALONE, TIMEOUT, Workers, active, drawn, join, leave, pack, rank, restarts, unpack
+
+__all__ = ["ALONE", "TIMEOUT", "Workers", "active", "drawn", "join", "leave", "pack", "rank", "restarts", "unpack"]

@@ -1,0 +1,260 @@
+"""Several workers: the same bits as one process, every ticket once, and trouble of one rank is an error that names it.
+
+Most workers here are forked (tests/worker_processes.py); torchrun itself starts those that are killed and restarted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+ROOT = TESTS.parent
+QUICK = [
+    *("folders", "number", "large", "late", "dies", "fails once", "fails", "memory", "refuses", "elsewhere", "absent"),
+    *("other weights", "other data", "other recipe", "other version"),
+]
+LONG = ["best", "paper", "fast", "trained run", "training", "frozen", "other network", "told its rank", "trains apart", "alone"]
+TICKETS = [ticket + 0.5 for ticket in range(12)]
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT / "src"), str(TESTS), str(ROOT)]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run_cases(root: Path, names: list[str]) -> dict[str, Any]:
+    command = [sys.executable, str(TESTS / "worker_processes.py"), str(root), *names]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("workers")
+    return {**run_cases(root, QUICK), "root": root}
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_cases(tmp_path_factory.mktemp("workers"), LONG)
+
+
+def errors(case: list[dict[str, Any]]) -> list[str]:
+    return [one.get("error", f"no error: {one}") for one in case if one]
+
+
+def all_equal(runs: list[list[dict[str, Any]]]) -> bool:
+    (first, *_), *_ = runs
+    return "plan" in first and bool(first["removed"]) and all(one == first for run in runs for one in run)
+
+
+# ---- the same bits -------------------------------------------------------------------------------------------------------
+
+
+def test_folders_of_one_and_two_workers_hold_the_same_importances_curves_and_plan(quick: dict[str, Any]) -> None:
+    from torture.runs import differing_file, without_times
+
+    one, two = (quick["root"] / name for name in ("1", "2"))
+    assert errors(quick["folders"][1]) == [f"no error: {found}" for found in quick["folders"][1]]
+    assert differing_file(one, two) is None
+    assert without_times(one) == without_times(two)
+    names = sorted(path.name for path in (one / "ensembles").iterdir())
+    assert len(names) >= 4
+    assert names == sorted(path.name for path in (two / "ensembles").iterdir())
+    for name in names:
+        from secateurs._util.tensors import parse
+
+        (ours, _), (theirs, _) = (parse((root / "ensembles" / name).read_bytes()) for root in (one, two))
+        assert all(bool((ours[key] == theirs[key]).all()) for key in ours), name
+        assert ours.keys() == theirs.keys() >= {"coef", "masks", "losses"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["best", "paper", "fast", "trained run"])
+def test_plans_and_weights_do_not_depend_on_the_number_of_workers(long: dict[str, Any], name: str) -> None:
+    """With training, all workers of one run have the same weights, but not those of another number of workers."""
+    assert all_equal(long[name]), long[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["training", "frozen"])
+def test_training_takes_the_steps_of_the_whole_batch(long: dict[str, Any], name: str) -> None:
+    """In float64 with BatchNorm live or frozen: what one process computes, up to rounding; 50 does not divide by 3."""
+    ((alone,), *others) = long[name]
+    for run in others:
+        assert all(one["value"] == run[0]["value"] for one in run)
+        assert max(abs(a - b) for a, b in zip(alone["value"], run[0]["value"], strict=True)) < 1e-12
+
+
+# ---- tickets -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_ticket_is_answered_once_and_all_workers_get_all_in_order(quick: dict[str, Any]) -> None:
+    for name, wanted in (("number", TICKETS), ("large", [40_000.0 * ticket for ticket in range(12)])):
+        found = [one["value"] for one in quick[name]]
+        assert all(one["found"] == wanted for one in found)
+        assert sorted(ticket for one in found for ticket in one["mine"]) == list(range(12))
+
+
+def test_a_slow_worker_costs_one_ticket(quick: dict[str, Any]) -> None:
+    fast, slow = (one["value"] for one in quick["late"])
+    assert fast["found"] == slow["found"] == TICKETS
+    assert len(slow["mine"]) < 4 < len(fast["mine"])
+
+
+def test_a_ticket_that_fails_is_drawn_again(quick: dict[str, Any]) -> None:
+    found = [one["value"] for one in quick["fails once"]]
+    assert all(one["found"] == TICKETS for one in found)
+    assert sorted(ticket for one in found for ticket in one["mine"]).count(3) > 1
+
+
+def test_a_ticket_that_always_fails_is_an_error_everywhere(quick: dict[str, Any]) -> None:
+    assert len(errors(quick["fails"])) == 2
+    assert all("ticket 3 of 12 failed 5 times" in each and "the disk is gone" in each for each in errors(quick["fails"]))
+
+
+def test_our_own_errors_come_at_once_and_name_the_rank(quick: dict[str, Any]) -> None:
+    found = sorted(errors(quick["refuses"]))
+    assert found[0] == "InvalidInput: ticket 3 is wrong"
+    assert found[1].startswith("RunError: rank ")
+    assert found[1].endswith("failed: ticket 3 is wrong")
+
+
+def test_where_one_worker_runs_out_of_memory_all_do(quick: dict[str, Any]) -> None:
+    assert [each.split(":")[0] for each in errors(quick["memory"])] == ["OutOfMemoryError"] * 2
+
+
+# ---- trouble -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_draws_a_ticket_and_dies_is_named_with_it(quick: dict[str, Any]) -> None:
+    (found,) = errors(quick["dies"])
+    assert "waited 1.5 s for rank 1 (drew ticket" in found
+    assert quick["dies"][0]["seconds"] < 10
+
+
+def test_a_rank_that_does_something_else_is_named(quick: dict[str, Any]) -> None:
+    assert "rank 1 is at 'losses', and rank 0 at 'curves'" in errors(quick["elsewhere"])[0]
+    assert "rank 0 is at 'curves', and rank 1 at 'losses'" in errors(quick["elsewhere"])[1]
+
+
+def test_a_rank_that_never_comes_ends_the_wait(quick: dict[str, Any]) -> None:
+    assert "rank 0 could not join the other workers" in errors(quick["absent"])[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [("weights", "network"), ("data", "data"), ("recipe", "recipe"), ("version", "version of secateurs")],
+)
+def test_a_rank_with_something_else_is_named_before_the_run(quick: dict[str, Any], case: str, what: str) -> None:
+    found = errors(quick[f"other {case}"])
+    assert len(found) == 2
+    assert all(f"before the run: rank 1 has another {what} than rank 0" in each for each in found)
+
+
+@pytest.mark.slow
+def test_a_network_that_comes_to_differ_is_named_after_the_cut(long: dict[str, Any]) -> None:
+    found = errors(long["other network"])
+    assert len(found) == 3
+    assert all("after the cut at site" in each and "rank 1 has another network" in each for each in found)
+
+
+@pytest.mark.slow
+def test_own_training_runs_on_all_ranks_and_is_told_its_own(long: dict[str, Any]) -> None:
+    for rank, one in enumerate(long["told its rank"]):
+        assert one["value"]["told"] == [[rank, 2]] * len(one["value"]["told"])
+        assert one["value"]["told"]
+    assert all("which must leave the same weights on all workers" in each for each in errors(long["trains apart"]))
+
+
+@pytest.mark.slow
+def test_one_process_of_two_may_prune_alone(long: dict[str, Any]) -> None:
+    assert long["alone"][0]["value"] == long["fast"][0][0]
+
+
+# ---- torchrun ------------------------------------------------------------------------------------------------------------
+
+
+def processes_of(word: str) -> list[str]:
+    """Command lines of all processes that mention a word."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it has ended
+            continue
+        if word in text:
+            found.append(text)
+    return found
+
+
+def torchrun(*command: str, workers: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+    launch += [f"--max-restarts={restarts}", "--monitor-interval=0.1", "-m", *command]
+    return subprocess.Popen(launch, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+PRUNE = ["secateurs", "prune", "--model", "mlp", "--data", "digits", "--recipe", "best", "--confidence", "0", "--round-to", "1"]
+
+
+def test_torchrun_prunes_as_one_process_does_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """The first rank to be killed is rank 0, which has the folder."""
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    command = [sys.executable, "-m", *PRUNE, "--out", str(alone)]
+    subprocess.run(command, env=environment(), capture_output=True, check=True, timeout=120)
+    agent = torchrun(*PRUNE, "--out", str(killed), restarts=2)
+    try:
+        until = time.monotonic() + 120
+        while not (killed / "checkpoints" / "start.safetensors").exists():
+            assert agent.poll() is None, agent.communicate()[1][-2000:]
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        (first, *_) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        os.kill(int(first), signal.SIGKILL)
+        out, err = agent.communicate(timeout=120)
+    finally:
+        agent.kill()
+    assert agent.returncode == 0, err[-2000:]
+    for name in ("plan.json", "pruned.safetensors"):
+        assert (alone / name).read_bytes() == (killed / name).read_bytes(), name
+    assert out.count("pruned.safetensors") == 1, "only rank 0 prints"
+    assert "Resuming" not in out
+    assert not processes_of(str(killed))
+
+
+@pytest.mark.slow
+def test_two_workers_of_torchrun_share_a_table_without_making_a_row_twice(tmp_path: Path) -> None:
+    from comparisons import places
+    from secateurs.methods.compare.run import ROWS
+
+    command = ["secateurs", "compare", "--model", "mlp", "--data", "digits", "--methods", "l2", "--targets", "0.2", "0.4"]
+    agent = torchrun(*command, "--examples", "64", *places(tmp_path))
+    _, err = agent.communicate(timeout=300)
+    assert agent.returncode == 0, err[-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "out" / ROWS).read_text().splitlines()]
+    made = [(row["method"], row["target"], row["seed"]) for row in rows]
+    assert len(made) == len(set(made)) > 4
+
+
+@pytest.mark.slow
+def test_runs_whose_ranks_are_killed_at_random_end_with_the_same_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import workers
+
+    monkeypatch.setattr(workers, "ROWS", tmp_path)
+    monkeypatch.setattr(workers, "environment", environment)
+    workers.kills(5, workers=2, seconds=300)
+    rows = [json.loads(line) for line in (tmp_path / "kills.jsonl").read_text().splitlines()]
+    assert sum(len(row["kills"]) for row in rows) >= 3
+    assert all(row["same"] and row["exit"] == 0 for row in rows), rows

@@ -1,0 +1,311 @@
+"""Workers as torchrun starts them, without torchrun: forked from one process that has imported torch, each with its rank.
+
+Starting torchrun takes seconds, a fork milliseconds. A process of its own, which prints as JSON what each case gave: autograd
+does not survive a fork. No worker outlives its case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import secateurs.api
+from secateurs import distributed
+from secateurs._util.tensors import digest
+from secateurs.config import GENTLE, Recipe, TrainSettings
+from secateurs.data import Data
+from secateurs.data.dataset import Examples
+from secateurs.errors import InvalidInput
+from secateurs.pruning import context, latency_target
+from secateurs.training import train_
+from torture.runs import ResidualNet, few_digits, perceptron
+
+Found = dict[str, Any]
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def run_workers(size: int, work: Callable[[int], Any], *, timeout: float = 30.0, seconds: float = 60.0) -> list[Found]:
+    """Call `work(rank)` in `size` processes; gives for each {"value": …} or {"error": message}, or {} if it died.
+
+    `timeout` is how long they wait for one another, `seconds` how long all of them may take.
+    """
+    port, pids, pipes = free_port(), [], []
+    for rank in range(size):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                known = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                os.environ.update({name: str(value) for name, value in {**known, distributed.TIMEOUT: timeout}.items()})
+                began = time.monotonic()
+                try:
+                    found = {"value": work(rank)}
+                except Exception as error:
+                    found = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+                os.write(writing, json.dumps({**found, "seconds": time.monotonic() - began}).encode())
+                time.sleep(0.3 if rank == 0 and size > 1 else 0.0)  # it has the store, which others may still read
+            finally:
+                os._exit(0)
+        os.close(writing)
+        pids.append(pid)
+        pipes.append(reading)
+    found, until = list[Found](), time.monotonic() + seconds
+    for pipe in pipes:
+        os.set_blocking(pipe, False)
+        text, ended = b"", False
+        while not ended and time.monotonic() < until:
+            try:
+                piece = os.read(pipe, 1 << 16)
+                text, ended = text + piece, piece == b""
+            except BlockingIOError:
+                time.sleep(0.005)
+        os.close(pipe)
+        found.append(json.loads(text) if text else {})
+    for pid in pids:
+        if time.monotonic() >= until:
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return found
+
+
+# ---- whole runs ----------------------------------------------------------------------------------------------------------
+
+PAPER = Recipe.paper(max_drop=0.05, rounds=1, search="bisect", masks_per_filter=30, scoring_examples=192, batch=64)
+FAST = Recipe(max_drop=0.1, confidence=0.9, batch=64)
+BEST = Recipe.best(max_drop=0.3, confidence=0.0, repair_examples=200, batch=64, round_to=1)
+ENSEMBLES = replace(BEST, criterion="ensemble", estimator="gradient", masks=256)
+TRAINED = Recipe(
+    max_drop=0.3,
+    confidence=0.0,
+    criterion="l1",
+    finetune=TrainSettings(epochs=1, batch=33, lr=0.02),
+    retrain=replace(GENTLE, epochs=1, batch=64),
+)
+
+
+def residual() -> nn.Module:
+    torch.manual_seed(0)
+    return ResidualNet(8)
+
+
+def pruned(rank: int, recipe: Recipe, build: Callable[[], nn.Module] = perceptron, folder: str = "", **options: Any) -> Found:
+    """Prune a small network on digits."""
+    place = Path(folder) if folder else None
+    run = secateurs.api.start_or_continue(build(), few_digits(384), recipe=recipe, folder=place, **options)
+    result = run.finish()
+    weights, orders = dict(result.graph.module.state_dict()), [list(step.removed) for step in result.steps]
+    return {"plan": result.graph.plan.to_json(), "weights": digest(weights), "search": repr(result.search), "removed": orders}
+
+
+def runs_of(recipe: Recipe, build: Callable[[], nn.Module] = perceptron, sizes: tuple[int, ...] = (1, 2, 3)) -> list[Any]:
+    return [[one.get("value", one) for one in run_workers(size, partial(pruned, recipe=recipe, build=build))] for size in sizes]
+
+
+def folders(root: str) -> list[Any]:
+    return [run_workers(size, partial(pruned, recipe=ENSEMBLES, build=residual, folder=f"{root}/{size}")) for size in (1, 2)]
+
+
+# ---- one kind of trouble each --------------------------------------------------------------------------------------------
+
+
+def mapped(rank: int, work: Callable[[int, int], list[Tensor]], count: int = 12, what: str = "numbers") -> Found:
+    mine: list[int] = []
+
+    def one(ticket: int) -> list[Tensor]:
+        mine.append(ticket)
+        return work(rank, ticket)
+
+    found = distributed.join().map(what, count, one)
+    return {"found": [float(each.sum()) for (each,) in found], "mine": mine}
+
+
+def number(rank: int, ticket: int) -> list[Tensor]:
+    return [torch.tensor([ticket, 0.5])]
+
+
+def large(rank: int, ticket: int) -> list[Tensor]:
+    return [torch.full((40_000,), float(ticket))]
+
+
+def late(rank: int, ticket: int) -> list[Tensor]:
+    time.sleep(0.2 if rank else 0.01)
+    return number(rank, ticket)
+
+
+def dies(rank: int, ticket: int) -> list[Tensor]:
+    time.sleep(0.02)
+    if rank == 1:
+        os._exit(9)
+    return number(rank, ticket)
+
+
+def fails_once(rank: int, ticket: int, *, seen: set[int] = set()) -> list[Tensor]:  # noqa: B006  # of this process
+    if ticket == 3 and rank not in seen:
+        seen.add(rank)
+        raise OSError("the disk hiccuped")
+    return number(rank, ticket)
+
+
+def fails(rank: int, ticket: int) -> list[Tensor]:
+    if ticket == 3:
+        raise OSError("the disk is gone")
+    return number(rank, ticket)
+
+
+def without_memory(rank: int, ticket: int) -> list[Tensor]:
+    if ticket == 3:
+        raise torch.OutOfMemoryError("a card is full")
+    return number(rank, ticket)
+
+
+def refuses(rank: int, ticket: int) -> list[Tensor]:
+    if ticket == 3:
+        raise InvalidInput("ticket 3 is wrong")
+    return number(rank, ticket)
+
+
+def elsewhere(rank: int) -> Found:
+    return mapped(rank, number, what="losses" if rank else "curves")
+
+
+def absent(rank: int) -> Found:
+    if rank == 1:
+        time.sleep(2.5)
+        return {}
+    return mapped(rank, number)
+
+
+def other_weights(rank: int) -> Found:
+    return pruned(rank, FAST, build=partial(perceptron, seed=rank))
+
+
+def other_data(rank: int) -> Found:
+    data = few_digits(384)
+    shifted = Examples(data.train.inputs.flip(0), data.train.targets.flip(0), data.train.scaling)
+    with mock.patch(f"{__name__}.few_digits", return_value=Data("digits", shifted if rank else data.train, data.search, None)):
+        return pruned(rank, FAST)
+
+
+def other_recipe(rank: int) -> Found:
+    return pruned(rank, replace(FAST, max_drop=0.1 + 0.1 * rank))
+
+
+def other_version(rank: int) -> Found:
+    versions = {"versions": {"secateurs": f"1.{rank}"}, "machine": {"threads": 1}}
+    with mock.patch("secateurs.api.environment", return_value=versions):
+        return pruned(rank, FAST)
+
+
+def other_network(rank: int) -> Found:
+    """A rank whose network comes to differ on the way."""
+    real = secateurs.pruning.run.Run.remove
+
+    def remove(self: Any, *given: Any) -> Any:
+        found = real(self, *given)
+        with torch.no_grad():
+            next(iter(self.state.graph.module.parameters())).add_(rank)
+        return found
+
+    with mock.patch("secateurs.pruning.run.Run.remove", remove):
+        return pruned(rank, replace(FAST, max_drop=0.9, confidence=0.0))
+
+
+def told_its_rank(rank: int) -> Found:
+    told: list[list[int]] = []
+
+    def finetune(model: nn.Module, *, rank: int, world_size: int) -> None:
+        told.append([rank, world_size])
+
+    return {**pruned(rank, replace(FAST, max_drop=0.9, confidence=0.0), finetune=finetune), "told": told}
+
+
+def trains_apart(rank: int) -> Found:
+    def finetune(model: nn.Module) -> None:
+        with torch.no_grad():
+            next(iter(model.parameters())).add_(rank)
+
+    return pruned(rank, replace(FAST, max_drop=0.9, confidence=0.0), finetune=finetune)
+
+
+def alone(rank: int) -> Found:
+    """Prune in one process of two, as a script may ask for."""
+    return pruned(rank, FAST, distributed=False) if rank == 0 else {}
+
+
+def trained(rank: int, freeze: bool = False) -> list[float]:
+    """All weights and statistics after a few steps, in float64."""
+    data, settings = few_digits(384), TrainSettings(epochs=1, batch=50, lr=0.1, steps=4, freeze_batchnorm=freeze, momentum=0.9)
+    module = residual().double()
+    with distributed.join().active():
+        train_(module, data.train.ready(torch.float64), settings)
+    return [float(value) for tensor in module.state_dict().values() for value in tensor.flatten()]
+
+
+def cases(root: str) -> dict[str, Callable[[], Any]]:
+    short = partial(run_workers, timeout=1.5)
+    return {
+        "paper": lambda: runs_of(PAPER),
+        "fast": lambda: runs_of(FAST, sizes=(1, 2)),
+        "best": lambda: runs_of(BEST, residual, sizes=(1, 3)),
+        "trained run": lambda: runs_of(TRAINED, residual, sizes=(2,)),
+        "folders": lambda: folders(root),
+        "training": lambda: [run_workers(size, trained) for size in (1, 2, 3)],
+        "frozen": lambda: [run_workers(size, partial(trained, freeze=True)) for size in (1, 2)],
+        "number": lambda: run_workers(3, partial(mapped, work=number)),
+        "large": lambda: run_workers(3, partial(mapped, work=large)),
+        "late": lambda: run_workers(2, partial(mapped, work=late)),
+        "dies": lambda: short(2, partial(mapped, work=dies)),
+        "fails once": lambda: run_workers(2, partial(mapped, work=fails_once)),
+        "fails": lambda: run_workers(2, partial(mapped, work=fails)),
+        "memory": lambda: run_workers(2, partial(mapped, work=without_memory)),
+        "refuses": lambda: run_workers(2, partial(mapped, work=refuses)),
+        "elsewhere": lambda: run_workers(2, elsewhere),
+        "absent": lambda: short(2, absent),
+        "other weights": lambda: run_workers(2, other_weights),
+        "other data": lambda: run_workers(2, other_data),
+        "other recipe": lambda: run_workers(2, other_recipe),
+        "other version": lambda: run_workers(2, other_version),
+        "other network": lambda: run_workers(3, other_network),
+        "told its rank": lambda: run_workers(2, told_its_rank),
+        "trains apart": lambda: run_workers(2, trains_apart),
+        "alone": lambda: run_workers(2, alone),
+    }
+
+
+def main(root: str, *chosen: str) -> None:
+    torch.set_num_threads(1)
+    latency_target._FINAL_ROUNDS = 6
+    context.preferred_multiple = lambda *given: 8
+    few_digits(384)
+    if {"training", "trained run", "frozen"} & set(chosen):
+        importlib.import_module("torch._dynamo")  # as DistributedDataParallel does, in every worker
+    every, found = cases(root), {}
+    for name in chosen or every:
+        began = time.monotonic()
+        found[name] = every[name]()
+        sys.stderr.write(f"{name}: {time.monotonic() - began:.2f} s\n")
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
