@@ -57,6 +57,7 @@ class Site:
     original_channels: int
     points: tuple[MaskPoint, ...]
     own: int = 1
+    inside: bool = False  # its channels are features within the heads of attention, the same in every head
 
     @property
     def node(self) -> str:
