@@ -92,7 +92,7 @@ def test_heads_are_removed_whole(form: str) -> None:
     graph = attention_net(form)
     makers = ("q", "k", "v") if form == "as_transformers" else ("qkv",)
     site = next(site for site in find_sites(graph) if site.layers == makers)
-    assert site.channels == 3
+    assert (site.channels, site.unit) == (3, "heads")
     smaller = assert_compact_is_masked(graph, {site: without(3, 1), "stem": without(12, 0)}, (X[:2],))
     assert {smaller.module.get_submodule(name).out_features for name in makers} == {24 // len(makers)}
     assert smaller.module.proj.in_features == 8
@@ -161,7 +161,7 @@ def test_features_are_removed_from_every_head(form: str) -> None:
     graph = attention_net(form)
     names = ["q.query_key", "v.value"] if form == "as_transformers" else ["qkv.query_key", "qkv.value"]
     sites = find_sites(graph, "widths")
-    assert [(site.name, site.channels) for site in sites] == [(name, 4) for name in names]
+    assert [(site.name, site.channels, site.unit) for site in sites] == [(name, 4, "features") for name in names]
     smaller = assert_compact_is_masked(graph, {names[0]: without(4, 1), names[1]: without(4, 0, 2)}, (X[:2],))
     assert_same(run(smaller.module, X), run(with_zeros(graph, q=(1,), v=(0, 2)), X))
     assert_same(run(smaller.module, X), run(with_zeros(graph, k=(1,), v=(0, 2)), X))

@@ -403,7 +403,13 @@ class _Search:
         names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
         name = next((name for name in names if name), None) or named(layers)
         points_of = tuple(self._point(node, source, points) for node, source in points.items())
-        return Site(name, len(original), layers, tuple(original.tolist()), followed.wide, points_of, own)
+        unit = "features" if self.shortcut == "widths" else "heads" if self._is_of_heads(places[0]) else "filters"
+        return Site(name, len(original), layers, tuple(original.tolist()), followed.wide, points_of, own, unit=unit)
+
+    def _is_of_heads(self, place: fx.Node) -> bool:
+        """Whether the channels of a node are the heads of attention: it multiplies matrices of each."""
+        flow = self.flows.of[place]
+        return isinstance(flow, Join) and flow.zero_if in ("any", "third") and not flow.broadcasts
 
     def widths(self) -> Sites:
         """Return the sites of the features within heads: those of queries and keys together, and those of values."""
@@ -459,7 +465,7 @@ class _Search:
         points = [self._point(node, source, behind) for node, source in behind.items()]
         within = MaskPoint(call.name, 0, flow.units, tuple(range(flow.units)), tuple(range(flow.units)))
         path = str(call.target)
-        return Site(path, flow.units, (path,), tuple(original.tolist()), wide, (*points, within))
+        return Site(path, flow.units, (path,), tuple(original.tolist()), wide, (*points, within), unit="units")
 
     def _followed(self, places: Sequence[fx.Node], *, norms: bool) -> _Followed:
         """Follow the channels behind `places` to what reads them."""
