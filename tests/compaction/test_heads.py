@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nets import Net, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run, traced, without
-from secateurs import Graph, compact, find_site, find_sites, masked, trace
+from secateurs import Graph, compact, find_site, find_sites, masked, replay, trace
 from secateurs.data import Examples
+from secateurs.errors import InvalidMask
 from secateurs.metrics import cross_entropy
 from secateurs.scoring.engine import split_for
 
@@ -90,7 +92,7 @@ def test_heads_are_removed_whole(form: str) -> None:
     graph = attention_net(form)
     makers = ("q", "k", "v") if form == "as_transformers" else ("qkv",)
     site = next(site for site in find_sites(graph) if site.layers == makers)
-    assert site.channels == 3
+    assert (site.channels, site.unit) == (3, "heads")
     smaller = assert_compact_is_masked(graph, {site: without(3, 1), "stem": without(12, 0)}, (X[:2],))
     assert {smaller.module.get_submodule(name).out_features for name in makers} == {24 // len(makers)}
     assert smaller.module.proj.in_features == 8
@@ -136,13 +138,113 @@ def test_slopes_of_heads_in_windows() -> None:
         assert_same(found[row, :1], loss)
 
 
-def test_one_head_is_no_site() -> None:
+# ---- widths within heads: features of queries and keys, and of values ----------------------------------------------------
+
+
+def with_zeros(graph: Graph, **features: tuple[int, ...]) -> nn.Module:
+    """The network of `attention_net` in which these features of all heads are zero, of queries, keys or values."""
+    module = copy.deepcopy(graph.module)
+    for part, removed in features.items():
+        rows = [head * 4 + feature for head in range(3) for feature in removed]
+        layer = getattr(module, part, None)
+        if layer is None:
+            layer, rows = module.qkv, [row + 12 * "qkv".index(part) for row in rows]
+        with torch.no_grad():
+            layer.weight[rows] = 0
+            layer.bias[rows] = 0
+    return module
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_features_are_removed_from_every_head(form: str) -> None:
+    """Queries' features that are zero in every head do not count, whatever the keys'; the scale stays that of whole heads."""
+    graph = attention_net(form)
+    names = ["q.query_key", "v.value"] if form == "as_transformers" else ["qkv.query_key", "qkv.value"]
+    sites = find_sites(graph, "widths")
+    assert [(site.name, site.channels, site.unit) for site in sites] == [(name, 4, "features") for name in names]
+    smaller = assert_compact_is_masked(graph, {names[0]: without(4, 1), names[1]: without(4, 0, 2)}, (X[:2],))
+    assert_same(run(smaller.module, X), run(with_zeros(graph, q=(1,), v=(0, 2)), X))
+    assert_same(run(smaller.module, X), run(with_zeros(graph, k=(1,), v=(0, 2)), X))
+    made = {name: part.out_features for name, part in smaller.module.named_modules() if isinstance(part, nn.Linear)}
+    if form == "as_transformers":
+        assert (made["q"], made["k"], made["v"]) == (9, 9, 6)
+    else:
+        assert made["qkv"] == 9 + 9 + 6
+    assert smaller.module.proj.in_features == 6
+    left = {site.name: site.original for site in find_sites(smaller, "widths")}
+    assert left == {names[0]: (0, 2, 3), names[1]: (1, 3)}
+    heads = next(site for site in find_sites(smaller) if site.channels == 3)
+    fewer = assert_compact_is_masked(smaller, {heads: without(3, 1)}, (X[:2],))
+    least = assert_compact_is_masked(fewer, {names[0]: without(3, 0)}, (X[:2],))
+    assert find_site(least, names[0]).original == (2, 3)
+    assert_same(run(replay(graph, least.plan).module, X), run(least.module, X))
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_features_are_removed_from_multihead_attention(itself: bool) -> None:
+    graph = attention_module(itself=itself, batch_first=True)
+    names = [site.name for site in find_sites(graph, "widths")]
+    assert names == [f"attention.{c}_proj.{n}" if not itself else f"attention.in_proj.{n}" for c, n in WORDS]
+    smaller = assert_compact_is_masked(graph, {name: without(4, 1) for name in names}, (X[:2],))
+    assert smaller.module.get_submodule("attention.out_proj").in_features == 9
+
+
+WORDS = (("q", "query_key"), ("v", "value"))
+
+
+@pytest.mark.parametrize("engine", ["fx", "record", "export"])
+def test_features_within_heads_by_every_engine(engine: Any) -> None:
+    graph = trace(attention_net("as_timm").module, X, engine=engine)
+    sites = find_sites(graph, "widths")
+    assert [site.name.rpartition(".")[2] for site in sites] == ["query_key", "value"]
+    assert_compact_is_masked(graph, {site: without(4, 3) for site in sites}, (X[:2],))
+
+
+def test_widths_and_heads_are_cut_one_after_the_other() -> None:
+    graph = attention_net("as_timm")
+    with pytest.raises(InvalidMask, match=r"'qkv.value' has features within heads.*Call compact twice"):
+        compact(graph, {"qkv": without(3, 0), "qkv.value": without(4, 0)})
+
+
+def test_normed_queries_keep_their_features() -> None:
+    """A norm over the features of a head counts all of them."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        q, k, v = net.qkv(x).reshape(x.size(0), 5, 3, 3, 4).permute(2, 0, 3, 1, 4)
+        return net.out(F.scaled_dot_product_attention(net.norm(q), net.norm(k), v).transpose(1, 2).flatten(2))
+
+    graph = traced(Net(body, qkv=nn.Linear(4, 36), norm=nn.LayerNorm(4), out=nn.Linear(12, 2)), X)
+    assert [site.name for site in find_sites(graph, "widths")] == ["qkv.value"]
+
+
+@pytest.mark.parametrize("form", ["matmul", "einsum", "scaled_dot_product_attention"])
+def test_queries_and_keys_without_heads_lose_features_together(form: str) -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        q, k, v = net.q(x), net.k(x), net.v(x)
+        if form == "scaled_dot_product_attention":
+            return net.out(F.scaled_dot_product_attention(q, k, v))
+        scores = q @ k.transpose(1, 2) if form == "matmul" else torch.einsum("bid,bjd->bij", q, k)
+        return net.out(scores.softmax(-1) @ v)
+
+    layers = {"q": nn.Linear(4, 6), "k": nn.Linear(4, 6), "v": nn.Linear(4, 8), "out": nn.Linear(8, 3)}
+    graph = traced(Net(body, **layers), X)
+    assert {site.name: site.layers for site in find_sites(graph)} == {"q": ("q", "k"), "k": ("q", "k"), "v": ("v",)}
+    smaller = assert_compact_is_masked(graph, {"q": without(6, 0, 3), "k": without(6, 3, 4), "v": without(8, 7)}, (X[:2],))
+    assert [smaller.module.get_submodule(name).out_features for name in "qkv"] == [3, 3, 7]
+
+
+def test_a_single_head_loses_features() -> None:
     def body(net: Net, x: Tensor) -> Tensor:
         q, k, v = net.qkv(x).reshape(x.size(0), 5, 3, 1, 4).permute(2, 0, 3, 1, 4)
         return net.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
-    (refused, _) = find_sites(traced(Net(body, qkv=nn.Linear(4, 12), out=nn.Linear(4, 2)), X)).unprunable
-    assert refused.reason == "it has one head only"
+    graph = traced(Net(body, qkv=nn.Linear(4, 12), out=nn.Linear(4, 2)), X)
+    assert [(site.name, site.channels) for site in find_sites(graph)] == [("qkv", 12)]
+    assert not find_sites(graph, "widths")
+    smaller = assert_compact_is_masked(graph, {"qkv": without(12, 0, 5, 9)}, (X[:2],))  # of queries, keys and values
+    assert (smaller.module.qkv.out_features, smaller.module.out.in_features) == (2 + 2 + 3, 3)
+    least = assert_compact_is_masked(smaller, {"qkv": without(7, 0)}, (X[:2],))
+    assert find_site(least, "qkv").original == (3, 7, 8, 10, 11)
 
 
 def attention_module(*, itself: bool, **options: Any) -> Graph:

@@ -395,3 +395,57 @@ def test_a_pruned_network_is_an_input(way: Callable[[nn.Module], nn.Module]) -> 
     assert [s.original for s in sites] == [s.original for s in find_sites(smaller, "after")]
     replayed = replay(trace(model, inputs), twice.plan).module
     assert {n: t.shape for n, t in replayed.state_dict().items()} == {n: t.shape for n, t in twice.module.state_dict().items()}
+
+
+# ---- inputs within lists and dicts, and what a refusal says ---------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """Several images in a list, and another in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.o = conv(3, 6), conv(3, 6), conv(6, 2)
+
+    def forward(self, images: list[Tensor], more: dict[str, Any]) -> Tensor:
+        out: Tensor = self.o(F.relu(self.a(images[0]) + self.b(images[1])) * more["factor"]["inner"] * more["times"])
+        return out
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_inputs_within_lists_and_dicts(named: bool) -> None:
+    model, tensors = randomise_(Nested()), [random_tensor(2, 3, 8, 8, seed=i) for i in (1, 2)]
+    factor = random_tensor(2, 1, 8, 8, seed=3)
+    given: Any = {"images": tensors, "more": {"factor": {"inner": factor}, "times": 2}}
+    graph = trace(model, given if named else tuple(given.values()))
+    names = [node.name for node in graph.module.graph.nodes if node.op == "placeholder"]
+    assert names == (
+        ["images_0", "images_1", "more_factor_inner"] if named else ["input_0_0", "input_0_1", "input_1_factor_inner"]
+    )
+    with torch.no_grad():
+        wanted = model(**given)
+    assert_same(run(graph.module, *tensors, factor), wanted)
+    assert_compact_is_masked(graph, random_keep(list(find_sites(graph)), 0))
+
+
+class Branching(nn.Module):
+    """A backbone, and a head that decides by values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Sequential(conv(3, 6), nn.ReLU(), conv(6, 6)), conv(6, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.backbone(x)
+        while float(found.abs().mean()) > 1:
+            found = found / 2
+        out: Tensor = self.head(found)
+        return out
+
+
+def test_a_refusal_says_what_could_be_captured() -> None:
+    """486 of 522 MACs a pixel are the backbone's: 9 · 3 · 6 + 9 · 6 · 6 of all with 6 · 6."""
+    with pytest.raises(
+        Untraceable, match=r"'backbone' \(93% of the MACs\) and 'head' \(7% of the MACs\) can each be captured alone"
+    ):
+        trace(randomise_(Branching()), X)

@@ -546,12 +546,11 @@ op(
     ("a",),
     refused={"c": "reads along another axis"},
 )
-ALONG = "multiplies along the axis of the channels|sums over the channels"
 for label, multiply in {
     "matmul over channels": lambda x, y: (x.permute(0, 2, 3, 1) @ y.permute(0, 2, 1, 3)).permute(0, 3, 1, 2),
     "einsum over channels": lambda x, y: torch.einsum("nchw,nchk->nhwk", x, y),
 }.items():
-    op(label, two_branches(multiply), branches(), (), refused={"a": ALONG, "c": ALONG})
+    op(label, two_branches(multiply), branches(), ("a", "c"), may_empty=True)  # no channel may be kept of both
 op("stack", two_branches(lambda x, y: torch.stack([x, y], 1).sum(1)), branches(), ("a", "c"))
 op("stack behind", two_branches(lambda x, y: torch.stack((x, y), dim=-1).mean(-1)), branches(), ("a", "c"))
 op(

@@ -95,7 +95,8 @@ def sites(
     def share(part: int) -> tuple[str, str]:
         return f"{part:,}", percent(part / max(costs.macs, 1))
 
-    rows = [(s.name, ", ".join(s.layers), str(s.channels), *share(macs[s.name])) for s in found]
+    units = {s.name: "" if s.unit == "filters" else f" {s.unit}" for s in found}
+    rows = [(s.name, ", ".join(s.layers), f"{s.channels}{units[s.name]}", *share(macs[s.name])) for s in found]
     print_table(("site", "layers that lose filters", "channels", "MACs", "of all"), rows, left=(0, 1))
     if times is not None:
         say(f"In {engine} at batch {batch} the network takes {1e3 * times.network:.3g} ms. A cut changes these layers:")

@@ -80,7 +80,9 @@ def _rewritten(
     nodes = {node.name: node for node in module.graph.nodes}
     if not graph.plan.steps:
         remember_names_(graph, module)
-    flows = find_flows(module)
+    inside = any(site.inside for site, _ in checked.values())
+    flows = find_flows(module, inside=inside)
+    axes = {node: flow.axis for node, flow in find_flows(module).of.items()} if inside else {}
     cut = [(site, mask) for site, mask in checked.values() if not bool(mask.all())]
     keep = {nodes[name]: mask for name, (_, mask) in node_masks(cut).items()}
     widths = {node: flows.width(node) for node in flows.of if flows.of[node].axis is not None}
@@ -91,6 +93,11 @@ def _rewritten(
     gathers = [node for node in state.replaced_by if info(node).get("ends_site")]  # a site's gather, narrower or not
     for node in [n for n in dict.fromkeys([*state.layout, *gathers]) if n in widths]:
         layout = state.carried(node, widths[node])
+        if inside and axes[node] != state.axis_of(node):
+            earlier, whole = info(node).get("features", (tuple(range(widths[node])), widths[node]))
+            for each, remains in ((node, state.physical.get(node, layout)), (state.present(node), layout)):
+                info(each)["features"] = (tuple(earlier[i] for i in ids(remains).tolist()), whole)
+            continue
         wide = info(node).setdefault("original_channels", widths[node])
         info(node)["channel_axis"] = state.axis_of(node)
         remaining[node.name] = compose(graph.ids.get(node.name), ids(state.physical.get(node, layout)))

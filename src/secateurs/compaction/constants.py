@@ -79,7 +79,7 @@ def _combined(state: Rewriting, node: fx.Node, held: dict[fx.Node, Tensor]) -> T
     state.emptied_by[node] = state.emptied_by.get(first, str(first.target))
     values = {i: held[i] if i in held else state.constants.get(i, _zero(state, i)) for i in inputs}
     args = fx.map_arg(node.args, values.__getitem__)
-    result = getattr(args[0], node.target)(*args[1:]) if isinstance(node.target, str) else node.target(*args)  # type: ignore[operator]
+    result = getattr(args[0], node.target)(*args[1:]) if isinstance(node.target, str) else node.target(*args)
     if node.kwargs or not isinstance(result, Tensor) or list(result.shape) != _thin(state, node):
         raise state.empty(first, node)
     return result

@@ -17,6 +17,7 @@ from secateurs.graph.flow import (
     Blocks,
     Channelwise,
     Concat,
+    Contracted,
     Flow,
     Join,
     Layer,
@@ -64,7 +65,7 @@ def _visit(state: Rewriting, node: fx.Node, flow: Flow) -> None:
             raise state.empty(inputs[0], node)
         state.vanish(node)  # no output depends on it, so no constant has to replace its inputs
         return
-    if flow.axis is None and not isinstance(flow, Opaque | Reduced):
+    if flow.axis is None and not isinstance(flow, Opaque | Reduced | Contracted):
         for source in inputs:
             state.redirect(node, source)
         return
@@ -356,6 +357,29 @@ def _reduced(flow: Reduced, node: fx.Node, state: Rewriting) -> None:
     state.redirect(node if source in node.all_input_nodes else node.all_input_nodes[0], source)
     if source in state.layout and flow.resize is not None:
         flow.resize(node, int(state.layout[source].sum()))
+
+
+@narrow_node.register
+def _contracted(flow: Contracted, node: fx.Node, state: Rewriting) -> None:
+    inputs = state.flows.inputs[node]
+    known = [state.carried(i, flow.inputs) for i, axis in zip(inputs[:2], flow.in_axes, strict=False) if axis is not None]
+    both = torch.stack(known).all(0)
+    if not bool(both.any()):
+        raise state.empty(inputs[0], node)
+    for place, source in enumerate(inputs):
+        axis = flow.in_axes[place]
+        if axis is not None and place < 2:
+            state.align(node, source, both, axis)
+        elif state.is_empty(source):
+            raise state.empty(source, node)
+        elif axis is not None and place != 2:
+            state.align(node, source, all_of(state.flows.width(source)), axis)
+        else:
+            state.redirect(node, source)
+    if flow.axis is not None:
+        state.settle(node, state.carried(inputs[2], flow.width))
+    if flow.resize is not None and not bool(both.all()):
+        flow.resize(node, int(both.sum()))
 
 
 @narrow_node.register

@@ -62,7 +62,7 @@ def filter_weights(layer: nn.Module) -> Tensor:
 
 def _walk_back(graph: Graph, site: Site) -> tuple[Flows, dict[fx.Node, Tensor]]:
     """For the nodes between the site and the nearest layers: which of their channels each channel of the site needs."""
-    flows = find_flows(spread_sums(graph.module))
+    flows = find_flows(spread_sums(graph.module), inside=site.inside)
     sums = {activation_behind(flows, node).name for node, flow in flows.of.items() if isinstance(flow, Join)}
     starts = {*(point.node for point in site.points[: site.own]), *sums}  # all of a stream's, or of coupled layers
     points = {point.node: point.source() for point in site.points if point.node in starts}

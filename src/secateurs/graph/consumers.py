@@ -85,7 +85,7 @@ class Consumers:
 def find_consumers(graph: Graph, site: Site) -> Consumers:
     """Find the layers and sums that read the site's channels first, in network order."""
     module = spread_sums(graph.module)
-    flows = find_flows(module)
+    flows = find_flows(module, inside=site.inside)
     source: dict[fx.Node, Tensor] = {}
     layers: list[LayerConsumer] = []
     sums: list[SumConsumer] = []

@@ -16,7 +16,20 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
-from secateurs.graph.flow import Blocks, Channelwise, Concat, Flows, Join, Layer, Moved, Norm, Opaque, Recurrent, Reduced
+from secateurs.graph.flow import (
+    Blocks,
+    Channelwise,
+    Concat,
+    Contracted,
+    Flows,
+    Join,
+    Layer,
+    Moved,
+    Norm,
+    Opaque,
+    Recurrent,
+    Reduced,
+)
 from secateurs.graph.flow.kinds import ELSEWHERE
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.flow.rules import SPLITS
@@ -114,9 +127,10 @@ def _is_inside_attention(node: fx.Node) -> bool:
 def _ties(found: Classes, node: fx.Node) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of channels, by their numbers, that one op ties to each other."""
     flow, inputs = found.flows.of[node], found.flows.inputs[node]
-    if node not in found.start:
+    if node not in found.start and not isinstance(flow, Contracted):
         return
-    out, read = found.numbers(node), [found.numbers(i) if i in found.start else None for i in inputs]
+    out = found.numbers(node) if node in found.start else torch.zeros(0, dtype=torch.long)
+    read = [found.numbers(i) if i in found.start else None for i in inputs]
     first = read[0] if read else None
     if isinstance(flow, Channelwise | Norm) and first is not None and len(first) == len(out):
         yield first, out
@@ -142,6 +156,10 @@ def _ties(found: Classes, node: fx.Node) -> Iterator[tuple[Tensor, Tensor]]:
     elif isinstance(flow, Blocks) and first is not None:
         for column in flow.members.t():
             yield first[column], out
+    elif isinstance(flow, Contracted) and first is not None and read[1] is not None:
+        yield first, read[1]
+        if len(read) > 2 and read[2] is not None:
+            yield read[2], out
     elif isinstance(flow, Layer) and flow.groups > 1 and first is not None and not flow.reads_all:
         if flow.inputs == flow.groups:
             yield first.repeat_interleave(flow.filters // flow.inputs), out
@@ -199,6 +217,9 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
     if isinstance(flow, Opaque) or (isinstance(flow, Norm) and flows.calls(node) > 1):
         for source in known:
             yield source, everything, flow.reason
+    elif isinstance(flow, Contracted) and (flow.resize is not None or None in flow.in_axes[:2]):
+        reason = f"{label_of(node)} takes its scale from the number of channels, or joins them with a tensor that keeps all"
+        yield from ((source, everything, reason) for source in known)
     elif isinstance(flow, Reduced) and flow.resize is not None:
         yield from ((source, everything, f"{label_of(node)} counts channels that are removed") for source in known)
     elif isinstance(flow, Layer) and flow.reads_all:

@@ -38,6 +38,9 @@ class NodeInfo(TypedDict, total=False):
     follows_mode: bool  # the call was made with `training=self.training`
     original_channels: int  # channels in the uncut network, once a cut has removed some
     channel_axis: int  # of the output, once a cut has removed channels
+    features: tuple[
+        tuple[int, ...], int
+    ]  # within heads: ids in the uncut network of those left, once a cut has removed some, of how many
     ends_site: bool  # a gather of an earlier cut: the site ends behind it
     site_names: dict[str, str]  # name of the site at this node in the uncut network, by shortcut position
     alignment: bool  # in an exported network: the op is part of an alignment

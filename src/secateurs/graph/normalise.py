@@ -6,6 +6,7 @@ in-place changes. Compaction needs a graph whose values never change and whose w
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -119,6 +120,8 @@ def normalise_(module: fx.GraphModule) -> None:
         _list_sizes_(module, node)
         _leave_out_zero_state_(module, node)
         _fuse_shuffle_(module, node)
+    for node in list(module.graph.nodes):
+        _divide_before_heads_(module, node)
     for node in list(module.graph.nodes):
         if node.op == "call_function" and node.target in BUILDERS:
             layer = BUILDERS[node.target](module, node)
@@ -262,6 +265,65 @@ def _fuse_shuffle_(module: fx.GraphModule, last: fx.Node) -> None:
         _call_module_(module, last, nn.ChannelShuffle(apart[1]), (source,))
         assert isinstance(shuffled, fx.Node)
         _erase_unused_(module, shuffled)
+
+
+def _divide_before_heads_(module: fx.GraphModule, view: fx.Node) -> None:
+    """Let a layer's output be divided into queries, keys and values first, and each of them among heads then.
+
+    In (…, 3, h, d, …), made by one view, the features of queries cannot be removed without those of values.
+    """
+    if view.target not in ("view", "reshape", torch.reshape) or not isinstance(view.args[0], fx.Node) or view.kwargs:
+        return
+    source, sizes = view.args[0], list(view.args[1] if isinstance(view.args[1], tuple | list) else view.args[1:])
+    before, after = shape_of(source).dims or (), dims_of(view)
+    divided_at = [
+        axis
+        for axis in range(1, len(before))
+        if after[:axis] == before[:axis]
+        and after[axis : axis + 1] in ((2,), (3,))
+        and math.prod(after[axis : axis + 3]) == before[axis]
+    ]
+    if not divided_at or len(sizes) != len(after):
+        return
+    at = divided_at[-1]  # the axis that counts queries, keys and values
+    turned = next(iter(view.users)) if len(view.users) == 1 else view
+    order = list(range(len(after)))
+    if turned.target in ("permute", torch.permute):
+        given: Any = turned.args[1] if isinstance(turned.args[1], tuple | list) else turned.args[1:]
+        order = [d % len(after) if isinstance(d, int) else -1 for d in given]
+    elif turned is not view:
+        turned = view
+    if sorted(order) != list(range(len(after))):
+        return
+    first, parts = order.index(at), dict[fx.Node, int]()
+    for user in turned.users:
+        bound: Any = user.args[1] if len(user.args) > 1 else user.kwargs.get("dim", 0)
+        if user.target in ("unbind", torch.unbind) and bound == first:
+            parts |= {part: part.args[1] for part in user.users if isinstance(part.args[1], int)}
+            ends = all(part.target is operator.getitem and isinstance(part.args[1], int) for part in user.users)
+        else:
+            ends = user.target is operator.getitem and isinstance(bound, int) and first == 0
+            parts |= {user: bound} if ends else {}
+        if not ends:
+            return
+    graph, dims = module.graph, (*after[:at], *after[at + 1 :])
+    with graph.inserting_before(view):
+        whole = graph.call_method("chunk", (source, after[at], at))
+    third = (*before[:at], before[at] // after[at], *before[at + 1 :])
+    info(whole)["shape"] = Shape(None, (Shape(third),) * after[at])
+    left = [d - (d > at) for d in order if d != at]
+    for part, number in parts.items():
+        with graph.inserting_before(part):
+            own = graph.call_function(operator.getitem, (whole, number % after[at]))
+            divided = graph.call_method("reshape", (own, *sizes[:at], *sizes[at + 1 :]))
+            result = graph.call_method("permute", (divided, *left))
+        shapes = (third, dims, tuple(dims[d] for d in left))
+        for node, shape in zip((own, divided, result), shapes, strict=True):
+            info(node)["shape"] = Shape(shape)
+        for node in (whole, own, divided, result):
+            pass_on_(view, node, "nn_module_stack")
+        part.replace_all_uses_with(result)
+        _erase_unused_(module, part)
 
 
 def _erase_unused_(module: fx.GraphModule, node: fx.Node) -> None:

@@ -57,6 +57,8 @@ class Site:
     original_channels: int
     points: tuple[MaskPoint, ...]
     own: int = 1
+    inside: bool = False  # its channels are features within the heads of attention, the same in every head
+    unit: str = "filters"  # what one calls its channels: filters, heads, units of a recurrent module, or features within heads
 
     @property
     def node(self) -> str:

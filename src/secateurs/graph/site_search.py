@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from secateurs.graph.flow import (
     ELSEWHERE,
     Blocks,
     Channelwise,
+    Contracted,
     Flow,
     Flows,
     Join,
@@ -49,13 +50,19 @@ FUNCTIONAL: dict[Any, bool] = {  # layers in functional form, and whether they a
 }
 
 
-def search_sites(graph: Graph, shortcut: Shortcut) -> Sites:
-    """Find all sites of a traced network at one shortcut position."""
+Position = Shortcut | Literal["widths"]
+"""Where sites are looked for: a shortcut position, or the features within heads of attention."""
+
+
+def search_sites(graph: Graph, shortcut: Position) -> Sites:
+    """Find all sites of a traced network at one position."""
     present = frozenset(node.name for node in graph.module.graph.nodes)
     graph = replace(graph, module=spread_sums(graph.module))
-    flows = find_flows(graph.module)
+    flows = find_flows(graph.module, inside=shortcut == "widths")
     order = {node: place for place, node in enumerate(flows.of)}
     search = _Search(graph, flows, shortcut, analyse(flows, {}).need, {}, order, present)
+    if shortcut == "widths":
+        return search.widths()
     calls: dict[str, list[fx.Node]] = {}
     macs: Counter[str] = Counter()
     for node, flow in flows.of.items():
@@ -118,7 +125,7 @@ class _Search:
 
     graph: Graph
     flows: Flows
-    shortcut: Shortcut
+    shortcut: Position
     unmasked: Mapping[fx.Node, Tensor]  # channels that are needed without any mask, where that is not all of them
     known: dict[tuple[fx.Node, bool], Revivals]  # by place, once they are found
     order: Mapping[fx.Node, int]  # of the nodes in the network
@@ -227,6 +234,8 @@ class _Search:
 
     def _original(self, node: fx.Node) -> int:
         """Return the number of channels of a node in the uncut network."""
+        if self.shortcut == "widths":
+            return info(node).get("features", ((), self.flows.width(node)))[1]
         return info(node).get("original_channels", self.flows.width(node))
 
     def _revivals(self, place: fx.Node, *, norms: bool = False) -> Revivals:
@@ -292,10 +301,13 @@ class _Search:
         own, other = branches[mine] - branches[1 - mine], branches[1 - mine] - branches[mine]
         return bool(branches[0] & branches[1]) and len(own) < len(other)
 
-    def _layers_above(self, node: fx.Node) -> set[fx.Node]:
+    def _layers_above(self, node: fx.Node, *, nearest: bool = False) -> set[fx.Node]:
         seen, open_nodes = {node}, [node]
         while open_nodes:
-            sources = set(self.flows.inputs[open_nodes.pop()]) - seen
+            above = open_nodes.pop()
+            if nearest and isinstance(self.flows.of[above], Layer):
+                continue
+            sources = set(self.flows.inputs[above]) - seen
             seen |= sources
             open_nodes += sources
         return {n for n in seen if isinstance(self.flows.of[n], Layer)}
@@ -391,7 +403,51 @@ class _Search:
         names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
         name = next((name for name in names if name), None) or named(layers)
         points_of = tuple(self._point(node, source, points) for node, source in points.items())
-        return Site(name, len(original), layers, tuple(original.tolist()), followed.wide, points_of, own)
+        unit = "features" if self.shortcut == "widths" else "heads" if self._is_of_heads(places[0]) else "filters"
+        return Site(name, len(original), layers, tuple(original.tolist()), followed.wide, points_of, own, unit=unit)
+
+    def _is_of_heads(self, place: fx.Node) -> bool:
+        """Whether the channels of a node are the heads of attention: it multiplies matrices of each."""
+        flow = self.flows.of[place]
+        return isinstance(flow, Join) and flow.zero_if in ("any", "third") and not flow.broadcasts
+
+    def widths(self) -> Sites:
+        """Return the sites of the features within heads: those of queries and keys together, and those of values."""
+        found: dict[str, Site] = {}
+        refused: dict[str, Unprunable] = {}
+        for node, flow in self.flows.of.items():
+            inputs = self.flows.inputs[node]
+            weighted = isinstance(flow, Join) and flow.zero_if == "any" and flow.in_axes == (None, flow.axis)
+            places = {"query_key": inputs[0]} if isinstance(flow, Contracted) else {}
+            if weighted or (isinstance(flow, Contracted) and flow.axis is not None):
+                places["value"] = inputs[1 if weighted else 2]
+            for word, place in places.items():
+                view = self._view_of_heads(place)
+                if view is None or place.name not in self.present:
+                    continue
+                layer = next((n for n in self._layers_above(view, nearest=True)), view)
+                name = f"{layer.target}.{word}"
+                site = self.site([place], lambda layers, name=name: name)  # type: ignore[misc]  # mypy cannot infer such a lambda
+                reason = site if isinstance(site, str) else ""
+                if not reason and self._original(place) < 2:
+                    reason = "its heads have one feature only"
+                if not reason and isinstance(site, Site) and not site.layers:
+                    reason = "its filters are read elsewhere, too, or mixed within heads"
+                if reason:
+                    refused[name] = Unprunable(name, place.name, reason, 0)
+                elif isinstance(site, Site) and name not in found:
+                    found[name] = replace(site, inside=True)
+        return Sites(found.values(), [u for name, u in refused.items() if name not in found])
+
+    def _view_of_heads(self, node: fx.Node) -> fx.Node | None:
+        """Return the view above `node` that divides channels among heads, with nothing but ops on single channels between."""
+        while isinstance(self.flows.of[node], Channelwise):
+            (node, *_) = self.flows.inputs[node]
+        flow = self.flows.of[node]
+        if not isinstance(flow, Blocks) or not flow.together:
+            return None
+        alone = flow.members.shape[1] == 1 and info(node).get("channel_axis", flow.axis) == flow.axis
+        return None if alone else node  # the features of a single head are channels like others
 
     def recurrent_site(self, call: fx.Node, parts: Sequence[fx.Node]) -> Site | str:
         """Return the site of the hidden units of a recurrent module, behind its `parts` and within it, or why there is none."""
@@ -409,7 +465,7 @@ class _Search:
         points = [self._point(node, source, behind) for node, source in behind.items()]
         within = MaskPoint(call.name, 0, flow.units, tuple(range(flow.units)), tuple(range(flow.units)))
         path = str(call.target)
-        return Site(path, flow.units, (path,), tuple(original.tolist()), wide, (*points, within))
+        return Site(path, flow.units, (path,), tuple(original.tolist()), wide, (*points, within), unit="units")
 
     def _followed(self, places: Sequence[fx.Node], *, norms: bool) -> _Followed:
         """Follow the channels behind `places` to what reads them."""
@@ -431,6 +487,8 @@ class _Search:
 
     def _ids(self, node: fx.Node) -> Tensor:
         """Return the ids, in the uncut network, of the channels of a node."""
+        if self.shortcut == "widths":
+            return torch.tensor(info(node)["features"][0]) if "features" in info(node) else torch.arange(self.flows.width(node))
         return self.graph.ids.get(node.name, torch.arange(self.flows.width(node)))
 
     def _units(self, grouped: Mapping[fx.Node, Tensor], original: Tensor) -> Tensor | None:

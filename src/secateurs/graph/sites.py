@@ -21,7 +21,7 @@ from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
 from secateurs.graph.node_info import info
 from secateurs.graph.site import MaskPoint, Site, Sites, Unprunable, node_masks
-from secateurs.graph.site_search import search_sites
+from secateurs.graph.site_search import Position, search_sites
 from secateurs.graph.trace import Example, Graph, trace
 
 __all__ = [
@@ -38,19 +38,22 @@ __all__ = [
     "share_sites",
 ]
 
-_KNOWN: WeakKeyDictionary[Graph, dict[Shortcut, Sites]] = WeakKeyDictionary()
+POSITIONS: tuple[Position, ...] = (*get_args(Shortcut), "widths")
+
+_KNOWN: WeakKeyDictionary[Graph, dict[Position, Sites]] = WeakKeyDictionary()
 """Sites by graph: a graph's structure does not change once it is made."""
 
 
 @with_real_tensors
 def find_sites(
-    graph: Graph | nn.Module, example_input: Example | Shortcut | None = None, shortcut: Shortcut = "before"
+    graph: Graph | nn.Module, example_input: Example | Position | None = None, shortcut: Position = "before"
 ) -> Sites:
     """Find all sites of a traced network, or of a module that is traced with `example_input`.
 
     `shortcut` says whether the end of a residual block is masked before or after the add, or with the whole stage ("stream");
     for a graph it may come second. "coupled": all channels that the model's own code ties to one another go together, so that
-    nothing has to be aligned, and `cut_` can cut the model itself.
+    nothing has to be aligned, and `cut_` can cut the model itself. "widths": the features within the heads of attention, the
+    same in every head: those of queries and keys, and those of values. They are cut apart from other sites.
     """
     if isinstance(example_input, str):
         shortcut = example_input
@@ -61,10 +64,10 @@ def find_sites(
             f"graph: got {type(graph).__name__} without an example, wanted a Graph, or a module and an example input: "
             f"find_sites(model, example_input)."
         )
-    if shortcut not in get_args(Shortcut):
+    if shortcut not in POSITIONS:
         raise InvalidInput(
-            f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add), 'stream' (one mask for a stage), or 'coupled' "
-            f"(as the model's own code allows)."
+            f"shortcut: got {shortcut!r}, wanted 'before' or 'after' (the add), 'stream' (one mask for a stage), 'coupled' "
+            f"(as the model's own code allows), or 'widths' (features within heads)."
         )
     known = _KNOWN.setdefault(graph, {})
     if shortcut not in known:
@@ -98,7 +101,7 @@ def resolve(graph: Graph, names: Iterable[str | Site]) -> dict[str, Site]:
     wanted = [n.name if isinstance(n, Site) else n for n in names]
     before = find_sites(graph, "before")
     known = {site.name: site for site in before}
-    for position in get_args(Shortcut)[1:]:
+    for position in POSITIONS[1:]:
         if any(name not in known for name in wanted):
             known |= {site.name: site for site in find_sites(graph, position) if site.name not in known}
     for name in wanted:
@@ -138,4 +141,10 @@ def check_masks(graph: Graph, masks: Mapping[str | Site, Tensor]) -> dict[str, t
                 f"it has now. An earlier cut may have narrowed it: look it up again with find_sites(graph)."
             )
         checked[name] = (site, keep.detach().cpu())
+    if len({site.inside for site, _ in checked.values()}) > 1:
+        inside = next(name for name, (site, _) in checked.items() if site.inside)
+        raise InvalidMask(
+            f"site {inside!r} has features within heads, and other sites of these masks have heads or channels: such sites are "
+            f"cut one after the other. Call compact twice."
+        )
     return checked

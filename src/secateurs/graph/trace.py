@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from secateurs._util.modules import copyable, eval_mode, unwrapped, with_real_tensors
-from secateurs.errors import InvalidInput, NonFinite, Untraceable
+from secateurs.errors import InvalidInput, NonFinite, SecateursError, Untraceable
 from secateurs.graph.attention import expand_attention_
 from secateurs.graph.capture.calls import ByPosition, Call, call_for, check_model
 from secateurs.graph.capture.calls import Example as Example
@@ -32,6 +32,7 @@ from secateurs.graph.capture.leaves import ruled_class as ruled_class
 from secateurs.graph.capture.record import buffers_restored, record
 from secateurs.graph.capture.symbolic import Unpickler, trace_symbolically
 from secateurs.graph.channels import Kept, call_word, module_path
+from secateurs.graph.cost import count_macs
 from secateurs.graph.node_info import Shape as Shape
 from secateurs.graph.node_info import called_module, copy_info_, info, keep_facts_, kept_facts
 from secateurs.graph.node_info import shape_of as shape_of
@@ -78,13 +79,19 @@ class Graph:
 def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", leaves: Iterable[Leaf] | None = None) -> Graph:
     """Capture `model` on `example_input`: a tensor, a tuple of tensors, or a mapping from names of arguments to tensors.
 
-    Values of a mapping that are not tensors go to the model unchanged and stay fixed. `engine` says how the forward is
-    followed: "fx" runs it on proxies, "record" runs it on the example and records every call, "export" uses torch.export;
-    "auto" takes the first of them that gives what the model gives. The model is copied, not changed; every submodule of the
-    copy keeps its train or eval mode. `leaves` names submodules (by path or class) that tracing does not enter; layers
+    Tensors may lie within lists and dicts; the captured network takes them by position, in their order. Values of a mapping
+    that are not tensors go to the model unchanged and stay fixed. `engine` says how the forward is followed: "fx" runs it on
+    proxies, "record" runs it on the example and records every call, "export" uses torch.export; "auto" takes the first of them
+    that gives what the model gives. The model is copied, not changed; every submodule of the copy keeps its train or eval mode.
+    `leaves` names submodules (by path or class) that tracing does not enter; layers
     connected to them are not pruned. A batch of one example is doubled if the model accepts a batch of two. A network that
     was pruned before keeps its plan and the numbers of its original channels.
     """
+    return _trace(model, example_input, engine, leaves, explain=True)
+
+
+def _trace(model: nn.Module, example_input: Example, engine: Engine, leaves: Iterable[Leaf] | None, *, explain: bool) -> Graph:
+    """Do what `trace` says; with `explain`, a refusal names the submodules that can be captured."""
     model = unwrapped(model)
     call, example = call_for(model, example_input)
     with torch.no_grad():
@@ -105,7 +112,7 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
     except Exception as error:
         raise InvalidInput(f"{name} cannot be copied: copy.deepcopy(model) raises {error}.") from error
     within = Leaves(copied, leaves or ())
-    reference = ByPosition(copied, call).eval() if call.keywords or call.fixed else copied
+    reference = ByPosition(copied, call).eval() if call.keywords or call.fixed or call.nested else copied
     expected = _run(reference, example, name)
     others = [(example, expected)] if example[0].shape[:1] == (1,) else []
     for doubled, found in other_batches(reference, example, 2) if others else []:
@@ -128,12 +135,44 @@ def trace(model: nn.Module, example_input: Example, *, engine: Engine = "auto", 
         if chosen != "fx" or not any(map(_is_recorded_better, module.graph.nodes)):
             break
     if module is None:
-        if len(refusals) == 1:
+        parts = _traceable_parts(copied, call, example) if explain else ""
+        if len(refusals) == 1 and not parts:
             raise refusals[0]
-        raise type(refusals[-1])("\n".join(str(refusal) for refusal in refusals)) from refusals[0]
+        raise type(refusals[-1])("\n".join([*map(str, refusals), *([parts] if parts else [])])) from refusals[0]
     copy_modes_(model, module)
     origin = f"{type(model).__module__}.{type(model).__qualname__}"
     return Graph(module, example, Plan(model=origin), within.chosen(copied))
+
+
+def _traceable_parts(model: nn.Module, call: Call, example: tuple[Tensor, ...]) -> str:
+    """Say which submodules of a network that cannot be captured can be captured alone, and what share of its MACs they do."""
+    given: dict[str, tuple[Any, ...]] = {}
+    children = dict(model.named_children())
+
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        given.setdefault(name, args)
+
+    hooks = [child.register_forward_pre_hook(lambda _, args, n=name: note(n, args)) for name, child in children.items()]
+    try:
+        macs = count_macs(ByPosition(model, call), example)
+    except Exception:  # as in `attempt`
+        return ""
+    finally:
+        for hook in hooks:
+            hook.remove()
+    total = sum(macs.values())
+    found = []
+    for name, args in given.items():
+        share = sum(n for path, n in macs.items() if f"{path}.".startswith(f"model.{name}.")) / max(total, 1)
+        if share < 0.01 or not args or not all(isinstance(a, Tensor) for a in args):
+            continue
+        try:
+            _trace(children[name], args, "auto", None, explain=False)
+        except SecateursError:
+            continue
+        found.append(f"{name!r} ({share:.0%} of the MACs)")
+    alone = "can be captured alone" if len(found) == 1 else "can each be captured alone"
+    return f"{' and '.join(found)} {alone}: trace it with its own input, and put the result in its place." if found else ""
 
 
 def _is_recorded_better(node: fx.Node) -> bool:

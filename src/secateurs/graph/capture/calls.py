@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -13,31 +14,50 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from secateurs.errors import InvalidInput, NonFinite, Untraceable
 
-Example = Tensor | tuple[Tensor, ...] | Mapping[str, Any]
+Example = Tensor | tuple[Any, ...] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of a network: the first `positional` by position, then one for each of `keywords`; `fixed` are no inputs."""
+    """The inputs of a network: the first `positional` by position, then one for each of `keywords`; `fixed` are no inputs.
+
+    `nested` has the arguments as they are given where tensors lie inside lists and dicts, each with its number in their place.
+    """
 
     positional: int
     keywords: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    nested: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def arguments(self, tensors: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return positional and keyword arguments for the inputs in order."""
+        if self.nested is not None:
+            given = tree_map(lambda leaf: tensors[leaf.number] if isinstance(leaf, _Numbered) else leaf, self.nested)
+            return given[0], given[1]
         named = dict(zip(self.keywords, tensors[self.positional :], strict=True))
         return tensors[: self.positional], {**named, **self.fixed}
 
     def names(self, model: nn.Module) -> list[str]:
         """Return a name for each input: that of the argument of forward which takes it."""
+        if self.nested is not None:
+            paths = [(path, leaf) for path, leaf in tree_flatten_with_path(self.nested)[0] if isinstance(leaf, _Numbered)]
+            words = [re.sub(r"\W+", "_", keystr(path[1:])).strip("_") for path, _ in paths]
+            return [word if word.isidentifier() else f"input_{word}" for word in words]
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         known = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
         more = [f"input_{i}" for i in range(len(known), self.positional)]
         return [*[*known, *more][: self.positional], *self.keywords]
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """The place of an input among all of them."""
+
+    number: int
 
 
 class ByPosition(nn.Module):
@@ -57,12 +77,17 @@ class ByPosition(nn.Module):
 def as_example(example_input: Example) -> tuple[Tensor, ...]:
     """Return a copy of the example input as a tuple of tensors: of a mapping, those of its values that are tensors."""
     example: Any = (example_input,) if isinstance(example_input, Tensor) else example_input
-    if isinstance(example, Mapping):
-        example = tuple(v for v in example.values() if isinstance(v, Tensor))
+    if isinstance(example, Mapping) or (
+        isinstance(example, tuple) and any(isinstance(e, dict | list | tuple) for e in example)
+    ):
+        example = tuple(
+            v for v in tree_leaves(dict(example) if isinstance(example, Mapping) else example) if isinstance(v, Tensor)
+        )
     if not isinstance(example, tuple) or not example or not all(isinstance(e, Tensor) for e in example):
         raise InvalidInput(
             f"example_input: got {type(example_input).__name__}, wanted a tensor, or a tuple of tensors for a model "
-            f"with several arguments, or a mapping from names of arguments to tensors. Pass one batch that the model accepts, "
+            f"with several arguments, or a mapping from names of arguments to tensors, or these within lists and dicts. "
+            f"Pass one batch that the model accepts, "
             f"e.g. torch.randn(2, 3, 32, 32)."
         )
     return tuple(e.detach().clone() for e in example)
@@ -71,8 +96,16 @@ def as_example(example_input: Example) -> tuple[Tensor, ...]:
 def call_for(model: nn.Module, example_input: Example) -> tuple[Call, tuple[Tensor, ...]]:
     """Return how `model` is called on the example, and its inputs in the order of the arguments of its forward."""
     tensors = as_example(example_input)
-    if not isinstance(example_input, Mapping):
+    named = isinstance(example_input, Mapping)
+    values = list(example_input.values()) if isinstance(example_input, Mapping) else example_input
+    if not isinstance(values, Tensor) and any(isinstance(v, dict | list | tuple) and _holds_tensors(v) for v in values):
+        number = iter(range(len(tensors)))
+        arguments = ((), dict(example_input)) if isinstance(example_input, Mapping) else (tuple(values), {})
+        nested = tree_map(lambda leaf: _Numbered(next(number)) if isinstance(leaf, Tensor) else leaf, arguments)
+        return Call(len(tensors), nested=nested), tensors
+    if not named:
         return Call(len(tensors)), tensors
+    assert isinstance(example_input, Mapping)
     if not all(isinstance(name, str) and name.isidentifier() for name in example_input):
         raise InvalidInput(f"example_input: the keys {list(example_input)} must be names of arguments of the model.")
     order = {name: place for place, name in enumerate(inspect.signature(model.forward).parameters)}
@@ -80,6 +113,10 @@ def call_for(model: nn.Module, example_input: Example) -> tuple[Call, tuple[Tens
     given = sorted(zip(names, tensors, strict=True), key=lambda pair: order.get(pair[0], len(order)))
     fixed = {name: value for name, value in example_input.items() if not isinstance(value, Tensor)}
     return Call(0, tuple(name for name, _ in given), fixed), tuple(tensor for _, tensor in given)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def check_model(model: nn.Module, example: tuple[Tensor, ...]) -> None:

@@ -55,6 +55,8 @@ def trace_symbolically(model: nn.Module, call: Call, leaves: Leaves) -> fx.Graph
 
 def _fixed_arguments(model: nn.Module, call: Call) -> dict[str, Any]:
     """Return the arguments of forward that are not inputs: tracing must see their values, not proxies."""
+    if call.nested is not None:
+        raise Untraceable(f"{type(model).__name__}: inputs within lists and dicts are not followed by torch.fx.")
     given: dict[str, Any] = {}
     signature = inspect.signature(model.forward).parameters
     for place, parameter in enumerate(signature.values()):

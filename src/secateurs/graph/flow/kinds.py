@@ -302,6 +302,36 @@ class Reduced:
 
 
 @dataclass(frozen=True)
+class Contracted:
+    """Channels of the first two inputs are multiplied one by one and added up: queries and keys of attention.
+
+    A channel that is zero in one of them does not count, and is not needed of the other. `axis` is None where no channels are
+    left; in scaled_dot_product_attention, the `width` channels of the third input, the values, pass on.
+    """
+
+    axis: int | None
+    in_axes: tuple[int | None, ...]
+    inputs: int
+    width: int = 0
+    resize: ResizeArgs | None = None
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Zero where the values are."""
+        return none_of(self.width) if self.axis is None or ins[2] is None else ins[2]
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """Those of the values."""
+        return elsewhere(self.width) if self.axis is None or ins[2] is None else ins[2]
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """Of the first two inputs, what is zero in neither; of the values, what is needed of the output."""
+        both = all_of(self.inputs)
+        for known in ins[:2]:
+            both = both if known is None else both & ~known
+        return [both, both, *([] if self.axis is None else [out])]
+
+
+@dataclass(frozen=True)
 class Recurrent:
     """An output of an LSTM, GRU or RNN: `copies` of its hidden units, one for each direction; the recurrence reads all units.
 
@@ -384,4 +414,4 @@ class Opaque:
         return [None] * len(ins)
 
 
-Flow = Source | Channelwise | Layer | Join | Concat | Moved | Blocks | Reduced | Recurrent | Norm | Opaque
+Flow = Source | Channelwise | Layer | Join | Concat | Moved | Blocks | Reduced | Contracted | Recurrent | Norm | Opaque

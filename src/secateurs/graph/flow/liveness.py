@@ -17,6 +17,7 @@ from secateurs.graph.flow import rules
 from secateurs.graph.flow.kinds import (
     ELSEWHERE,
     Channelwise,
+    Contracted,
     Flow,
     Join,
     Layer,
@@ -66,8 +67,11 @@ class Liveness:
         return live & ~self.zero[node] if node in self.zero else live.clone()
 
 
-def find_flows(module: fx.GraphModule) -> Flows:
-    """Apply the table of rules to every node, in order: a rule sees the channel axes of its inputs."""
+def find_flows(module: fx.GraphModule, *, inside: bool = False) -> Flows:
+    """Apply the table of rules to every node, in order: a rule sees the channel axes of its inputs.
+
+    With `inside`, the channels of attention are the features within its heads, the same in every head; otherwise its heads.
+    """
     shared = _shared_modules(module)
     flows: dict[fx.Node, Flow] = {}
     inputs: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -78,7 +82,7 @@ def find_flows(module: fx.GraphModule) -> Flows:
             continue
         inputs[node] = sources
         axes = tuple(flows[i].axis for i in inputs[node])
-        flows[node] = _flow_at_all_sizes(Op(node, called_module(module, node), inputs[node], axes), shared)
+        flows[node] = _flow_at_all_sizes(Op(node, called_module(module, node), inputs[node], axes, inside=inside), shared)
         for source in inputs[node]:
             users.setdefault(source, []).append(node)
     calls: dict[str, list[fx.Node]] = {}
@@ -97,7 +101,9 @@ def _flow_at_all_sizes(op: Op, shared: Mapping[str, str]) -> Flow:
         sizes = 0 if isinstance(flow, Opaque | Source) else len(info(op.node).get("other_shapes", ()))
         if all(_same(flow, _flow(replace(op, size=size), shared)) for size in range(1, sizes + 1)):
             return flow
-        varies = info(op.node)["varies"] = f"{op.label} treats channels differently for another batch or image size"
+        varies = f"{op.label} treats channels differently for another batch or image size"
+        if not op.inside:
+            info(op.node)["varies"] = varies
     return Opaque(varies)
 
 
@@ -264,7 +270,7 @@ def _find_needs(
         users = flows.users.get(node, ())
         if flow.axis is None or not (users or node in masks):
             continue
-        if node not in masks and not any(u in need or u in zero or isinstance(flows.of[u], Moved) for u in users):
+        if node not in masks and not any(u in need or u in zero or isinstance(flows.of[u], Moved | Contracted) for u in users):
             continue
         width = flows.width(node)
         wanted, read = none_of(width), none_of(width)
@@ -298,11 +304,11 @@ def _wanted_by(
 ) -> Tensor:
     """Return the channels of `node` that one of its users needs."""
     flow, ins = flows.of[user], flows.inputs[user]
-    if isinstance(flow, Opaque | Source) or flow.axis is None:
+    if isinstance(flow, Opaque | Source) or (flow.axis is None and not isinstance(flow, Contracted)):
         return all_of(width)
-    if user not in need and user not in zero and not isinstance(flow, Moved):
+    if user not in need and user not in zero and not isinstance(flow, Moved | Contracted):
         return all_of(width)
-    made = flows.width(user)
+    made = 0 if flow.axis is None else flows.width(user)
     answers = flow.needs(need.get(user, all_of(made)), [zero.get(i) for i in ins], zero.get(user, none_of(made)))
     total = none_of(width)
     for position, source in enumerate(ins):

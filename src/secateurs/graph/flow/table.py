@@ -18,7 +18,8 @@ class Op:
     """One node as its rule sees it: the module that it calls, if any, its tensor inputs with their shapes and channel axes.
 
     `size` selects the network input that shapes are for: 0 is the example, 1 and more are inputs of other sizes. A rule is
-    called for each of them and must return the same flow.
+    called for each of them and must return the same flow. `inside`: the channels of attention are the features within heads
+    instead of the heads.
     """
 
     node: fx.Node
@@ -26,6 +27,7 @@ class Op:
     inputs: tuple[fx.Node, ...]
     axes: tuple[int | None, ...]
     size: int = 0
+    inside: bool = False
 
     def shape_of(self, node: fx.Node) -> Shape:
         """Return the output shape of any node of the network."""

@@ -138,17 +138,21 @@ def _heads(op: Op, place: int) -> Flow | None:
     """Return the flow of a view that divides channels among heads of attention: (…, C, …) to (…, h, d, …) or (…, 3, h, d, …).
 
     A head is a channel then: of the axes that the channels are divided among, the last but one. In (…, h, 3, d, …) it is the
-    first of three.
+    first of three. Inside heads, and of a single one, a channel is one feature of every head: the last axis of (…, h, d, …).
     """
     before, after, axis = op.shapes[0], op.shape, op.axis
     parts = next((k for k in (3, 2) if math.prod(after[place : place + k]) == op.width and len(after) >= place + k), 0)
     divided = after[place : place + parts]
     if not parts or axis is None or op.module is not None or before[:axis] != after[:place]:
         return None
-    if op.width in divided and info(op.node).get("original_channels", 1) == 1:  # a cut can leave one head
-        return None
+    alone = op.width in divided and info(op.node).get("channel_axis", place + 1) == place + 1  # a cut can leave one head
     if not any(map(_is_attended, _followed(op.node))):
         return None
+    if op.inside or alone:
+        if parts == 3 or after[place] * after[place + 1] != op.width:
+            return None if alone else opaque(op, "divides the channels among queries, keys and values at once")
+        features = torch.arange(op.width).view(divided).t().contiguous()
+        return Blocks(place + 1, axis, features, _resizer(place + 1), together=True)
     first = parts == 3 and after[place] != 3 and after[place + 1] == 3
     head = place if first else place + parts - 2
     features = torch.arange(op.width).view(divided).movedim(head - place, 0)
@@ -156,11 +160,12 @@ def _heads(op: Op, place: int) -> Flow | None:
 
 
 def _followed(node: fx.Node) -> list[fx.Node]:
-    """Return the first ops behind `node` other than reorderings of axes, parts along an axis, numbers, softmax and dropout."""
-    found, open_nodes = [], list(node.users)
+    """Return the first ops behind `node` other than reorderings of axes, parts along an axis, numbers, norms and dropout."""
+    found, open_nodes, owner = [], list(node.users), node.graph.owning_module
     while open_nodes:
         user = open_nodes.pop()
-        if user.target in ATTENTION_STEPS:
+        called = None if owner is None else called_module(owner, user)
+        if user.target in ATTENTION_STEPS or isinstance(called, nn.Identity | nn.Dropout | nn.LayerNorm | nn.RMSNorm):
             open_nodes += user.users
         else:
             found.append(user)

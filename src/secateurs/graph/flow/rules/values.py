@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 from secateurs.graph.channels import call_word
-from secateurs.graph.flow.kinds import Channelwise, Concat, Flow, Join, Moved, Opaque, ZeroIf
+from secateurs.graph.flow.kinds import Channelwise, Concat, Contracted, Flow, Join, Moved, Opaque, ZeroIf
 from secateurs.graph.flow.table import RULES, Op, call_on, channelwise, opaque, rule
 from secateurs.graph.layers import Align, Offset
 from secateurs.graph.normalise import FollowsMode
@@ -206,6 +206,8 @@ def matrix_product(op: Op) -> Flow:
     """
     attention = F.scaled_dot_product_attention in (op.node.target, getattr(op.module, "function", None))
     from_right = [None if a is None else len(s) - a for s, a in zip(op.shapes, op.axes, strict=True)]
+    if len(op.inputs) > 1 and (from_right[:3] == [1, 1, 1] if attention else from_right == [1, 2]):
+        return _contracted(op, attention=attention)
     rows, columns = from_right[0] == 2, len(from_right) > 1 and from_right[1] == 1
     if not attention and len(op.inputs) == 2 and (rows or columns) and len(set(map(len, op.shapes))) == 1:
         columns = columns and (not rows or op.shape[-1] > 1)  # with both, the second factor's channels are followed
@@ -216,6 +218,20 @@ def matrix_product(op: Op) -> Flow:
         return opaque(op, "multiplies along the axis of the channels")
     found = _join(op, "third" if attention else "any")
     return replace(found, broadcasts=False) if isinstance(found, Join) else found
+
+
+def _contracted(op: Op, *, attention: bool) -> Flow:
+    """Return the flow of a product that sums over the channels of both factors, and of attention by such a product."""
+    inputs = op.shapes[0][-1]
+    if not attention:
+        return Contracted(None, op.axes, inputs)
+
+    def keep_scale(node: fx.Node, width: int) -> None:
+        """Torch would take the scale from the number of queries' features that are left."""
+        if node.kwargs.get("scale") is None:
+            node.kwargs = {**node.kwargs, "scale": inputs**-0.5}
+
+    return Contracted(len(op.shape) - 1, op.axes, inputs, op.shape[-1], keep_scale)
 
 
 @rule(torch.einsum)
@@ -232,6 +248,9 @@ def einsum(op: Op) -> Flow:
     if not arrow:
         result = "".join(sorted(c for c in {*terms} - {","} if terms.count(c) == 1))
     named = {term[a] for term, a in zip(letters, op.axes, strict=False) if a is not None and a < len(term)}
+    summed = len(named) == 1 and not named <= set(result) and all(named <= set(term) for term in letters)
+    if summed and len(letters) == len(op.inputs) == 2 and None not in op.axes:
+        return Contracted(None, op.axes, op.width)
     if (not arrow and "..." in terms) or len(letters) != len(op.inputs) or len(named) != 1 or not named <= set(result):
         return opaque(op, "sums over the channels, or names them by several letters")
     (letter,) = named
