@@ -267,6 +267,7 @@ def cases(root: str) -> dict[str, Callable[[], Any]]:
         "paper": lambda: runs_of(PAPER),
         "fast": lambda: runs_of(FAST, sizes=(1, 2)),
         "best": lambda: runs_of(BEST, residual, sizes=(1, 3)),
+        "network": lambda: runs_of(replace(BEST, criterion="ensemble"), residual, sizes=(1, 2)),
         "trained run": lambda: runs_of(TRAINED, residual, sizes=(2,)),
         "folders": lambda: folders(root),
         "training": lambda: [run_workers(size, trained) for size in (1, 2, 3)],
