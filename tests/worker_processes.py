@@ -175,13 +175,13 @@ def fails(rank: int, ticket: int) -> list[Tensor]:
 def without_memory(rank: int, ticket: int) -> list[Tensor]:
     if ticket == 3:
         raise torch.OutOfMemoryError("a card is full")
-    return number(rank, ticket)
+    return large(rank, ticket)
 
 
 def refuses(rank: int, ticket: int) -> list[Tensor]:
     if ticket == 3:
         raise InvalidInput("ticket 3 is wrong")
-    return number(rank, ticket)
+    return large(rank, ticket)
 
 
 def elsewhere(rank: int) -> Found:

@@ -146,8 +146,10 @@ class Workers:
                 )
             if headers[-1]["bytes"] <= _INLINE:
                 payloads[-1] = unpack(torch.frombuffer(bytearray(raw[8 + length :]), dtype=torch.uint8))
+        if any(one["kind"] for one in headers):  # who failed, and who reads that, sends nothing more
+            return headers, payloads
         for rank, one in enumerate(headers):
-            if one["bytes"] > _INLINE and one["kind"] != "memory":
+            if one["bytes"] > _INLINE:
                 sent = payload if rank == self.rank else torch.empty(one["bytes"], dtype=torch.uint8)
                 with self._lost(f"sending the results of {header['what']!r} from rank {rank}"):
                     dist.broadcast(sent, rank, group=self.group("gloo"))
