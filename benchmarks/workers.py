@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def environment() -> dict[str, str]:
 # ---- speed ---------------------------------------------------------------------------------------------------------------
 
 
-def measured(what: str, images: int) -> dict[str, Any]:
+def measured(what: str, images: int, sites: str, validation: int) -> dict[str, Any]:
     """What one worker does: the scoring, or the run; the seconds of it alone, without starting, and a digest of the result."""
     import torch
 
@@ -58,12 +59,15 @@ def measured(what: str, images: int) -> dict[str, Any]:
     from secateurs.api import Pruner
     from secateurs.cli import inputs
     from secateurs.config import Recipe
+    from secateurs.data.splits import subset
 
     torch.set_num_threads(1)
     origin = inputs.named_origin("resnet20", "cifar10", (), (), "public", None, 0)
     model, (data, _, _) = inputs.build_model(origin), inputs.load_sources(origin)
+    data = replace(data, search=subset(data.search, validation, seed=0))
     if what == "best":
-        recipe = Recipe.best(max_drop=0.01, confidence=0.0, round_to=8, repair_examples=images, batch=128)
+        recipe = Recipe.best(max_drop=0.01, confidence=0.0, round_to=8, repair_examples=images, batch=images // 4)
+        recipe = replace(recipe, sites=(sites,))
         run = Pruner(model, data, recipe=recipe)
         began, used = time.perf_counter(), time.process_time()
         for _ in run:  # the last step comes before the final measurement, whose clock needs the machine alone
@@ -92,21 +96,22 @@ def busy(run: Any, cpu: float) -> dict[str, Any]:
     return {"cpu": [round(float(each), 2) for (each,) in found], "load": os.getloadavg()[0]}
 
 
-def speed(what: str, rounds: int, images: int) -> None:
+def speed(what: str, rounds: int, images: int, sites: str, validation: int) -> None:
     """One worker without torchrun and two workers with it, in turns; all results must be the same to the bit."""
     times: dict[int, list[float]] = {1: [], 2: []}
     busiest: dict[int, list[float]] = {1: [], 2: []}
     digests = set()
     for _ in range(rounds):
         for workers in times:
-            own = ("benchmarks.workers", "--one", what, "--images", str(images))
+            own = ["benchmarks.workers", "--one", what, "--images", str(images)]
+            own += ["--sites", sites, "--validation", str(validation)]
             command = [sys.executable, "-m", *own] if workers == 1 else torchrun(workers, *own)
             done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
             row = json.loads(done.stdout.strip().splitlines()[-1])
             times[workers].append(row["seconds"])
             busiest[workers].append(max(row["cpu"]))
             digests.add(row["digest"])
-            keep(what, {"workers": workers, "images": images, **row})
+            keep(what, {"workers": workers, "images": images, "sites": sites, "validation": validation, **row})
     ratio = statistics.median(times[1]) / statistics.median(times[2])
     each = [one / two for one, two in zip(times[1], times[2], strict=True)]
     cpu = statistics.median(busiest[1]) / statistics.median(busiest[2])
@@ -128,8 +133,6 @@ def speed(what: str, rounds: int, images: int) -> None:
 
 def small_run(folder: Path) -> None:
     """A small run with curves, repairs, trials and a training, in which workers are killed."""
-    from dataclasses import replace
-
     import torch
 
     import secateurs as sc
@@ -251,6 +254,8 @@ def main() -> None:
     parser.add_argument("--simulate", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=1024, help="pairs of masks and images a site, or images of a repair")
+    parser.add_argument("--sites", default="*", help="of the run by the recipe best")
+    parser.add_argument("--validation", type=int, default=5000, help="images that are evaluated")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further run with kills is begun")
     parser.add_argument("--tickets", type=int, default=0)
@@ -262,12 +267,12 @@ def main() -> None:
     if given.one == "kills":
         small_run(given.folder)
     elif given.one:
-        row = measured(given.one, given.images)
+        row = measured(given.one, given.images, given.sites, given.validation)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(row), flush=True)
     for what in ("score", "best"):
         if getattr(given, what):
-            speed(what, given.rounds, given.images)
+            speed(what, given.rounds, given.images, given.sites, given.validation)
     if given.kills:
         kills(given.kills, given.workers, given.seconds)
     if given.simulate:

@@ -175,13 +175,13 @@ def fails(rank: int, ticket: int) -> list[Tensor]:
 def without_memory(rank: int, ticket: int) -> list[Tensor]:
     if ticket == 3:
         raise torch.OutOfMemoryError("a card is full")
-    return number(rank, ticket)
+    return large(rank, ticket)
 
 
 def refuses(rank: int, ticket: int) -> list[Tensor]:
     if ticket == 3:
         raise InvalidInput("ticket 3 is wrong")
-    return number(rank, ticket)
+    return large(rank, ticket)
 
 
 def elsewhere(rank: int) -> Found:
@@ -267,6 +267,7 @@ def cases(root: str) -> dict[str, Callable[[], Any]]:
         "paper": lambda: runs_of(PAPER),
         "fast": lambda: runs_of(FAST, sizes=(1, 2)),
         "best": lambda: runs_of(BEST, residual, sizes=(1, 3)),
+        "network": lambda: runs_of(replace(BEST, criterion="ensemble"), residual, sizes=(1, 2)),
         "trained run": lambda: runs_of(TRAINED, residual, sizes=(2,)),
         "folders": lambda: folders(root),
         "training": lambda: [run_workers(size, trained) for size in (1, 2, 3)],

@@ -23,7 +23,7 @@ import secateurs as sc
 from secateurs.data import drawn as drawn_module
 from secateurs.data.drawn import open_loaders
 from secateurs.data.storage import Storage
-from secateurs.data.stream import sample
+from secateurs.data.stream import sample, stream_of
 from secateurs.errors import DataError, RunError, SecateursError
 
 # ---- sets larger than memory ---------------------------------------------------------------------------------------------
@@ -364,3 +364,43 @@ def test_very_few_examples_are_enough_for_a_run_without_a_promise() -> None:
     result = sc.prune(Flat(), table(3), table(2, 1), max_drop=0.01, criterion="l1", progress=False)
     assert result.bound is None
     assert any("nothing is promised" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_shares_of_a_loader_are_its_batches_in_turn(known: bool, drop_last: bool) -> None:
+    """Three workers: share k has the batches k, k + 3, …; of a sampler that is known it reads nothing else."""
+    read: list[int] = []
+
+    class Noted(Dataset[tuple[Tensor, int]]):
+        def __len__(self) -> int:
+            return 23
+
+        def __getitem__(self, row: int) -> tuple[Tensor, int]:
+            read.append(row)
+            return torch.tensor([float(row)]), row
+
+    loader = DataLoader(Noted(), batch_size=4, drop_last=drop_last)
+    stream = stream_of(loader if known else list(loader), "val")
+    wholes = [batch.targets.tolist() for batch in stream.batches()]
+    read.clear()
+    shares = [[[row for part in parts for row in part.targets.tolist()] for parts in stream.share(k, 3, 3)] for k in range(3)]
+    assert shares == [wholes[k::3] for k in range(3)]
+    assert len(read) == (sum(map(len, wholes)) if known else 0)
+
+
+def test_parts_of_training_batches_make_up_the_batches() -> None:
+    """The order is drawn once for all workers; a batch of fewer rows than workers goes to all of them."""
+    loader = DataLoader(TensorDataset(torch.arange(21.0)[:, None], torch.arange(21)), batch_size=10, shuffle=True)
+    stream = stream_of(loader, "train")
+    found = [stream.parts(rank, 3, torch.Generator().manual_seed(0)) for rank in range(3)]
+    sizes = [wholes for _, wholes in filter(None, found)]
+    assert sizes == [[10, 10, 1]] * 3
+    rows = [[batch.targets.tolist() for batch in part.batches()] for part, _ in filter(None, found)]
+    assert [len(part) for part in rows] == [3, 3, 3]
+    assert [len(each[0]) for each in rows] == [4, 3, 3]
+    assert rows[0][2] == rows[1][2] == rows[2][2]
+    whole = [row for place in range(2) for each in rows for row in each[place]] + rows[0][2]
+    assert sorted(whole) == list(range(21))
+    assert whole[:10] != list(range(10))
+    assert stream_of([(torch.zeros(2, 1), torch.zeros(2))], "train").parts(0, 2, torch.Generator()) is None

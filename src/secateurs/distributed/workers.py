@@ -39,6 +39,8 @@ class Workers:
     store: Any = None  # a torch.distributed.Store
     timeout: float = _SECONDS  # seconds that a worker waits for the others
     phase: int = field(default=0, init=False)  # exchanges so far, the same on all workers
+    _busy: bool = field(default=False, init=False)  # with a ticket, in which nothing is exchanged
+    _read: list[str] = field(default_factory=list, init=False)  # own keys, which are deleted when all have read them
 
     @property
     def first(self) -> bool:
@@ -89,12 +91,15 @@ class Workers:
             mine = drawn(self.store, f"{self.phase}", tickets, self.rank) if held is None else (t for t in tickets if t in held)
             for ticket in mine:
                 try:
+                    self._busy = True
                     with ALONE.active():  # what a ticket calls is not shared again
                         own[ticket] = work(ticket)
                 except (torch.OutOfMemoryError, SecateursError):
                     raise
                 except Exception as error:  # of a disk, a driver, a reader: it may not come again
                     note = f"{type(error).__name__}: {error}"
+                finally:
+                    self._busy = False
         except torch.OutOfMemoryError as error:
             kind, note, caught = "memory", str(error).partition("\n")[0], error
         except SecateursError as error:
@@ -107,6 +112,8 @@ class Workers:
             if caught is not None:
                 raise caught from None
             raise
+        if kind == "error" and caught is not None:
+            raise caught
         if any(one["kind"] == "memory" for one in headers):
             raise caught or torch.OutOfMemoryError(f"another worker ran out of memory: {what}")
         found: dict[int, Sequence[Tensor]] = {}
@@ -130,24 +137,28 @@ class Workers:
             length = int.from_bytes(raw[:8], "little")
             headers.append(json.loads(raw[8 : 8 + length]))
             payloads.append([])
+            if headers[-1]["kind"] == "error" and rank != self.rank:
+                raise RunError(f"rank {rank} failed: {headers[-1]['note']}")
             if headers[-1]["what"] != header["what"]:
                 raise RunError(
                     f"rank {rank} is at {headers[-1]['what']!r}, and rank {self.rank} at {header['what']!r}: workers must do "
                     f"the same. Start all of them with the same model, data, options and version."
                 )
-            if headers[-1]["kind"] == "error" and rank != self.rank:
-                raise RunError(f"rank {rank} failed: {headers[-1]['note']}")
             if headers[-1]["bytes"] <= _INLINE:
                 payloads[-1] = unpack(torch.frombuffer(bytearray(raw[8 + length :]), dtype=torch.uint8))
+        if any(one["kind"] for one in headers):  # who failed, and who reads that, sends nothing more
+            return headers, payloads
         for rank, one in enumerate(headers):
-            if one["bytes"] > _INLINE and one["kind"] != "memory":
+            if one["bytes"] > _INLINE:
                 sent = payload if rank == self.rank else torch.empty(one["bytes"], dtype=torch.uint8)
                 with self._lost(f"sending the results of {header['what']!r} from rank {rank}"):
                     dist.broadcast(sent, rank, group=self.group("gloo"))
                 payloads[rank] = unpack(sent)
-        self._forget(f"{self.phase - 1}/done/{self.rank}")
-        if self.first:
-            self._forget(f"{self.phase - 1}/next")
+        # all have come here, so all have read what came before
+        for key in self._read:
+            self._forget(key)
+        self._read = [f"{self.phase}/done/{self.rank}", f"{self.phase}/at/{self.rank}"]
+        self._read += [f"{self.phase}/next"] if self.first else []
         return headers, payloads
 
     # ---- decisions and agreement -------------------------------------------------------------------------------------
@@ -156,6 +167,7 @@ class Workers:
         """What rank 0 computes, on every worker; checked by its SHA-256. Where rank 0 fails, all do."""
         if self.size == 1:
             return compute()
+        assert not self._busy, f"{what}: shared within a ticket, which the other workers do not have"
         self.phase += 1
         key = f"{self.phase}/value"
         if self.first:
@@ -166,18 +178,18 @@ class Workers:
                 raise
             head = {"what": what, "sha256": hashlib.sha256(found).hexdigest()}
             self._set(key, json.dumps(head).encode() + b"\n" + found)
-            self._forget(f"{self.phase - 3}/value")  # others may still read the latest ones
+            self._read.append(key)
             return found
         self._wait([key], what, lambda: "rank 0")
         text, _, found = bytes(self._get(key)).partition(b"\n")
         head = json.loads(text)
+        if "error" in head:
+            raise RunError(f"rank 0 failed: {head['error']}")
         if head["what"] != what:
             raise RunError(
                 f"rank 0 is at {head['what']!r}, and rank {self.rank} at {what!r}: workers must do the same. Start all of them "
                 f"with the same model, data, options and version."
             )
-        if "error" in head:
-            raise RunError(f"rank 0 failed: {head['error']}")
         if hashlib.sha256(found).hexdigest() != head["sha256"]:
             raise RunError(f"{what}: rank {self.rank} did not get what rank 0 sent. Check the network, and start again.")
         return found
@@ -355,6 +367,11 @@ def leave() -> None:
 def rank() -> int:
     """The rank that torchrun gave this process; 0 if it did not start it."""
     return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else 0
+
+
+def local_size() -> int:
+    """How many workers torchrun started on this machine; 1 if it did not start this process."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def restarts() -> int:

@@ -60,7 +60,7 @@ from secateurs.pruning.results import (
 from secateurs.selection.search import Cut
 
 _TIMED = 64  # examples at once when the speed is measured in eager mode
-_SITES_A_WORKER = 8  # whose curves are measured before they are journaled
+_SITES_A_WORKER = 16  # whose curves are measured before they are journaled
 _MEASUREMENTS = 3  # at the end: on the test set, on the validation set, of the speed
 
 
@@ -252,7 +252,7 @@ class Run:
             site = context.site(self.original, name)
             if site is not None:
                 progress.report("curve", number - 1, len(listed), site)
-                if self.workers.size > 1 and found and name not in shared:
+                if self.workers.size > 1 and name not in shared:
                     shared = self._shared_curves(sorted(listed, key=places.index)[number - 1 :], number)
                 measure = partial(self._measure_curve, site, shared.get(name))
                 found[name] = self.journal.once(SiteCurve, measure, site=name, **context.at_node(site))
@@ -274,21 +274,29 @@ class Run:
         return measure_curve(self.context, prepared, self._rank(prepared, number), self._allowed_widths(site))
 
     def _shared_curves(self, names: Sequence[str], number: int) -> dict[str, SiteCurve]:
-        """The curves of the next sites, each measured by one worker; none where there are too few to go round.
-
-        The first of the names is the site of that `number`. What all sites need is known from the first one.
-        """
+        """The curves of the next sites, each measured by one worker; the first of the names is the site of that `number`."""
         found = [self.context.site(self.original, name) for name in names[: _SITES_A_WORKER * self.workers.size]]
         sites = [site for site in found if site is not None and not self._has_curve(site)]
-        if len(sites) < self.workers.size:
+        if not sites:
             return {}
-        for site in sites:
-            self._allowed_widths(site)  # measured by a clock, and journaled
+        self._prepare_curves(sites)
         numbers = {name: number + place for place, name in enumerate(names)}
         curves = self.workers.map(
             "curves", len(sites), lambda ticket: curve_tensors(self._curve_at(sites[ticket], numbers[sites[ticket].name]))
         )
         return {site.name: curve_from(tensors) for site, tensors in zip(sites, curves, strict=True)}
+
+    def _prepare_curves(self, sites: Sequence[Site]) -> None:
+        """What all sites need, and what is journaled: all workers together, before each measures some sites alone."""
+        context, recipe = self.context, self.recipe
+        for site in sites:
+            context.round_to(site.name)
+            self._allowed_widths(site)
+        if context.survey is not None:
+            context.loss_of_few  # noqa: B018  # computed on the first request
+        criteria = recipe.portfolio if recipe.criterion == "portfolio" else (recipe.criterion,)
+        if "ensemble" in criteria and recipe.estimator == "network":  # one scoring ranks all sites
+            self._rank(context.prepare(self.original, sites[0]), 1)
 
     def _has_curve(self, site: Site) -> bool:
         return bool(self.journal.of(SiteCurve, site=site.name, **self.context.at_node(site)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from secateurs._util.modules import Device
 from secateurs.config import Precision
 from secateurs.data.dataset import Examples
-from secateurs.distributed import Workers, active
+from secateurs.distributed import Workers, active, local_size
 from secateurs.errors import InvalidInput, InvalidMask
 from secateurs.graph.masking import split_at
 from secateurs.graph.sites import Site
@@ -58,7 +58,7 @@ def split_for(
     few = examples.batch(slice(0, 3)).args
     network = prepare(split_at(graph, site), few, channels=site.channels, device=device, unfolded=unfolded)
     assert strategy is None or strategy.masking in possible_maskings(network), strategy
-    budget = free_memory(network.device) // 4 if cache_bytes is None else cache_bytes
+    budget = free_memory(network.device) // (4 * local_size()) if cache_bytes is None else cache_bytes
     return MaskedNetwork(network, CachedBatches(examples, batch, budget, network.device), strategy, workers, precision)
 
 
