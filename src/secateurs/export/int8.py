@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -21,14 +21,12 @@ from torch.utils import _pytree as pytree
 from secateurs._util.modules import eval_mode
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, NonFinite, UnsupportedOp
-from secateurs.export.deliver import Inputs, prepared
+from secateurs.export.deliver import CalibrationMethod, Inputs, Quantisation, prepared
 from secateurs.export.programs import check_packages, feed, onnx_bytes, start_session
 from secateurs.export.qdq import FloatModel, Layer, Range, equalise_, pairs, quantised_model
 from secateurs.graph.engine import cpu_flags
 from secateurs.graph.trace import Graph
 from secateurs.metrics import divergence
-
-CalibrationMethod = Literal["minmax", "entropy", "percentile"]
 
 CALIBRATED = 256  # training examples
 COMPARED = 256  # held-out examples
@@ -38,32 +36,6 @@ HURTS = 0.2  # of a larger one: what a layer must cause to stay in float32
 _BINS = 2048
 _PERCENTILE = 0.9999
 _MEMORY = 1 << 28  # bytes of activations at once
-
-
-@dataclass(frozen=True)
-class Quantisation:
-    """How an int8 file was made, and how far its outputs are from those of the float network."""
-
-    method: CalibrationMethod
-    compared: tuple[tuple[CalibrationMethod, float], ...]  # divergence on held-out examples
-    divergence: float  # of the file
-    calibrated: int  # training examples
-    held_out: int
-    weight_bits: int  # 7 where the CPU has no VNNI: 8 would overflow there
-    layers: int
-    float_layers: tuple[str, ...]
-    float_macs: float  # share of the MACs that stays in float32
-    bops: float  # multiplications of single bits for one example
-    float_bops: float  # of the same network in float32
-
-    def summary(self) -> str:
-        """One sentence."""
-        kept = ", ".join(self.float_layers[:3]) + ", …" * (len(self.float_layers) > 3)
-        floats = f", {len(self.float_layers)} of {self.layers} layers in float32 ({kept})" if self.float_layers else ""
-        return (
-            f"int8 by {self.method} of {self.calibrated} training examples, {self.weight_bits}-bit weights for each filter"
-            f"{floats}; divergence from the float network {self.divergence:.2g} on {self.held_out} held-out examples"
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,17 +157,9 @@ class Quantiser:
 
     def _activations(self, names: Sequence[str]) -> Iterator[dict[str, Any]]:
         """The tensors of these names for all calibration examples, batch by batch."""
-        import onnx
-
         if not names:
             return
-        model = onnx.ModelProto()
-        model.CopyFrom(self.model.model)
-        known = {each.name for each in (*model.graph.output, *model.graph.input)}
-        for name in names:
-            if name not in known:
-                model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
-        session = start_session(model.SerializeToString())
+        session = _with_outputs(self.model.model, names)
         outputs = [each.name for each in session.get_outputs() if each.name in set(names)]
         each = sum(4 * int(np.prod([max(n, 1) for n in self.model.shapes[name]])) for name in names)
         for batch in self.calibration.batches(min(max(_MEMORY // max(each, 1), 1), 64)):
@@ -265,7 +229,7 @@ class Quantiser:
             float_layers=tuple(layer.name for layer in floats),
             float_macs=kept / max(total, 1),
             bops=(total - kept) * 8.0 * self.bits + kept * 32.0 * 32.0,
-            float_bops=total * 32.0 * 32.0,
+            float_bops=self.model.macs * 32.0 * 32.0,
         )
         return Quantised(self.file(self.method, floats), how, self._spec)
 
@@ -280,6 +244,35 @@ class Quantiser:
             return divergence(found, wanted.softmax(1))
         off, scale = (found - wanted).flatten(1), wanted.flatten(1)
         return off.square().sum(1) / scale.square().sum(1).mean().clamp_min(1e-30)
+
+
+def int8_module(graph: Graph, calibration: Examples, held_out: Examples, classes: bool) -> nn.Module:
+    """The network's int8 file in ONNX Runtime, all layers in int8: what a run with `deploy = "int8"` certifies."""
+    return Quantiser(graph, calibration, held_out, classes=classes).quantised().module()
+
+
+def in_int8(model: bytes, inputs: Inputs) -> bytes:
+    """An ONNX model in int8, with ranges of these inputs alone: as fast as a calibrated one, and not as accurate."""
+    source = FloatModel(model)
+    session = _with_outputs(source.model, source.ranged)
+    given = feed(session, _float32(inputs))
+    names = [each.name for each in session.get_outputs()]
+    seen = {**dict(zip(names, session.run(names, given), strict=True)), **given}
+    found = {name: (float(seen[name].min(initial=0.0)), float(seen[name].max(initial=0.0))) for name in source.ranged}
+    return quantised_model(source, found, bits=weight_bits())
+
+
+def _with_outputs(model: Any, names: Sequence[str]) -> Any:
+    """A session of the model that gives tensors inside it, too."""
+    import onnx
+
+    copied = onnx.ModelProto()
+    copied.CopyFrom(model)
+    known = {each.name for each in (*copied.graph.output, *copied.graph.input)}
+    for name in names:
+        if name not in known:
+            copied.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    return start_session(copied.SerializeToString())
 
 
 def _float32(inputs: Inputs) -> Inputs:
