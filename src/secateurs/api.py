@@ -256,8 +256,9 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     `forward(model, batch)`, `loss(outputs, batch)` and `metric(outputs, batch)`, one value for each example, higher = better.
     `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed, `target_latency=0.5` at
     a share of the time that remains and `max_ms=4.0` at milliseconds, in the `engine` ("torch", "compile", "onnxruntime") or by
-    `measure(module) -> seconds` on a device of your own; `deploy="int8"` prunes for an int8 file, and certifies that. `evaluate(model)` replaces the metric by one of the whole validation
-    set: one number, with which point estimates decide, or a tensor (N,) with a value for each example, whose mean is then
+    `measure(module) -> seconds` on a device of your own; `deploy="int8"` prunes for an int8 file, and certifies that file.
+    `evaluate(model)` replaces the metric by one of the whole validation set: one number, with which point estimates decide,
+    or a tensor (N,) with a value for each example, whose mean is then
     certified as a metric is. `finetune(model)` is the user's own training after the cuts, `retrain="gentle"` (or
     `TrainSettings`) is ours, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that
     keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all

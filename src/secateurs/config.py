@@ -284,6 +284,7 @@ class TrainSettings(_Checked):
     precision: Precision = setting(
         "float32", "Precision of the forward pass; weights keep theirs. bfloat16 only on processors that can."
     )
+    int8: bool = setting(False, "Round weights and inputs of layers as an int8 file does, straight-through.", "training")
     channels_last: bool = setting(False, "Compute with channels last in memory.")
     seed: int = setting(0, "Seed of everything random, the first weights included.", "training")
 
@@ -348,7 +349,12 @@ GENTLE = TrainSettings(
 TRAININGS = ("finetune", "retrain")
 """The fields of a recipe that are trainings."""
 
-NAMED_SETTINGS = {"gentle": GENTLE, "paper-finetune": PAPER_FINETUNE, "paper-retrain": PAPER_RETRAIN}
+NAMED_SETTINGS = {
+    "gentle": GENTLE,
+    "gentle-int8": dataclasses.replace(GENTLE, int8=True),
+    "paper-finetune": PAPER_FINETUNE,
+    "paper-retrain": PAPER_RETRAIN,
+}
 """Trainings that a recipe may ask for by name."""
 
 
@@ -548,8 +554,8 @@ class Recipe(EnsembleSettings):
             raise RecipeError("target_latency and max_ms: cuts are weighed by the time they save: set allocation = 'global'.")
         if self.deploy is not None and (not everywhere or self.engine not in (None, "onnxruntime")):
             raise RecipeError(
-                f"deploy = {self.deploy!r}: cuts are weighed by the time that they save in ONNX Runtime: set allocation = 'global' "
-                f"and no other engine."
+                f"deploy = {self.deploy!r}: cuts are weighed by the time that they save in ONNX Runtime: set allocation = "
+                f"'global' and no other engine."
             )
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
             raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")

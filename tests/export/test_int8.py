@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def test_a_network_without_vnni_has_seven_bit_weights(monkeypatch: pytest.Monkey
     import onnx
 
     model = FloatModel(onnx_bytes(prepared(tiny())))
-    ranges = {name: (-1.0, 1.0) for name in model.ranged}
+    ranges = dict.fromkeys(model.ranged, (-1.0, 1.0))
     for bits, most in ((8, 127), (7, 63)):
         made = onnx.load_from_string(quantised_model(model, ranges, bits=bits))
         codes = [onnx.numpy_helper.to_array(each) for each in made.graph.initializer if each.name.endswith("w~8")]
@@ -309,10 +310,16 @@ def test_what_cannot_be_promised_is_refused(finished: Result, monkeypatch: pytes
 
     old = tmp_path / "small.onnx"
     old.write_bytes(b"old")
-    monkeypatch.setattr(certificate.PruningContext, "values_of", lambda self, module, side: torch.zeros(
-        len(self.acceptance_sets.search if side == "search" else self.acceptance_sets.certification), dtype=torch.float64
-    ))
-    with pytest.raises(Uncertified, match=r"cannot be promised. Pruning alone costs .* all in int8 a drop of .* 1 layers in float32"):
+    monkeypatch.setattr(
+        certificate.PruningContext,
+        "values_of",
+        lambda self, module, side: torch.zeros(
+            len(self.acceptance_sets.search if side == "search" else self.acceptance_sets.certification), dtype=torch.float64
+        ),
+    )
+    with pytest.raises(
+        Uncertified, match=r"cannot be promised. Pruning alone costs .* all in int8 a drop of .* 1 layers in float32"
+    ):
         finished.export(old, int8=True)
     assert old.read_bytes() == b"old"
     assert [each.name for each in tmp_path.iterdir()] == ["small.onnx"]
@@ -331,7 +338,10 @@ def test_after_a_refusal_nothing_is_certified(finished: Result, tmp_path: Path) 
 
 def test_places_that_cannot_be_written_are_refused(finished: Result, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"ends in \.onnx"):
-        finished.export(tmp_path / "small.pt2", int8=True)
+        finished.export(tmp_path / "small", int8=True)
+    if find_spec("torchao") is None:
+        with pytest.raises(InvalidInput, match="needs torchao, not installed here"):
+            finished.export(tmp_path / "small.pt2", int8=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtefactError, match="cannot be written"):
         finished.export(tmp_path / "file" / "small.onnx", int8=True)
@@ -360,3 +370,14 @@ def test_deploy_needs_onnx_runtime() -> None:
     with pytest.raises(RecipeError, match="deploy = 'int8'"):
         Recipe.best(deploy="int8", engine="torch")
     assert Recipe.best(deploy="int8").weighs_time
+
+
+def test_the_int8_engine_times_int8_networks_and_layers() -> None:
+    from secateurs.export.engines import Int8Engine, OnnxEngine, engine_for
+
+    engine = engine_for(Recipe.best(deploy="int8", latency_threads=1))
+    assert isinstance(engine, Int8Engine)
+    assert engine.name != OnnxEngine.name, "times of both must not share a file"
+    assert engine.network(tiny())() > 0
+    assert engine.layer(nn.Conv2d(8, 8, 3), (1, 8, 6, 6), 1)() > 0
+    assert engine.layer(nn.Linear(8, 8), (1, 8), 1)() > 0

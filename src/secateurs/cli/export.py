@@ -1,4 +1,4 @@
-"""`secateurs export`: a pruned network as ONNX in float32 or int8, as .pt2, as plain source, each checked and compared with the unpruned one."""
+"""`secateurs export`: a pruned network as ONNX in float32 or int8, as .pt2, as plain source, each checked and compared."""
 
 from __future__ import annotations
 

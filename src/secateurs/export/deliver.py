@@ -26,8 +26,8 @@ from secateurs.graph.latency import NodeTimer, SpeedUp, in_turns, median, speedu
 from secateurs.graph.node_info import forget_source_
 from secateurs.graph.trace import Example, Graph, as_example, like_network, tensors_in, trace
 
-Kind = Literal["onnx", "pt2", "source", "int8"]
-CalibrationMethod = Literal["minmax", "entropy", "percentile"]
+Kind = Literal["onnx", "pt2", "source", "int8", "pt2-int8"]
+CalibrationMethod = Literal["minmax", "entropy", "percentile", "histogram"]
 Inputs = tuple[Tensor, ...]
 Write = Callable[["Prepared", Path], None]
 """Writes an export to a file, or to the folder of its files."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, get_args
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,11 +23,12 @@ from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, NonFinite, UnsupportedOp
 from secateurs.export.deliver import CalibrationMethod, Inputs, Quantisation, prepared
 from secateurs.export.programs import check_packages, feed, onnx_bytes, start_session
-from secateurs.export.qdq import FloatModel, Layer, Range, equalise_, pairs, quantised_model
+from secateurs.export.qdq import FloatModel, Int8Layer, Range, equalise_, pairs, quantised_model
 from secateurs.graph.engine import cpu_flags
 from secateurs.graph.trace import Graph
 from secateurs.metrics import divergence
 
+METHODS: tuple[CalibrationMethod, ...] = ("minmax", "entropy", "percentile")
 CALIBRATED = 256  # training examples
 COMPARED = 256  # held-out examples
 FLOAT_SHARE = 0.05  # of the MACs that layers which hurt may keep in float32
@@ -44,11 +45,11 @@ class Quantised:
 
     model: bytes
     how: Quantisation
-    spec: Any = field(repr=False)  # of the network's outputs
+    run: Callable[[bytes], nn.Module] = field(repr=False)  # loads the file where it is to run
 
-    def module(self) -> RuntimeModule:
-        """The file in ONNX Runtime, to be measured like any network."""
-        return RuntimeModule(self.model, self.spec)
+    def module(self) -> nn.Module:
+        """The file in its runtime, to be measured like any network."""
+        return self.run(self.model)
 
 
 class RuntimeModule(nn.Module):
@@ -89,7 +90,7 @@ class Quantiser:
         *,
         classes: bool = True,
         bits: int | None = None,
-        methods: Sequence[CalibrationMethod] = get_args(CalibrationMethod),
+        methods: Sequence[CalibrationMethod] = METHODS,
     ) -> None:
         check_packages()
         if not len(calibration):
@@ -111,7 +112,9 @@ class Quantiser:
             )
         self._wanted = list(self._outputs(self.model.bytes()))
         if not all(bool(t.isfinite().all()) for t in self._wanted):
-            raise NonFinite("int8: the float network gives NaN or infinite outputs on the held-out examples. Check its weights.")
+            raise NonFinite(
+                "int8: the float network gives NaN or infinite outputs on the held-out examples. Check its weights."
+            )
         equalise_(self.model, self._channel_maxima())
         self.ranges = self._calibrated()
 
@@ -178,16 +181,16 @@ class Quantiser:
     def _divergences(self) -> dict[tuple[CalibrationMethod, tuple[str, ...]], float]:
         return {}
 
-    def file(self, method: CalibrationMethod, floats: Sequence[Layer] = ()) -> bytes:
+    def file(self, method: CalibrationMethod, floats: Sequence[Int8Layer] = ()) -> bytes:
         """The int8 file with these layers in float32."""
         return quantised_model(self.model, self.ranges[method], floats=[layer.node for layer in floats], bits=self.bits)
 
-    def divergence(self, method: CalibrationMethod, floats: Sequence[Layer] = ()) -> float:
+    def divergence(self, method: CalibrationMethod, floats: Sequence[Int8Layer] = ()) -> float:
         """How far the file's outputs are from the float network's, on the held-out examples."""
         key = (method, tuple(layer.node for layer in floats))
         if key not in self._divergences:
-            each = [self._distance(a, b) for a, b in zip(self._outputs(self.file(method, floats)), self._wanted, strict=True)]
-            self._divergences[key] = float(torch.cat(each).mean())
+            found = zip(self._outputs(self.file(method, floats)), self._wanted, strict=True)
+            self._divergences[key] = float(torch.cat([output_distance(a, b, self.classes) for a, b in found]).mean())
         return self._divergences[key]
 
     @cached_property
@@ -196,16 +199,16 @@ class Quantiser:
         return min(self.ranges, key=self.divergence)
 
     @cached_property
-    def by_harm(self) -> tuple[tuple[float, Layer], ...]:
+    def by_harm(self) -> tuple[tuple[float, Int8Layer], ...]:
         """Each layer with what the divergence falls by if it alone stays in float32; the most first."""
         start = self.divergence(self.method)
         harms = [(start - self.divergence(self.method, [layer]), layer) for layer in self.model.layers]
         return tuple(sorted(harms, key=lambda pair: -pair[0]))
 
     @cached_property
-    def hurting(self) -> tuple[Layer, ...]:
+    def hurting(self) -> tuple[Int8Layer, ...]:
         """The layers that stay in float32: each causes a good part of the divergence, all together cost few MACs."""
-        kept: list[Layer] = []
+        kept: list[Int8Layer] = []
         if self.divergence(self.method) <= TOLERATED:
             return ()
         total = sum(layer.macs for layer in self.model.layers)
@@ -215,7 +218,7 @@ class Quantiser:
                 kept.append(layer)
         return tuple(kept)
 
-    def quantised(self, floats: Sequence[Layer] = ()) -> Quantised:
+    def quantised(self, floats: Sequence[Int8Layer] = ()) -> Quantised:
         """The file of the best method with these layers in float32."""
         total, kept = sum(layer.macs for layer in self.model.layers), sum(layer.macs for layer in floats)
         how = Quantisation(
@@ -231,19 +234,20 @@ class Quantiser:
             bops=(total - kept) * 8.0 * self.bits + kept * 32.0 * 32.0,
             float_bops=self.model.macs * 32.0 * 32.0,
         )
-        return Quantised(self.file(self.method, floats), how, self._spec)
+        return Quantised(self.file(self.method, floats), how, partial(RuntimeModule, spec=self._spec))
 
     def _outputs(self, model: bytes) -> Iterator[Tensor]:
         session = start_session(model)
         for batch in self._held_out.batches(64):
             yield torch.from_numpy(session.run(None, feed(session, _float32(batch.args)))[0])
 
-    def _distance(self, found: Tensor, wanted: Tensor) -> Tensor:
-        """The distance of each example's first output from the float network's."""
-        if self.classes and wanted.ndim > 1:
-            return divergence(found, wanted.softmax(1))
-        off, scale = (found - wanted).flatten(1), wanted.flatten(1)
-        return off.square().sum(1) / scale.square().sum(1).mean().clamp_min(1e-30)
+
+def output_distance(found: Tensor, wanted: Tensor, classes: bool) -> Tensor:
+    """The distance of each example's output from the float network's: the divergence of class logits, or a squared share."""
+    if classes and wanted.ndim > 1:
+        return divergence(found, wanted.softmax(1))
+    off, scale = (found - wanted).flatten(1), wanted.flatten(1)
+    return off.square().sum(1) / scale.square().sum(1).mean().clamp_min(1e-30)
 
 
 def int8_module(graph: Graph, calibration: Examples, held_out: Examples, classes: bool) -> nn.Module:

@@ -30,7 +30,7 @@ Range = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Layer:
+class Int8Layer:
     """A layer that can run in int8."""
 
     name: str  # of its weight, as in the network
@@ -87,14 +87,14 @@ class FloatModel:
         return found
 
     @cached_property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[Int8Layer, ...]:
         """The layers with constant weights, in network order."""
         shapes, found = self.shapes, []
         for node in self.model.graph.node:
             if self._is_layer(node) and not node.input[1].startswith(SELECTS):
                 weight, out = self.weights[node.input[1]], shapes.get(node.output[0], ())
                 positions = int(np.prod([max(n, 1) for n in (out[2:] if node.op_type == "Conv" else out[1:-1])]))
-                found.append(Layer(node.input[1].removesuffix(".weight"), node.name, int(weight.size) * positions))
+                found.append(Int8Layer(node.input[1].removesuffix(".weight"), node.name, int(weight.size) * positions))
         return tuple(found)
 
     def _is_layer(self, node: Any) -> bool:
@@ -192,13 +192,13 @@ def _fold_before_(model: FloatModel, node: Any, nodes: Sequence[Any]) -> None:
         ops, source = [above, *ops], above.input[0]
     if not ops:
         return
-    weight, width = model.weights[node.input[1]], shapes[source][1]
-    picked: list[int] = list(range(width))
+    weight, read = model.weights[node.input[1]], shapes[source][1]
+    picked: list[int] = list(range(read))
     for each in ops:
         picked = _picked(model, each, picked) or []
-    if len(picked) != weight.shape[1] or width > 1.5 * weight.shape[1]:
+    if len(picked) != weight.shape[1] or read > 1.5 * weight.shape[1]:
         return
-    wide = np.zeros((len(weight), width, *weight.shape[2:]), np.float32)
+    wide = np.zeros((len(weight), read, *weight.shape[2:]), np.float32)
     for place, channel in enumerate(picked):
         if channel >= 0:
             wide[:, channel] += weight[:, place]
@@ -240,7 +240,9 @@ def _select_by_convolutions_(model: FloatModel) -> None:
 
     graph, done = model.model.graph, set[str]()
     for node in list(graph.node):
-        width, rank = (model.shapes.get(node.input[0], ()) + (0, 0))[1] if node.input else 0, len(model.shapes.get(node.output[0], ()))
+        shapes = model.shapes
+        width = (*shapes.get(node.input[0], ()), 0, 0)[1] if node.input else 0
+        rank = len(shapes.get(node.output[0], ()))
         if node.name in done or rank != 4 or not width:
             continue
         picked, strides, ops, reader = list(range(width)), [1, 1], list[Any](), node
@@ -274,7 +276,14 @@ def _skipped(model: FloatModel, node: Any) -> tuple[int, int] | None:
         return None
     start, end, axes, steps = (each.tolist() for each in constants if each is not None)
     sizes = model.shapes.get(node.input[0], ())
-    if len(axes) != 1 or axes[0] not in (2, 3) or len(sizes) != 4 or start != [0] or steps[0] < 1 or end[0] < (sizes[axes[0]] or 1 << 30):
+    if (
+        len(axes) != 1
+        or axes[0] not in (2, 3)
+        or len(sizes) != 4
+        or start != [0]
+        or steps[0] < 1
+        or end[0] < (sizes[axes[0]] or 1 << 30)
+    ):
         return None
     return (steps[0], 1) if axes[0] == 2 else (1, steps[0])
 
@@ -294,9 +303,9 @@ def _picked(model: FloatModel, node: Any, channels: Sequence[int]) -> list[int] 
         zero = not named or (filled is not None and not np.any(filled))
         if plain and zero and not any(others) and min(pads) >= 0 and len(node.input) < 4:
             return [*[-1] * pads[1], *channels, *[-1] * pads[rank + 1]]
-    if node.op_type == "Slice" and len(constants) >= 3 and all(each is not None for each in constants):
-        start, end, axes = (each.tolist() for each in constants[:3])
-        steps = constants[3].tolist() if len(constants) > 3 else [1]
+    known = [each.tolist() for each in constants if each is not None]
+    if node.op_type == "Slice" and 3 <= len(known) == len(constants):
+        (start, end, axes), steps = known[:3], known[3] if len(known) > 3 else [1]
         if axes == [1] and steps == [1]:
             return list(channels)[slice(start[0], end[0])]
     return None

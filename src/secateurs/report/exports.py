@@ -14,7 +14,13 @@ from secateurs.errors import RunError
 from secateurs.export.deliver import TIMED_BATCHES, ExportFigures, Int8Figures
 
 FILE = "exports.json"
-_NAMES = {"onnx": "ONNX", "pt2": "torch.export (.pt2)", "source": "plain source", "int8": "ONNX, int8"}
+_NAMES = {
+    "onnx": "ONNX",
+    "pt2": "torch.export (.pt2)",
+    "source": "plain source",
+    "int8": "ONNX, int8",
+    "pt2-int8": "torch.export (.pt2), int8",
+}
 
 
 class _Noted(TypedDict, total=False):

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, Uncertified
 from secateurs.export.deliver import (
     TIMED_BATCHES,
     Agreement,
     Exported,
-    Int8Figures,
     Inputs,
+    Int8Figures,
     Prepared,
     Speed,
     Stage,
@@ -34,11 +33,12 @@ from secateurs.export.deliver import (
 )
 from secateurs.export.int8 import Quantised, Quantiser, RuntimeModule
 from secateurs.export.programs import check_packages, feed, onnx_bytes
+from secateurs.export.torchao import ProgramQuantiser
 from secateurs.graph.engine import in_rounds, timed
 from secateurs.graph.latency import speedup
 from secateurs.graph.trace import Graph, tensors_in
 from secateurs.metrics import cross_entropy, evaluate
-from secateurs.pruning.acceptance import BaselineValues
+from secateurs.pruning.acceptance import BaselineValues, Side
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PruningContext
 from secateurs.pruning.results import ChosenAllocation
@@ -57,13 +57,14 @@ def export_int8(result: Result, path: Path, *, uncertified: bool = False, compar
 
     With `compare` the unpruned network and both networks in float32 are measured beside it.
     """
-    check_packages()
-    if path.suffix != ".onnx":
-        raise InvalidInput(f"int8: got {path.name!r}, wanted a name that ends in .onnx: the file is for ONNX Runtime.")
+    if path.suffix not in (".onnx", ".pt2"):
+        raise InvalidInput(f"int8: got {path.name!r}, wanted a name that ends in .onnx (ONNX Runtime) or .pt2 (torch.compile).")
+    if path.suffix == ".onnx":
+        check_packages()
     context, graph = result.context, result.graph
     with staged(path, folder=False) as draft:
         draft.touch()  # a place that cannot be written to is refused before the work
-        quantiser = quantiser_for(context, graph)
+        quantiser = quantiser_for(context, graph, program=path.suffix == ".pt2")
         earlier = [*AccuracyBudget(context).earlier_answers(), *_asked(result)]
         certifier = _Certifier(context, graph, earlier, uncertified)
         try:
@@ -87,24 +88,25 @@ def export_int8(result: Result, path: Path, *, uncertified: bool = False, compar
             counted_in=result.metric,
         )
         exported = Exported(
-            kind="int8",
+            kind="int8" if path.suffix == ".onnx" else "pt2-int8",
             path=path,
             bytes=len(file.model),
             agreement=_agreement(file, ready),
             alignment=ready.alignment,
             int8=figures,
         )
-        if compare:
+        if compare and path.suffix == ".onnx":
             exported = _compared(exported, result, file, ready)
     if result.folder is not None:
         note_exports(result.folder, [asdict(exported)])
     return exported
 
 
-def quantiser_for(context: PruningContext, graph: Graph) -> Quantiser:
+def quantiser_for(context: PruningContext, graph: Graph, *, program: bool = False) -> Quantiser | ProgramQuantiser:
     """What makes int8 files of a network of the run; it sees training examples and some that searched, no others."""
     classes = context.runtime.loss_fn is cross_entropy
-    return Quantiser(graph, context.calibration_examples, context.compared_examples, classes=classes)
+    kind = ProgramQuantiser if program else Quantiser
+    return kind(graph, context.calibration_examples, context.compared_examples, classes=classes)
 
 
 def _asked(result: Result) -> list[bool]:
@@ -130,13 +132,13 @@ class _Certifier:
         start = graph if context.recipe.budget == "site" else context.original
         known = context.baseline_values(start)
         self.start = known if known is not None else BaselineValues(_every_value(context, start.module), None)
-        side = "certification" if self.sets.sides is not None else "search"
+        side: Side = "certification" if self.sets.sides is not None else "search"
         before = self.start.certification if self.sets.sides is not None else self.start.search
         assert before is not None
         pruned = context._values(graph, side) if known is not None else _every_value(context, graph.module)
         self.drop_pruning = float((before - pruned).mean())
 
-    def certified(self, quantiser: Quantiser) -> tuple[Quantised, Verdict]:
+    def certified(self, quantiser: Quantiser | ProgramQuantiser) -> tuple[Quantised, Verdict]:
         """The first file, with ever more layers in float32, that is within the contract."""
         same = self._certified_in_the_run(quantiser)
         if same is not None:
@@ -155,7 +157,9 @@ class _Certifier:
                 verdict = self._ask(module)
             kept = len(file.how.float_layers)
             words = f"with {kept} layers in float32" if kept else "all in int8"
-            tried.append(f"{words} a drop of {100 * verdict.bound.estimate:.2f} and a bound of {100 * verdict.upper:.2f} points")
+            tried.append(
+                f"{words} a drop of {100 * verdict.bound.estimate:.2f} and a bound of {100 * verdict.upper:.2f} points"
+            )
             if verdict.accepted if self.promises else verdict.by_estimate:
                 return file, verdict
             if self.promises and self.sets.contract.chance([*self.answers, *self.asked]) == 0:
@@ -166,23 +170,28 @@ class _Certifier:
             f"{'; '.join(tried)}. Nothing was written. Prune less, with deploy='int8', or allow more."
         )
 
-    def _certified_in_the_run(self, quantiser: Quantiser) -> tuple[Quantised, Verdict] | None:
+    def _certified_in_the_run(self, quantiser: Quantiser | ProgramQuantiser) -> tuple[Quantised, Verdict] | None:
         """The file that the run itself certified (`deploy = "int8"`), if it can be made again: its bound is the same."""
         allocations = self.context.journal.of(ChosenAllocation)
         bound = allocations[-1].bound if allocations else None
-        if self.context.recipe.deploy != "int8" or not self.promises or bound is None:
+        if (
+            self.context.recipe.deploy != "int8"
+            or not self.promises
+            or bound is None
+            or isinstance(quantiser, ProgramQuantiser)
+        ):
             return None
         file = quantiser.quantised()
         yes = self.answers[: self.answers.index(False)] if False in self.answers else self.answers
         verdict = self.sets.promise(self.start, yes).certify(self.context.values_of(file.module(), "certification"))
         return (file, verdict) if verdict.accepted and abs(verdict.upper - bound) < 1e-12 else None
 
-    def _files(self, quantiser: Quantiser) -> Iterator[Quantised]:
+    def _files(self, quantiser: Quantiser | ProgramQuantiser) -> Iterator[Quantised]:
         floats = list(quantiser.hurting)
         yield quantiser.quantised(floats)
         others = [layer for _, layer in quantiser.by_harm if layer not in floats]
         step = 1
-        while others and len(floats) + step <= _MOST_FLOAT * len(quantiser.model.layers):
+        while others and len(floats) + step <= _MOST_FLOAT * len(quantiser.by_harm):
             floats, others, step = [*floats, *others[:step]], others[step:], 2 * step
             yield quantiser.quantised(floats)
 
@@ -258,7 +267,14 @@ def _compared(exported: Exported, result: Result, file: Quantised, ready: Prepar
         for each, seconds in zip(networks, _medians(times, len(networks)), strict=True)
     )
     speeds = tuple(
-        Speed(batch, _median(rows[0]), _median(rows[-1]), speedup(_row(rows[0]), _row(rows[-1])), "ONNX Runtime", torch.get_num_threads())
+        Speed(
+            batch,
+            _median(rows[0]),
+            _median(rows[-1]),
+            speedup(_row(rows[0]), _row(rows[-1])),
+            "ONNX Runtime",
+            torch.get_num_threads(),
+        )
         for batch, rows in times.items()
     )
     figures = replace(exported.int8, stages=stages, tested=0 if test is None or context.runtime.evaluate else len(test))  # type: ignore[type-var]  # it is there

@@ -84,9 +84,9 @@ class Result(RunResult):
         """Write the network for use without secateurs: NAME.onnx, NAME.pt2, or a folder of plain source.
 
         With `pad_to`, widths are padded to multiples of it by filters of zero weights, where an engine runs those faster.
-        With `int8` the file is quantised, calibrated on training examples of the run, and certified on the images that
-        certified its cuts: `Uncertified` where the allowed drop cannot be promised. `uncertified` writes it all the same,
-        if the drop is within what is allowed by point estimate.
+        With `int8` the file is quantised (.onnx for ONNX Runtime; .pt2 for torch.compile, by torchao), calibrated on training
+        examples of the run, and certified on the images that certified its cuts: `Uncertified` where the allowed drop cannot be
+        promised. `uncertified` writes it all the same, if the drop is within what is allowed by point estimate.
         """
         from secateurs.export import to_onnx, to_pt2, to_source  # seconds to import, which most runs do not need
 
@@ -98,7 +98,9 @@ class Result(RunResult):
             from secateurs.report.int8 import export_int8
 
             if pad_to != 1:
-                raise InvalidInput(f"export: pad_to={pad_to} with int8: prune with deploy='int8', which takes widths that suit it.")
+                raise InvalidInput(
+                    f"export: pad_to={pad_to} with int8: prune with deploy='int8', which takes widths that suit it."
+                )
             export_int8(self, path, uncertified=uncertified)
         else:
             write(self.graph, path, pad_to=pad_to)

@@ -20,6 +20,7 @@ from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
 from secateurs.training.augment import augment, suitable_augmentation
+from secateurs.training.fake_int8 import fake_int8
 from secateurs.training.objective import Objective, held_out_means, objective_for
 from secateurs.training.precision import usable_precision
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
@@ -115,7 +116,8 @@ def train_(
         loop = _Loop(module, examples, settings, objective, shown, place, on_step)
         records = loop.start(resume, momentum)
         while loop.step < loop.planned:
-            record = loop.epoch(len(records), measure)
+            with fake_int8(module) if settings.int8 else nullcontext():  # ranges begin anew: a resumed epoch ends the same
+                record = loop.epoch(len(records), measure)
             records.append(record)
             if save is not None:
                 save(loop.state(records))
