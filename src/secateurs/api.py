@@ -21,7 +21,7 @@ from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, check_device, device_of, eval_mode, unwrapped
 from secateurs._util.tensors import digest
 from secateurs._util.terminal import clock
-from secateurs.config import EngineName, Recipe, TrainSettings, declarations
+from secateurs.config import Deploy, EngineName, Recipe, TrainSettings, declarations
 from secateurs.criteria import as_criterion, resolved
 from secateurs.data.dataset import class_labels, derive
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
@@ -31,6 +31,7 @@ from secateurs.distributed import ALONE, Workers, join, restarts
 from secateurs.distributed import rank as torchrun_rank
 from secateurs.errors import DataError, InvalidInput, RunError, suggest
 from secateurs.export.engines import engine_for
+from secateurs.export.int8 import int8_module
 from secateurs.graph.engine import Engine
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
@@ -84,6 +85,7 @@ class Pruner(Run):
         target_latency: float | None = None,
         max_ms: float | None = None,
         engine: EngineName | None = None,
+        deploy: Deploy | None = None,
         measure: Callable[[nn.Module], float] | None = None,
         test: Any = None,
         evaluate: Evaluate | None = None,
@@ -145,7 +147,7 @@ class Pruner(Run):
             seen = replace(data, test=opened.first_test)
         notes += data.notes
         targets = {"target_macs": macs, "target_parameters": parameters, "target_latency": target_latency, "max_ms": max_ms}
-        asked = _recipe(recipe, criterion, max_drop=max_drop, engine=engine, retrain=retrain, **targets)
+        asked = _recipe(recipe, criterion, max_drop=max_drop, engine=engine, deploy=deploy, retrain=retrain, **targets)
         timed_in = _engine(asked, measure, device)
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = _without_ignored(asked, graph, model, ignore)
@@ -180,7 +182,12 @@ class Pruner(Run):
                 with disk_errors(folder):
                     data = save_drawn(data, folder, whole=form.whole or form.gives_loss)
             cache = open_cache(journal, store)
-            runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, engine=timed_in, **streams)
+            runtime = Runtime(
+                *(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune),
+                engine=timed_in,
+                quantise=_quantise(asked),
+                **streams,
+            )
             reporter = ProgressReporter(callback if workers.first else None)
             super().__init__(PruningContext(graph, data, asked, runtime, journal, reporter, clock))
             self.notes = notes
@@ -247,6 +254,7 @@ class Pruner(Run):
             folder=self.journal.path,
             records=tuple(self.journal.records),
             recipe=self.recipe,
+            context=self.context,
         )
 
     def report(self) -> Path | None:
@@ -270,8 +278,9 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     `forward(model, batch)`, `loss(outputs, batch)` and `metric(outputs, batch)`, one value for each example, higher = better.
     `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed, `target_latency=0.5` at
     a share of the time that remains and `max_ms=4.0` at milliseconds, in the `engine` ("torch", "compile", "onnxruntime") or by
-    `measure(module) -> seconds` on a device of your own. `evaluate(model)` replaces the metric by one of the whole validation
-    set: one number, with which point estimates decide, or a tensor (N,) with a value for each example, whose mean is then
+    `measure(module) -> seconds` on a device of your own; `deploy="int8"` prunes for an int8 file, and certifies that file.
+    `evaluate(model)` replaces the metric by one of the whole validation set: one number, with which point estimates decide,
+    or a tensor (N,) with a value for each example, whose mean is then
     certified as a metric is. `finetune(model)` is the user's own training after the cuts, `retrain="gentle"` (or
     `TrainSettings`) is ours, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that
     keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all
@@ -382,7 +391,12 @@ def resume(
         with workers.active():
             whole, engine = None if evaluate is None else WholeMetric.of(evaluate, start), _engine(stored, measure, device)
         _check_workers(workers, start, data, stored, {"loss": loss_fn, "metric": evaluate or metric_fn})
-        runtime = Runtime(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune, engine=engine, **streams)
+        runtime = Runtime(
+            *(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune),
+            engine=engine,
+            quantise=_quantise(stored),
+            **streams,
+        )
         context = PruningContext(start, data, stored, runtime, journal, ProgressReporter(callback if workers.first else None))
         return Pruner._resumed(context, known.get("notes", data.notes))
     except BaseException as error:
@@ -438,6 +452,11 @@ def _given(**options: object) -> list[str]:
 def _engine(recipe: Recipe, measure: Callable[[nn.Module], float] | None, device: Device) -> Engine | None:
     """The engine that cuts are weighed in; None where only MACs and parameters count."""
     return engine_for(recipe, measure, device) if recipe.weighs_time or measure is not None else None
+
+
+def _quantise(recipe: Recipe) -> Callable[..., nn.Module] | None:
+    """What makes the file that is certified; None where it is the network itself."""
+    return int8_module if recipe.deploy == "int8" else None
 
 
 def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: Any) -> Recipe:

@@ -42,6 +42,7 @@ Signal = Literal["loss", "divergence"]
 Repair = Literal["none", "least-squares", "every-layer", "whole-network"]
 Allocation = Literal["sequential", "global"]
 EngineName = Literal["torch", "compile", "onnxruntime"]
+Deploy = Literal["int8"]
 
 REFITTED: tuple[Repair, ...] = ("every-layer", "whole-network")
 """Repairs that solve every layer again after all cuts."""
@@ -283,6 +284,7 @@ class TrainSettings(_Checked):
     precision: Precision = setting(
         "float32", "Precision of the forward pass; weights keep theirs. bfloat16 only on processors that can."
     )
+    int8: bool = setting(False, "Round weights and inputs of layers as an int8 file does, straight-through.", "training")
     channels_last: bool = setting(False, "Compute with channels last in memory.")
     seed: int = setting(0, "Seed of everything random, the first weights included.", "training")
 
@@ -347,7 +349,12 @@ GENTLE = TrainSettings(
 TRAININGS = ("finetune", "retrain")
 """The fields of a recipe that are trainings."""
 
-NAMED_SETTINGS = {"gentle": GENTLE, "paper-finetune": PAPER_FINETUNE, "paper-retrain": PAPER_RETRAIN}
+NAMED_SETTINGS = {
+    "gentle": GENTLE,
+    "gentle-int8": dataclasses.replace(GENTLE, int8=True),
+    "paper-finetune": PAPER_FINETUNE,
+    "paper-retrain": PAPER_RETRAIN,
+}
 """Trainings that a recipe may ask for by name."""
 
 
@@ -451,6 +458,12 @@ class Recipe(EnsembleSettings):
     engine: EngineName | None = setting(
         None, "What will run the network: cuts are then weighed by the time that they save in it.", "pruning"
     )
+    deploy: Deploy | None = setting(
+        None,
+        "The file that will run is an int8 one for ONNX Runtime: cuts are weighed by the time that they save in it, a fifth of "
+        "max_drop is left for quantising, and that file is what is certified.",
+        "pruning",
+    )
     target_latency: float | None = setting(
         None, "Stop when the network takes this share of its original time in the engine.", "pruning", above=0, below=1
     )
@@ -539,6 +552,11 @@ class Recipe(EnsembleSettings):
             )
         if self.has_time_target and not everywhere:
             raise RecipeError("target_latency and max_ms: cuts are weighed by the time they save: set allocation = 'global'.")
+        if self.deploy is not None and (not everywhere or self.engine not in (None, "onnxruntime")):
+            raise RecipeError(
+                f"deploy = {self.deploy!r}: cuts are weighed by the time that they save in ONNX Runtime: set allocation = "
+                f"'global' and no other engine."
+            )
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
             raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")
 
@@ -555,7 +573,7 @@ class Recipe(EnsembleSettings):
     @property
     def weighs_time(self) -> bool:
         """Whether time in an engine counts, not MACs; a function of the user's own that measures it is no part of a recipe."""
-        return self.engine is not None or self.has_time_target or self.latency_aware
+        return self.engine is not None or self.deploy is not None or self.has_time_target or self.latency_aware
 
     def ensemble_settings(self) -> Scoring:
         """The part of the recipe that says how an ensemble is made."""

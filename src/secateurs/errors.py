@@ -42,6 +42,10 @@ class NotEqual(SecateursError):
     """The compacted network does not compute what the masked one does."""
 
 
+class Uncertified(SecateursError):
+    """An int8 file cannot be promised to be within the allowed drop."""
+
+
 class NotInPlace(SecateursError):
     """The model's own forward does not run with the widths of a plan, or gives something else."""
 

@@ -42,6 +42,7 @@ def compare(
     shortcut: inputs.ShortcutFlag = "before",
     examples: int | None = None,
     batch: int = 256,
+    int8: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     device: inputs.Device = None,
     as_json: inputs.Json = False,
 ) -> None:
@@ -96,6 +97,8 @@ def compare(
         Use at most this number of examples of each set: to try a command, not for results.
     batch
         Examples at once outside training.
+    int8
+        Quantise every network for ONNX Runtime too, and measure the int8 file on the test set; rows that exist are completed.
     """
     if render is not None:
         print_comparison(render, rendered(render), as_json=as_json)
@@ -107,7 +110,7 @@ def compare(
     if weights is None and ":" not in model:
         warn(f"no --weights: {model} is compared untrained, with its initial weights.")
     comparison = comparison_of(
-        origin, out, runs or inputs.RUNS / f"compare-{out.name}", shortcut=shortcut, examples=examples, batch=batch
+        origin, out, runs or inputs.RUNS / f"compare-{out.name}", shortcut=shortcut, examples=examples, batch=batch, int8=int8
     )
     asked = ComparisonRequest(split(methods), split(budgets), shares(targets), seeds, () if only else ALWAYS)
     with display(quiet=as_json) as shown:
@@ -140,6 +143,7 @@ def comparison_of(
     shortcut: Shortcut = "before",
     examples: int | None = None,
     batch: int = 256,
+    int8: bool = False,
 ) -> Comparison:
     """The comparison on the network, weights and data of `origin`; rows name them without a path."""
     from secateurs.methods.compare.run import Comparison, fewer
@@ -151,7 +155,7 @@ def comparison_of(
         "weights": _weights_name(origin),
         "data": _data_name(origin, examples),
     }
-    return Comparison(inputs.build_model(origin), found, out, runs, names, shortcut, batch, origin.device)
+    return Comparison(inputs.build_model(origin), found, out, runs, names, shortcut, batch, origin.device, int8)
 
 
 def work_through(comparison: Comparison, asked: ComparisonRequest, shown: Display) -> list[str]:
@@ -194,9 +198,9 @@ def print_comparison(out: Path, files: Sequence[Path], *, as_json: bool) -> None
         print_json({"out": str(out), "rows": [row_fields(row) for row in rows], "files": [str(file) for file in files]})
         return
     for budget in budgets_of(rows):
-        accuracy = sheets_of(rows, budget)[0]
-        say(accuracy.title)
-        print_table(accuracy.columns, accuracy.lines)
+        for accuracy in sheets_of(rows, budget)[: 2 if any(row.int8 for row in rows if row.budget.name == budget) else 1]:
+            say(accuracy.title)
+            print_table(accuracy.columns, accuracy.lines)
     for sheet in across_budgets(rows):
         say(sheet.title)
         print_table(sheet.columns, sheet.lines)

@@ -1,4 +1,4 @@
-"""`secateurs export`: a pruned network as ONNX, as .pt2, as plain source, each checked and compared with the unpruned one."""
+"""`secateurs export`: a pruned network as ONNX in float32 or int8, as .pt2, as plain source, each checked and compared."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def export(
     onnx: _Choice = False,
     pt2: _Choice = False,
     source: _Choice = False,
+    int8: _Choice = False,
+    uncertified: _Choice = False,
     out: Annotated[Path | None, Parameter(show_default="the folder of the run or file")] = None,
     model: inputs.OptionalModelName = None,
     data: inputs.OptionalDataName = None,
@@ -59,6 +61,11 @@ def export(
         Write model.pt2 (torch.export), checked in a fresh process.
     source
         Write model.py and model.safetensors: an ordinary nn.Module, checked in a fresh process.
+    int8
+        Write model.int8.onnx: quantised for ONNX Runtime, calibrated on training images of the run, and certified on the
+        images that certified its cuts.
+    uncertified
+        Write the int8 file also where nothing can be promised of it, if its drop is allowed by point estimate.
     out
         The folder to write to.
     model
@@ -74,8 +81,10 @@ def export(
         Runs that speeds are measured on.
     """
     chosen = {"onnx": onnx, "pt2": pt2, "source": source}
-    if not any(chosen.values()):
-        raise InvalidInput("wanted one or more of --onnx, --pt2 and --source.")
+    if not any(chosen.values()) and not int8:
+        raise InvalidInput("wanted one or more of --onnx, --pt2, --source and --int8.")
+    if int8 and not run.is_dir():
+        raise InvalidInput(f"{run}: --int8 wants the folder of a run: the file is certified on the images of the run.")
     file = run / "pruned.safetensors" if run.is_dir() else run
     origin = _origin(run, file, model, data, model_option, data_option)
 
@@ -103,6 +112,8 @@ def export(
         for kind, (write, name) in targets.items()
         if chosen[kind]
     ]
+    if int8:
+        found.append(_int8(run, origin, (out or run) / "model.int8.onnx", uncertified=uncertified))
     exports = [asdict(one) for one in found]
     if run.is_dir():
         _add_to_report(run, exports)
@@ -110,6 +121,22 @@ def export(
         print_json({"network": str(file), "exports": exports})
     else:
         _print(run, found)
+
+
+def _int8(run: Path, origin: inputs.Origin, path: Path, *, uncertified: bool) -> Exported:
+    """The int8 file of a finished run, beside the unpruned network and both in float32."""
+    from secateurs.api import resume
+    from secateurs.data.drawn import has_drawn
+    from secateurs.report.int8 import export_int8
+
+    train, val, test = inputs.load_sources(origin) if origin.data else (None, None, None)
+    if has_drawn(run) and val is None and train is not None:  # it keeps what it drew
+        train, val, test = train.train, train.search, train.test
+    resumed = resume(run, inputs.fresh_model(origin), train, val, test=test)
+    try:
+        return export_int8(resumed.finish(), path, uncertified=uncertified, compare=True)
+    finally:
+        resumed.close()
 
 
 def _origin(
@@ -144,11 +171,15 @@ def _add_to_report(run: Path, exports: list[dict[str, Any]]) -> None:
 
 def _print(run: Path, found: list[Exported]) -> None:
     """Print agreement, sizes and speeds, and where pruning does not pay."""
-    from secateurs.report.exports import export_rows, export_warnings
+    from secateurs.report.exports import STAGE_COLUMNS, export_rows, export_warnings, int8_sentences, stage_rows
 
     for one in found:
         say(f"{one.path}: {one.agreement.summary()}.")
     print_table(_COLUMNS, export_rows(found), left=(0, 5, 8))
+    for figures in (one.int8 for one in found if one.int8 is not None):
+        print_table(STAGE_COLUMNS, stage_rows(figures), left=(0,))
+        for sentence in int8_sentences(figures):
+            say(sentence)
     say(f"In PyTorch, {found[0].alignment.summary()}.")
     for sentence in export_warnings(found):
         say(sentence)

@@ -26,7 +26,8 @@ from secateurs.graph.latency import NodeTimer, SpeedUp, in_turns, median, speedu
 from secateurs.graph.node_info import forget_source_
 from secateurs.graph.trace import Example, Graph, as_example, like_network, tensors_in, trace
 
-Kind = Literal["onnx", "pt2", "source"]
+Kind = Literal["onnx", "pt2", "source", "int8", "pt2-int8"]
+CalibrationMethod = Literal["minmax", "entropy", "percentile", "histogram"]
 Inputs = tuple[Tensor, ...]
 Write = Callable[["Prepared", Path], None]
 """Writes an export to a file, or to the folder of its files."""
@@ -86,6 +87,74 @@ class Alignment:
         )
 
 
+@dataclass(frozen=True)
+class Quantisation:
+    """How an int8 file was made, and how far its outputs are from those of the float network."""
+
+    method: CalibrationMethod
+    compared: tuple[tuple[CalibrationMethod, float], ...]  # divergence on held-out examples
+    divergence: float  # of the file
+    calibrated: int  # training examples
+    held_out: int
+    weight_bits: int  # 7 where the CPU has no VNNI: 8 would overflow there
+    layers: int
+    float_layers: tuple[str, ...]
+    float_macs: float  # share of the MACs that stays in float32
+    bops: float  # multiplications of single bits for one example
+    float_bops: float  # of the same network in float32
+
+    def summary(self) -> str:
+        """One sentence."""
+        kept = ", ".join(self.float_layers[:3]) + ", …" * (len(self.float_layers) > 3)
+        floats = f", {len(self.float_layers)} of {self.layers} layers in float32 ({kept})" if self.float_layers else ""
+        return (
+            f"int8 by {self.method} of {self.calibrated} training examples, {self.weight_bits}-bit weights for each filter"
+            f"{floats}; divergence from the float network {self.divergence:.2g} on {self.held_out} held-out examples"
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A network on the way to the int8 file: as it was, pruned, and both in int8."""
+
+    name: str
+    bytes: int
+    bits: int  # of the weights of its layers, but for those that stay in float32
+    bops: float
+    accuracy: float | None = None  # on the test set; else on the validation set
+    seconds: tuple[tuple[int, float], ...] = ()  # by batch, median, all stages in turns
+
+
+@dataclass(frozen=True)
+class Int8Figures:
+    """What is promised of an int8 file, and what led to it. Drops are fractions, on the images that certify if some do."""
+
+    how: Quantisation
+    sha256: str  # of the file
+    accuracy: float  # on those images
+    drop_pruning: float  # of the pruned network, in float32
+    drop_quantising: float  # of the file, besides
+    max_drop: float
+    bound: float | None  # upper bound on both drops together; None: by point estimate
+    confidence: float
+    images: int
+    answers: tuple[bool, ...]  # of the images that certify, asked for this file
+    counted_in: str  # what the metric is called
+    stages: tuple[Stage, ...] = ()
+    tested: int = 0  # test examples that the stages' accuracies are of; 0: validation examples
+
+    def summary(self) -> str:
+        """One sentence: what is promised, and where the drop comes from."""
+        unit, scale = ("points", 100) if self.counted_in == "accuracy" else (f"of {self.counted_in}", 1)
+        parts = f"{scale * self.drop_pruning:.2f} by pruning and {scale * self.drop_quantising:.2f} by quantising"
+        if self.bound is None:
+            return f"nothing is promised of the int8 file: its drop was measured as {parts} {unit} on {self.images} examples"
+        return (
+            f"at {100 * self.confidence:g} % confidence the drop of the int8 file is at most {scale * self.bound:.2f} {unit}: "
+            f"{parts} were measured on the {self.images} examples that certify"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportFigures:
     """What is measured of an export; `original_bytes` and `speeds` compare it with the unpruned network if that was given."""
@@ -96,6 +165,7 @@ class ExportFigures:
     alignment: Alignment
     original_bytes: int | None = None
     speeds: tuple[Speed, ...] = ()
+    int8: Int8Figures | None = None
 
     @property
     def alignment_outweighs(self) -> bool:
@@ -255,7 +325,7 @@ def deliver(
         raise InvalidInput(f"repeats is {repeats}, wanted at least 5: fewer give no interval.")
     path = Path(path)
     network = prepared(graph, inputs, pad_to)
-    with _staged(path, folder=kind == "source") as draft:
+    with staged(path, folder=kind == "source") as draft:
         write(network, draft)
         if kind == "onnx":
             found = [[torch.from_numpy(array) for array in bind(network, draft, batch)()] for batch in network.batches]
@@ -267,7 +337,7 @@ def deliver(
             if isinstance(original, nn.Module):
                 original = trace(original, like_network(original, network.inputs))
             compared = prepared(original, network.inputs)
-            with tempfile.TemporaryDirectory() as folder, _staged(Path(folder) / draft.name, folder=kind == "source") as theirs:
+            with tempfile.TemporaryDirectory() as folder, staged(Path(folder) / draft.name, folder=kind == "source") as theirs:
                 write(compared, theirs)
                 calls = [partial(bind, compared, theirs), partial(bind, network, draft)]
                 speeds = tuple(_speed(kind, calls, resized(network.inputs, batch), repeats) for batch in TIMED_BATCHES)
@@ -299,12 +369,12 @@ def _speed(kind: Kind, binds: Sequence[Callable[[Inputs], Callable[[], Any]]], i
     with torch.inference_mode(), undisturbed():
         seconds = in_turns(calls, WARMUP, repeats)
     before, after = median(seconds).tolist()
-    runtime = "ONNX Runtime" if kind == "onnx" else "PyTorch"
+    runtime = "ONNX Runtime" if kind in ("onnx", "int8") else "PyTorch"
     return Speed(len(inputs[0]), before, after, speedup(*seconds), runtime, torch.get_num_threads())
 
 
 @contextmanager
-def _staged(path: Path, *, folder: bool) -> Iterator[Path]:
+def staged(path: Path, *, folder: bool) -> Iterator[Path]:
     """Give a temporary place on the same disk; on success move what was written there to `path`."""
     home = path if folder else path.parent
     try:

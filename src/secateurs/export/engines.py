@@ -1,4 +1,4 @@
-"""The engines that a recipe can name: PyTorch in eager mode or compiled, and ONNX Runtime."""
+"""The engines that a recipe can name: PyTorch in eager mode or compiled, and ONNX Runtime in float32 or int8."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from secateurs._util.modules import Device
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput
 from secateurs.export.deliver import prepared
+from secateurs.export.int8 import in_int8
 from secateurs.export.programs import check_packages, feed, onnx_bytes, start_session
 from secateurs.graph.engine import Engine, MeasureEngine, Timer, TorchEngine, batch_like, timed
 from secateurs.graph.latency import using_threads
@@ -28,7 +29,11 @@ def engine_for(recipe: Recipe, measure: Callable[[nn.Module], float] | None = No
     if measure is not None:
         if recipe.engine is not None:
             raise InvalidInput(f"measure and engine = {recipe.engine!r}: give one of them.")
+        if recipe.deploy is not None:
+            raise InvalidInput(f"measure and deploy = {recipe.deploy!r}, which is timed in ONNX Runtime: give one of them.")
         return MeasureEngine(measure)
+    if recipe.deploy == "int8":
+        return Int8Engine(batch, threads)
     if recipe.engine == "onnxruntime":
         return OnnxEngine(batch, threads)
     if recipe.engine == "compile":
@@ -74,6 +79,15 @@ class OnnxEngine:
             session = start_session(model)
         given = feed(session, inputs)
         return timed(lambda: session.run(None, given))
+
+
+class Int8Engine(OnnxEngine):
+    """ONNX Runtime on the CPU in int8: networks as `result.export(…, int8=True)` writes them, calibrated on random inputs."""
+
+    name = "onnxruntime-int8"
+
+    def _timer(self, model: bytes, inputs: tuple[Tensor, ...]) -> Timer:
+        return super()._timer(in_int8(model, inputs), inputs)
 
 
 def _given(layer: nn.Linear | nn.modules.conv._ConvNd, shape: Sequence[int]) -> Tensor:

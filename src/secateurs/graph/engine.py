@@ -191,6 +191,11 @@ _METHOD = "chains"  # how layers are timed: a file of times that were measured i
 _MATTER = ("avx", "amx", "fma", "sse4", "asimd", "sve", "bf16", "vnni")
 
 
+def cpu_flags() -> frozenset[str]:
+    """What the processor can do, as Linux names it; nothing elsewhere."""
+    return frozenset(_cpu_info().get("flags", "").split())
+
+
 def _cpu_info() -> dict[str, Any]:
     """The first processor, as Linux describes it; nothing elsewhere."""
     try:

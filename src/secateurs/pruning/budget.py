@@ -39,7 +39,7 @@ class AccuracyBudget:
     _at_this_site: Baseline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        self.max_drop = self.context.recipe.max_drop
+        self.max_drop = self.context.drop_of_cuts
 
     @cached_property
     def original(self) -> Baseline:

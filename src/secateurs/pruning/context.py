@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from secateurs._util.journal import Journal
 from secateurs._util.modules import BatchLimit, Device
@@ -59,6 +59,8 @@ T = TypeVar("T")
 _PROBED_BATCH = 4  # examples at once where the multiple of widths is measured in eager mode
 _FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 _HELD_OUT = 1024  # examples tell orders and curves apart well enough; the search images may be many more
+_CALIBRATED = 256  # examples for int8 ranges, and to compare int8 files on
+LEFT_FOR_INT8 = 0.2  # of the allowed drop, with `deploy = "int8"`
 _FEW = 512  # of them: for the curvature of the loss, and for the points that predicted curves are brought to
 
 
@@ -76,6 +78,7 @@ class Runtime:
     train: Stream | None = None  # what the recipe's own training reads; None: the training examples in memory
     test: Stream | None = None  # read at the end; None: the test examples in memory, if there are any
     limit: BatchLimit = field(default_factory=BatchLimit)  # of the recipe's batch, where memory runs out
+    quantise: Callable[[Graph, Examples, Examples, bool], nn.Module] | None = None  # for `deploy = "int8"`: the file, to be run
     engine: Engine | None = None  # that cuts are weighed and the result is timed in; None: MACs count, eager mode is timed
 
 
@@ -582,11 +585,49 @@ class PruningContext:
 
     def predicted(self, graph: Graph, start: BaselineValues) -> Verdict:
         """What the search images predict that certification will say of a network; may be asked any number of times."""
-        return self.acceptance_sets.predict(start, self._values(graph, "search"))
+        sets = self.acceptance_sets
+        contract = replace(sets.contract, max_drop=self.drop_of_cuts)
+        return replace(sets, contract=contract).predict(start, self._values(graph, "search"))
 
     def certified(self, graph: Graph, start: BaselineValues, answers: list[bool]) -> Verdict:
-        """What the certification images say of a network, after `answers`; the caller appends the new answer to them."""
-        return self.acceptance_sets.promise(start, answers).certify(self._values(graph, "certification"))
+        """What the certification images say of a network, after `answers`; the caller appends the new answer to them.
+
+        With `deploy = "int8"` they are asked about the file that will run.
+        """
+        found = self._values(graph, "certification") if self.runtime.quantise is None else self._values_in_int8(graph)
+        return self.acceptance_sets.promise(start, answers).certify(found)
+
+    @property
+    def drop_of_cuts(self) -> float:
+        """The drop that the search may spend on cuts: with `deploy = "int8"` a part is left for quantising."""
+        return self.recipe.max_drop * (1 - LEFT_FOR_INT8 if self.recipe.deploy == "int8" else 1.0)
+
+    @cached_property
+    def calibration_examples(self) -> Examples:
+        """The training examples that ranges of int8 activations come from."""
+        count = min(_CALIBRATED, len(self.data.train))
+        return subset(self.data.train, count, seed=derive(self.recipe.seed, "int8")).ready()
+
+    @cached_property
+    def compared_examples(self) -> Examples:
+        """The held-out examples that int8 files are compared with the float network on."""
+        held = self.held_out_examples
+        return subset(held, min(_CALIBRATED, len(held)), seed=derive(self.recipe.seed, "int8")).ready()
+
+    def _values_in_int8(self, graph: Graph) -> Tensor:
+        assert self.runtime.quantise is not None
+        classes = self.runtime.loss_fn is cross_entropy
+        module = self.runtime.quantise(graph, self.calibration_examples, self.compared_examples, classes)
+        return self.values_of(module, "certification")
+
+    def values_of(self, module: nn.Module, side: Side) -> Tensor:
+        """The metric of a file that runs outside of torch on every acceptance image of one side, float64 (N,)."""
+        sets = self.acceptance_sets
+        if sets.whole is not None:
+            return sets.side_of(sets.whole.of_module(module), side)
+        examples = sets.search if side == "search" else sets.certification
+        assert examples is not None
+        return values(module, examples, sets.metric, batch=self.recipe.batch)
 
     def _values(self, graph: Graph, side: Side) -> Tensor:
         """The metric of a network on every acceptance image of one side, float64 (N,)."""

@@ -188,7 +188,7 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
             found = (
                 context.evaluate(network(index), sets.search).accuracy if whole is None else float(whole(network(index)).mean())
             )
-            within = round(baseline.accuracy - found, 12) <= context.recipe.max_drop
+            within = round(baseline.accuracy - found, 12) <= context.drop_of_cuts
             return Trial("steering", index, within, found, within)
         verdict = context.predicted(network(index), values)
         return Trial("steering", index, verdict.accepted, verdict.accuracy, verdict.by_estimate)

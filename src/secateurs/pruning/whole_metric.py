@@ -77,6 +77,12 @@ class WholeMetric:
             self._known[key] = torch.where(found.isfinite(), found, torch.nan)
         return self._known[key]
 
+    def of_module(self, module: nn.Module) -> Tensor:
+        """Its values for a network that is no graph: an exported file."""
+        found = _called(self.function, module)
+        _check_count(found, self.count)
+        return torch.where(found.isfinite(), found, torch.nan)
+
 
 def _key(graph: Graph) -> str:
     """Weights and structure; weights may change in place."""

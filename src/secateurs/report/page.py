@@ -18,7 +18,7 @@ from secateurs._util.format import NOTHING, Metric, count
 from secateurs.config import recipe_fields
 from secateurs.errors import InvalidInput, RunError
 from secateurs.report import charts, verdicts
-from secateurs.report.exports import export_rows
+from secateurs.report.exports import STAGE_COLUMNS, export_rows, int8_sentences, stage_rows
 from secateurs.report.load import RunReport, read_run
 from secateurs.report.svg import COLOURS, swatch
 
@@ -71,6 +71,11 @@ def _run_page(run: RunReport) -> str:
         verdict=verdicts.verdict(run),
         interval=texts.interval,
         exports=export_rows(run.exports),
+        int8=[
+            {"sentences": int8_sentences(one.int8), "columns": STAGE_COLUMNS, "rows": stage_rows(one.int8)}
+            for one in run.exports
+            if one.int8 is not None
+        ],
         recipe_text="" if run.recipe is None else tomli_w.dumps(recipe_fields(run.recipe)),
     )
 

@@ -15,6 +15,7 @@ from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput
 from secateurs.graph.plan import Plan
+from secateurs.pruning.context import PruningContext
 from secateurs.pruning.results import Change, ChosenShortcut, RunResult, Step, promised_bound
 from secateurs.report.charts import Plots, plots
 from secateurs.report.page import write_report
@@ -30,6 +31,8 @@ class Result(RunResult):
     folder: Path | None = field(metadata={"journal": False})
     records: tuple[Any, ...] = field(metadata={"journal": False}, repr=False)  # of the journal
     recipe: Recipe = field(metadata={"journal": False}, repr=False)
+    context: PruningContext = field(metadata={"journal": False}, repr=False)  # of the run: an int8 file is certified in it
+    int8_answers: list[bool] = field(default_factory=list, metadata={"journal": False}, repr=False)  # without a folder
 
     @property
     def model(self) -> nn.Module:
@@ -77,10 +80,13 @@ class Result(RunResult):
 
         return deploy(self.graph, batch=batch).module
 
-    def export(self, path: str | Path, *, pad_to: int = 1) -> Path:
+    def export(self, path: str | Path, *, pad_to: int = 1, int8: bool = False, uncertified: bool = False) -> Path:
         """Write the network for use without secateurs: NAME.onnx, NAME.pt2, or a folder of plain source.
 
         With `pad_to`, widths are padded to multiples of it by filters of zero weights, where an engine runs those faster.
+        With `int8` the file is quantised (.onnx for ONNX Runtime; .pt2 for torch.compile, by torchao), calibrated on training
+        examples of the run, and certified on the images that certified its cuts: `Uncertified` where the allowed drop cannot be
+        promised. `uncertified` writes it all the same, if the drop is within what is allowed by point estimate.
         """
         from secateurs.export import to_onnx, to_pt2, to_source  # seconds to import, which most runs do not need
 
@@ -88,7 +94,16 @@ class Result(RunResult):
         write = {".onnx": to_onnx, ".pt2": to_pt2, "": to_source}.get(path.suffix)
         if write is None:
             raise InvalidInput(f"export: got {path.name!r}, wanted a name that ends in .onnx or .pt2, or a folder for source.")
-        write(self.graph, path, pad_to=pad_to)
+        if int8:
+            from secateurs.report.int8 import export_int8
+
+            if pad_to != 1:
+                raise InvalidInput(
+                    f"export: pad_to={pad_to} with int8: prune with deploy='int8', which takes widths that suit it."
+                )
+            export_int8(self, path, uncertified=uncertified)
+        else:
+            write(self.graph, path, pad_to=pad_to)
         return path
 
     def report(self) -> Path | None:

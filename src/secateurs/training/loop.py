@@ -21,6 +21,7 @@ from secateurs.distributed import active
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
 from secateurs.training.augment import augment, suitable_augmentation
+from secateurs.training.fake_int8 import fake_int8
 from secateurs.training.objective import Objective, held_out_means, objective_for
 from secateurs.training.parallel import own_part, summed, synchronised, wrapped
 from secateurs.training.precision import usable_precision
@@ -117,7 +118,8 @@ def train_(
         loop = _Loop(module, examples, settings, objective, shown, place, on_step)
         records = loop.start(resume, momentum)
         while loop.step < loop.planned:
-            record = loop.epoch(len(records), measure)
+            with fake_int8(module) if settings.int8 else nullcontext():  # ranges begin anew: a resumed epoch ends the same
+                record = loop.epoch(len(records), measure)
             records.append(record)
             if save is not None:
                 save(loop.state(records))

@@ -245,6 +245,7 @@ class Row(Entry, Base):
     training_seconds: float
     network_sha256: str  # of the file that holds the smaller network
     note: str = ""
+    int8: Answers | None = None  # on the test set, of the smaller network before and after quantising; None: not asked for
     convention: str = CONVENTION
     versions: dict[str, str] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)

@@ -63,6 +63,7 @@ class Comparison:
     shortcut: Shortcut = "before"
     batch: int = 256
     device: Device = None
+    int8: bool = False  # quantise every network too, and measure the file
 
     @property
     def rows(self) -> Path:
@@ -105,8 +106,8 @@ class Comparison:
         write_text(path, json.dumps(asdict(replace(known, budgets=known.budgets | wanted.budgets)), indent=1))
 
     def done(self) -> dict[Key, Row]:
-        """Return the existing rows."""
-        return {row.key: row for row in comparison_rows(self.rows)}
+        """Return the existing rows that have all that is asked for."""
+        return {row.key: row for row in comparison_rows(self.rows) if row.int8 is not None or not self.int8}
 
     def make(self, entry: Entry, method: Method, *, watch: Watch | None = None) -> Row | None:
         """Run the method, save its network, measure it after reloading, append its row; None if another process does."""
@@ -117,6 +118,11 @@ class Comparison:
             known = self.done().get(entry.key)  # another process may have made it while this one was busy
             if known is not None:
                 return known
+            begun = {row.key: row for row in comparison_rows(self.rows)}.get(entry.key)
+            if begun is not None and (folder / NETWORK).exists():  # made without int8 before
+                graph = load(self.model, folder / NETWORK, example_input=self.graph.example)
+                append_row(self.rows, asdict(row := replace(begun, int8=self._int8(graph))))
+                return row
             pruned = method(self._task(entry, folder), watch=watch)
             file = save(pruned.graph, folder / NETWORK)
             row = self._row(entry, pruned, file)
@@ -167,9 +173,20 @@ class Comparison:
             training_seconds=round(pruned.training_seconds, 3),
             network_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
             note=pruned.note,
+            int8=self._int8(smaller) if self.int8 else None,
             versions=about["versions"],
             machine=about["machine"],
         )
+
+    def _int8(self, graph: Graph) -> Answers:
+        """The network and its int8 file on the test set; calibrated on training examples, compared on validation ones."""
+        from secateurs.export.int8 import CALIBRATED, COMPARED, Quantiser  # seconds to import
+
+        pools = ((self.data.train, CALIBRATED), (self.data.search, COMPARED))
+        quantiser = Quantiser(graph, *(subset(pool, min(count, len(pool)), seed=0).ready() for pool, count in pools))
+        file = quantiser.quantised(quantiser.hurting).module()
+        test = self.data.test_set.ready()
+        return _answers(self._evaluate(graph, test), evaluate(file, test, batch=self.batch))
 
     def _evaluate(self, graph: Graph, examples: Examples) -> Evaluation:
         return evaluate(graph.module, examples, batch=self.batch, device=self.device)

@@ -45,8 +45,11 @@ def sheets_of(rows: Sequence[Row], budget: str) -> list[Sheet]:
     here = [row for row in rows if row.budget.name == budget]
     test = here[0].test
     title = f"Test accuracy (%); {100 * test.before:.2f} before, on {test.count:,} images; budget {budget} "
+    quantised = [row for row in here if row.int8 is not None]
+    in_int8 = _target_sheet(quantised, f"Test accuracy (%) of the int8 files; budget {budget}", lambda row: row.int8.after)  # type: ignore[union-attr]  # quantised
     return [
         _target_sheet(here, f"{title}({budget_words(here[0].budget)})", lambda row: row.test.after),
+        *([in_int8] if quantised else []),
         _target_sheet(here, f"MACs really removed (%); budget {budget}", lambda row: row.macs.removed),
         _target_sheet(here, f"Parameters removed (%); budget {budget}", lambda row: row.parameters.removed),
         _cost_sheet(here, budget),
@@ -134,6 +137,8 @@ def _cost_sheet(rows: Sequence[Row], budget: str) -> Sheet:
 
 def rows_sheet(rows: Iterable[Row]) -> Sheet:
     """Return a table of every row: one network each."""
+    rows = list(rows)
+    quantised = any(row.int8 is not None for row in rows)
     columns = "method; budget; target; seed; MACs removed, %; parameters removed, %; search before, %; after, %; "
     columns += "test before, %; after, %; test right after"
     lines = tuple(
@@ -146,9 +151,11 @@ def rows_sheet(rows: Iterable[Row]) -> Sheet:
             f"{100 * row.parameters.removed:.2f}",
             *(f"{100 * share:.2f}" for found in (row.search, row.test) for share in (found.before, found.after)),
             f"{row.test.right_after:,g} of {row.test.count:,}",
+            *((NOTHING if row.int8 is None else f"{100 * row.int8.after:.2f}",) if quantised else ()),
         )
         for row in rows
     )
+    columns += "; int8 file, %" if quantised else ""
     return Sheet("Every network", tuple(columns.split("; ")), lines)
 
 

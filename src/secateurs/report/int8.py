@@ -1,0 +1,305 @@
+"""The int8 file of a run: quantised, certified on the images that certified the run's cuts, written, and noted.
+
+The promise is that of the run, for the file that is deployed: its drop, from pruning and from quantising together, is at most
+`max_drop`. The certification images are asked about a file only once the search images predict a yes; layers go back to
+float32 until they do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from secateurs.errors import InvalidInput, Uncertified
+from secateurs.export.deliver import (
+    TIMED_BATCHES,
+    Agreement,
+    Exported,
+    Inputs,
+    Int8Figures,
+    Prepared,
+    Speed,
+    Stage,
+    prepared,
+    resized,
+    staged,
+)
+from secateurs.export.int8 import Quantised, Quantiser, RuntimeModule
+from secateurs.export.programs import check_packages, feed, onnx_bytes
+from secateurs.export.torchao import ProgramQuantiser
+from secateurs.graph.engine import in_rounds, timed
+from secateurs.graph.latency import speedup
+from secateurs.graph.trace import Graph, tensors_in
+from secateurs.metrics import cross_entropy, evaluate
+from secateurs.pruning.acceptance import BaselineValues, Side
+from secateurs.pruning.budget import AccuracyBudget
+from secateurs.pruning.context import PruningContext
+from secateurs.pruning.results import ChosenAllocation
+from secateurs.report.exports import note_answers, note_exports, read_answers
+from secateurs.selection.contract import Verdict
+
+if TYPE_CHECKING:
+    from secateurs.report.result import Result
+
+_MOST_FLOAT = 0.5  # of the layers: with more in float32 an int8 file gains nothing
+_ROUNDS = 15
+
+
+def export_int8(result: Result, path: Path, *, uncertified: bool = False, compare: bool = False) -> Exported:
+    """Write the int8 file of a finished run to `path` (.onnx), and note its certificate in the run's folder.
+
+    With `compare` the unpruned network and both networks in float32 are measured beside it.
+    """
+    if path.suffix not in (".onnx", ".pt2"):
+        raise InvalidInput(f"int8: got {path.name!r}, wanted a name that ends in .onnx (ONNX Runtime) or .pt2 (torch.compile).")
+    if path.suffix == ".onnx":
+        check_packages()
+    context, graph = result.context, result.graph
+    with staged(path, folder=False) as draft:
+        draft.touch()  # a place that cannot be written to is refused before the work
+        quantiser = quantiser_for(context, graph, program=path.suffix == ".pt2")
+        earlier = [*AccuracyBudget(context).earlier_answers(), *_asked(result)]
+        certifier = _Certifier(context, graph, earlier, uncertified)
+        try:
+            file, verdict = certifier.certified(quantiser)
+        finally:  # a refusal counts, too: the images must not be asked until they say yes
+            _note_asked(result, certifier.asked)
+        draft.write_bytes(file.model)
+        examples = context.compared_examples.batch(slice(0, 64)).args
+        ready = prepared(graph, examples)
+        figures = Int8Figures(
+            how=file.how,
+            sha256=hashlib.sha256(file.model).hexdigest(),
+            accuracy=verdict.accuracy,
+            drop_pruning=certifier.drop_pruning,
+            drop_quantising=verdict.bound.estimate - certifier.drop_pruning,
+            max_drop=context.recipe.max_drop,
+            bound=verdict.upper if certifier.promises else None,
+            confidence=context.recipe.confidence if certifier.promises else 0.0,
+            images=verdict.bound.images,
+            answers=tuple(certifier.asked),
+            counted_in=result.metric,
+        )
+        exported = Exported(
+            kind="int8" if path.suffix == ".onnx" else "pt2-int8",
+            path=path,
+            bytes=len(file.model),
+            agreement=_agreement(file, ready),
+            alignment=ready.alignment,
+            int8=figures,
+        )
+        if compare and path.suffix == ".onnx":
+            exported = _compared(exported, result, file, ready)
+    if result.folder is not None:
+        note_exports(result.folder, [asdict(exported)])
+    return exported
+
+
+def quantiser_for(context: PruningContext, graph: Graph, *, program: bool = False) -> Quantiser | ProgramQuantiser:
+    """What makes int8 files of a network of the run; it sees training examples and some that searched, no others."""
+    classes = context.runtime.loss_fn is cross_entropy
+    kind = ProgramQuantiser if program else Quantiser
+    return kind(graph, context.calibration_examples, context.compared_examples, classes=classes)
+
+
+def _asked(result: Result) -> list[bool]:
+    """Answers about int8 files of this run that were asked for before."""
+    return result.int8_answers if result.folder is None else read_answers(result.folder)
+
+
+def _note_asked(result: Result, answers: Sequence[bool]) -> None:
+    if result.folder is None:
+        result.int8_answers.extend(answers)
+    elif answers:
+        note_answers(result.folder, answers)
+
+
+class _Certifier:
+    """Asks the contract of a run about int8 files; `asked` has the answers of the certification images."""
+
+    def __init__(self, context: PruningContext, graph: Graph, answers: Sequence[bool], uncertified: bool) -> None:
+        self.context, self.sets, self.answers = context, context.acceptance_sets, list(answers)
+        self.asked: list[bool] = []
+        self.promises = self.sets.sides is not None and not uncertified
+        # with a budget for each site nothing is promised of all of them together: the drop counts from the pruned network
+        start = graph if context.recipe.budget == "site" else context.original
+        known = context.baseline_values(start)
+        self.start = known if known is not None else BaselineValues(_every_value(context, start.module), None)
+        side: Side = "certification" if self.sets.sides is not None else "search"
+        before = self.start.certification if self.sets.sides is not None else self.start.search
+        assert before is not None
+        pruned = context._values(graph, side) if known is not None else _every_value(context, graph.module)
+        self.drop_pruning = float((before - pruned).mean())
+
+    def certified(self, quantiser: Quantiser | ProgramQuantiser) -> tuple[Quantised, Verdict]:
+        """The first file, with ever more layers in float32, that is within the contract."""
+        same = self._certified_in_the_run(quantiser)
+        if same is not None:
+            return same
+        if self.promises and self.sets.contract.chance(self.answers) == 0:
+            raise Uncertified(
+                "int8: the certification images of this run have refused a cut, after which they cannot certify anything else. "
+                "Prune with deploy='int8', which certifies the int8 file itself; or export with uncertified=True "
+                "(--uncertified), which promises nothing."
+            )
+        tried = []
+        for file in self._files(quantiser):
+            module = file.module()
+            verdict = self._predicted(module)
+            if (verdict.accepted if self.promises else verdict.by_estimate) and self.promises:
+                verdict = self._ask(module)
+            kept = len(file.how.float_layers)
+            words = f"with {kept} layers in float32" if kept else "all in int8"
+            tried.append(
+                f"{words} a drop of {100 * verdict.bound.estimate:.2f} and a bound of {100 * verdict.upper:.2f} points"
+            )
+            if verdict.accepted if self.promises else verdict.by_estimate:
+                return file, verdict
+            if self.promises and self.sets.contract.chance([*self.answers, *self.asked]) == 0:
+                break
+        allowed = f"{100 * self.context.recipe.max_drop:g} points"
+        raise Uncertified(
+            f"int8: the drop of {allowed} cannot be promised. Pruning alone costs {100 * self.drop_pruning:.2f} points; "
+            f"{'; '.join(tried)}. Nothing was written. Prune less, with deploy='int8', or allow more."
+        )
+
+    def _certified_in_the_run(self, quantiser: Quantiser | ProgramQuantiser) -> tuple[Quantised, Verdict] | None:
+        """The file that the run itself certified (`deploy = "int8"`), if it can be made again: its bound is the same."""
+        allocations = self.context.journal.of(ChosenAllocation)
+        bound = allocations[-1].bound if allocations else None
+        if (
+            self.context.recipe.deploy != "int8"
+            or not self.promises
+            or bound is None
+            or isinstance(quantiser, ProgramQuantiser)
+        ):
+            return None
+        file = quantiser.quantised()
+        yes = self.answers[: self.answers.index(False)] if False in self.answers else self.answers
+        verdict = self.sets.promise(self.start, yes).certify(self.context.values_of(file.module(), "certification"))
+        return (file, verdict) if verdict.accepted and abs(verdict.upper - bound) < 1e-12 else None
+
+    def _files(self, quantiser: Quantiser | ProgramQuantiser) -> Iterator[Quantised]:
+        floats = list(quantiser.hurting)
+        yield quantiser.quantised(floats)
+        others = [layer for _, layer in quantiser.by_harm if layer not in floats]
+        step = 1
+        while others and len(floats) + step <= _MOST_FLOAT * len(quantiser.by_harm):
+            floats, others, step = [*floats, *others[:step]], others[step:], 2 * step
+            yield quantiser.quantised(floats)
+
+    def _predicted(self, module: nn.Module) -> Verdict:
+        if self.start.certification is None:  # all images search, and the estimate decides
+            after = _every_value(self.context, module)
+        else:
+            after = self.context.values_of(module, "search")
+        return self.sets.predict(self.start, after, answers=[*self.answers, *self.asked])
+
+    def _ask(self, module: nn.Module) -> Verdict:
+        after = self.context.values_of(module, "certification")
+        verdict = self.sets.promise(self.start, [*self.answers, *self.asked]).certify(after)
+        self.asked.append(verdict.accepted)
+        return verdict
+
+
+def _every_value(context: PruningContext, module: nn.Module) -> Tensor:
+    """The metric of a network on all validation images (N,), or its mean (1,) where it gives no more."""
+    if context.runtime.evaluate is not None:
+        return context.runtime.evaluate.of_module(module).reshape(-1)
+    found = evaluate(module, context.validation, metric=context.runtime.metric, batch=context.recipe.batch)
+    return torch.tensor([found.accuracy], dtype=torch.float64) if found.values is None else found.values
+
+
+def _agreement(file: Quantised, ready: Prepared) -> Agreement:
+    """How far the file's outputs are from those of the float network; nothing is refused by it."""
+    found = tensors_in(file.module()(*ready.inputs))
+    pairs = list(zip(found, ready.wanted[0], strict=True))
+    worst = max(float((a - b).abs().max()) for a, b in pairs if b.numel())
+    return Agreement(worst, max(float(b.abs().max()) for _, b in pairs if b.numel()), len(ready.inputs[0]), True)
+
+
+# ---- beside the float networks -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Network:
+    """One of the stages, as a file."""
+
+    name: str
+    model: bytes
+    bits: int
+    bops: float
+    accuracy: float | None
+
+
+def _compared(exported: Exported, result: Result, file: Quantised, ready: Prepared) -> Exported:
+    """The export beside the unpruned network and both in float32: bytes, accuracy, BOPs, and times taken in turns."""
+    context = result.context
+    dense = quantiser_for(context, context.original)
+    dense8, small = dense.quantised(), onnx_bytes(ready)
+    test = context.data.test
+    examples = context.validation if test is None else test.ready()
+
+    def accuracy(module: nn.Module) -> float:
+        whole = context.runtime.evaluate
+        if whole is not None:
+            return float(whole.of_module(module).mean())
+        return evaluate(module, examples, metric=context.runtime.metric, batch=context.recipe.batch).accuracy
+
+    known = result.search if test is None or context.runtime.evaluate is not None else result.test
+    floats = onnx_bytes(prepared(context.original, ready.inputs))
+    networks = [
+        _Network("unpruned, float32", floats, 32, dense8.how.float_bops, known.before),
+        _Network("pruned, float32", small, 32, file.how.float_bops, known.after),
+        _Network("unpruned, int8", dense8.model, dense8.how.weight_bits, dense8.how.bops, accuracy(dense8.module())),
+        _Network("pruned, int8", file.model, file.how.weight_bits, file.how.bops, accuracy(file.module())),
+    ]
+    times = stage_times([each.model for each in networks], ready.inputs)
+    stages = tuple(
+        Stage(each.name, len(each.model), each.bits, each.bops, each.accuracy, tuple(seconds))
+        for each, seconds in zip(networks, _medians(times, len(networks)), strict=True)
+    )
+    speeds = tuple(
+        Speed(
+            batch,
+            _median(rows[0]),
+            _median(rows[-1]),
+            speedup(_row(rows[0]), _row(rows[-1])),
+            "ONNX Runtime",
+            torch.get_num_threads(),
+        )
+        for batch, rows in times.items()
+    )
+    figures = replace(exported.int8, stages=stages, tested=0 if test is None or context.runtime.evaluate else len(test))  # type: ignore[type-var]  # it is there
+    return replace(exported, original_bytes=len(floats), speeds=speeds, int8=figures)
+
+
+def stage_times(files: Sequence[bytes], inputs: Inputs, *, rounds: int = _ROUNDS) -> dict[int, list[list[float]]]:
+    """Seconds of every file in each round, by batch; all run in turns."""
+    modules = [RuntimeModule(model) for model in files]
+    found = {}
+    for batch in TIMED_BATCHES:
+        given = resized(inputs, batch)
+        timers = {i: timed(partial(module.session.run, None, feed(module.session, given))) for i, module in enumerate(modules)}
+        rows = in_rounds(timers, rounds=rounds)
+        found[batch] = [rows[i] for i in range(len(files))]
+    return found
+
+
+def _medians(times: dict[int, list[list[float]]], count: int) -> list[list[tuple[int, float]]]:
+    return [[(batch, _median(rows[i])) for batch, rows in times.items()] for i in range(count)]
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return float(_row(seconds).quantile(0.5))
+
+
+def _row(seconds: Sequence[float]) -> Tensor:
+    return torch.tensor(seconds, dtype=torch.float64)
