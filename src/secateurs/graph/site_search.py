@@ -425,7 +425,7 @@ class _Search:
                 view = self._view_of_heads(place)
                 if view is None or place.name not in self.present:
                     continue
-                layer = next((n for n in self._layers_above(view, nearest=True)), view)
+                layer = min(self._layers_above(view, nearest=True), key=self.order.__getitem__, default=view)
                 name = f"{layer.target}.{word}"
                 site = self.site([place], lambda layers, name=name: name)  # type: ignore[misc]  # mypy cannot infer such a lambda
                 reason = site if isinstance(site, str) else ""
