@@ -21,7 +21,8 @@ _PIPED_WIDTH = 160  # without a terminal rich folds at 80 columns, which cuts na
 
 def console(*, stderr: bool = False) -> Console:
     """The console for results, or for progress and warnings; of several workers only the first one's says anything."""
-    found = Console(stderr=stderr, highlight=False, quiet=os.environ.get("RANK", "0") != "0")
+    follows = os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK", "0") != "0"
+    found = Console(stderr=stderr, highlight=False, quiet=follows)
     if not found.is_terminal and "COLUMNS" not in os.environ:
         found.width = _PIPED_WIDTH
     return found
