@@ -26,7 +26,6 @@ from secateurs.graph.cost import cost
 from secateurs.graph.node_info import forget_source_
 from secateurs.graph.trace import Graph
 
-
 _SOURCES = {
     torch.ops.aten.conv2d.default: functional.conv2d,
     torch.ops.aten.linear.default: functional.linear,
