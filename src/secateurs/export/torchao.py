@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import io
 import logging
+import operator
 from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, UnsupportedOp
@@ -23,6 +25,13 @@ from secateurs.export.qdq import Int8Layer
 from secateurs.graph.cost import cost
 from secateurs.graph.node_info import forget_source_
 from secateurs.graph.trace import Graph
+
+_SOURCES = {
+    torch.ops.aten.conv2d.default: functional.conv2d,
+    torch.ops.aten.linear.default: functional.linear,
+    torch.ops.aten.relu.default: functional.relu,
+    torch.ops.aten.add.Tensor: operator.add,
+}
 
 
 class ProgramModule(nn.Module):
@@ -53,12 +62,16 @@ class ProgramQuantiser:
         quantizer = x86.X86InductorQuantizer()
         quantizer.set_global(x86.get_default_x86_inductor_quantization_config(reduce_range=bits == 7))
         try:
+            batches = tuple({0: torch.export.Dim("batch")} for _ in ready.inputs)
             with quiet(), torch.no_grad():
-                module = pt2e.prepare_pt2e(ready.program.module(), quantizer)
+                captured = ready.program.module()
+                for node in captured.graph.nodes:  # the quantizer finds layers by notes on their source, which are not kept
+                    if node.target in _SOURCES:
+                        node.meta["source_fn_stack"] = [(node.name, _SOURCES[node.target])]
+                module = pt2e.prepare_pt2e(captured, quantizer)
                 for batch in calibration.batches(64):
                     module(*batch.args)
                 module = pt2e.convert_pt2e(module)
-                batches = tuple({0: torch.export.Dim("batch")} for _ in ready.inputs)
                 program = torch.export.export(module, ready.inputs, dynamic_shapes=batches)
         except Exception as error:  # torchao raises its own classes, by what it could not follow
             raise UnsupportedOp(
@@ -66,6 +79,8 @@ class ProgramQuantiser:
             ) from error
         for node in program.graph.nodes:
             forget_source_(node)
+        if not any(tensor.dtype == torch.int8 for tensor in (*program.state_dict.values(), *program.constants.values())):
+            raise UnsupportedOp(f"torchao found no layer of {ready.name} that it can quantise. Export it for ONNX Runtime.")
         file = io.BytesIO()
         with quiet():
             torch.export.save(program, file)

@@ -161,7 +161,7 @@ class Step:
     loss_before: float
     bound_trained: float | None = None  # the same after training; None: not trained, or the training was undone
     training_seconds: Seconds = 0.0  # of `seconds`
-    unit: str = "filters"  # what one calls the site's channels, such as heads
+    noun: str = "filters"  # what one calls the channels of the site, such as heads
     files: Files = field(default_factory=dict)
     importance: Any = field(default=None, metadata={"journal": False})  # Importance, PairImportance, or None if read back
 

@@ -440,7 +440,7 @@ class Run:
             round=self.context.progress.round,
             site=site.name,
             channels=site.channels,
-            unit=site.unit,
+            noun=site.unit,
             removed=tuple(site.original[i] for i in cut.removed),
             accuracy_before=before.accuracy,
             accuracy_cut=cut.accuracy,

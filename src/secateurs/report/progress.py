@@ -138,7 +138,7 @@ class RunWatcher:
         """Show a finished step."""
         self.latest = step
         where = self.where if step.site == self.site else step.site
-        filters = f"{step.channels} → {step.kept} {step.unit}"
+        filters = f"{step.channels} → {step.kept} {step.noun}"
         self.shown.line(f"{self._round(step.round)}{where}: {filters}; {self._so_far(step)}; {step.seconds:.1f} s")
 
     def _round(self, number: int) -> str:
