@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=NETWORKS)
     parser.add_argument("--choices", nargs="+", default=CHOICES)
     parser.add_argument("--shares", nargs="+", type=float, help="of the time or MACs that are to go")
-    parser.add_argument("--images", type=int, default=512, help="to choose by, and to repair on")
+    parser.add_argument("--images", type=int, default=1024, help="to choose by, and to repair on")
     parser.add_argument("--engine-batch", type=int, default=1, help="batch that cuts are chosen for")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--train", type=int, metavar="EPOCHS", help="only train the networks of these choices and shares")
