@@ -147,7 +147,7 @@ def time_all(network: str, rounds: int) -> None:
     ]
     models = [file.read_bytes() for file in files]
     torch.set_num_threads(1)
-    seconds = stage_times(models, example_input(network).split(1), rounds=rounds)
+    seconds = stage_times(models, (example_input(network),), rounds=rounds)
     medians = {
         str(batch): {stage: float(torch.tensor(row).median()) for stage, row in zip(STAGES, found, strict=True)}
         for batch, found in seconds.items()
