@@ -168,10 +168,15 @@ def test_a_network_that_was_moved_after_tracing(move: Callable[[nn.Module], nn.M
     assert smaller.shape[0] == 4
 
 
-@pytest.mark.parametrize("example", [None, [X], {"x": 2}, {}, (), ((X,),), 3, (X, 2)])
+@pytest.mark.parametrize("example", [None, [X], {"x": 2}, {}, (), 3, (X, 2)])
 def test_examples_that_are_none(example: Any) -> None:
     with pytest.raises(InvalidInput, match=r"example_input: got .*, wanted a tensor, or a tuple of tensors"):
         trace(chain().double(), example)
+
+
+def test_an_example_within_a_tuple_that_the_model_does_not_take() -> None:
+    with pytest.raises(InvalidInput, match="Net does not run on the example input"):
+        trace(chain().double(), ((X,),))
 
 
 def test_an_example_that_does_not_fit() -> None:

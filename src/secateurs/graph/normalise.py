@@ -272,7 +272,7 @@ def _divide_before_heads_(module: fx.GraphModule, view: fx.Node) -> None:
 
     In (…, 3, h, d, …), made by one view, the features of queries cannot be removed without those of values.
     """
-    if view.target not in ("view", "reshape", torch.reshape) or not isinstance(view.args[0], fx.Node) or view.kwargs:
+    if view.target not in ("view", "reshape", torch.reshape) or len(view.args) < 2 or not isinstance(view.args[0], fx.Node):
         return
     source, sizes = view.args[0], list(view.args[1] if isinstance(view.args[1], tuple | list) else view.args[1:])
     before, after = shape_of(source).dims or (), dims_of(view)
