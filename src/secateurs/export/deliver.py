@@ -146,9 +146,9 @@ class Int8Figures:
     def summary(self) -> str:
         """One sentence: what is promised, and where the drop comes from."""
         unit, scale = ("points", 100) if self.counted_in == "accuracy" else (f"of {self.counted_in}", 1)
-        parts = f"{scale * self.drop_pruning:.2f} by pruning and {scale * self.drop_quantising:.2f} by quantising"
+        parts = f"{scale * self.drop_pruning:.2f} {unit} by pruning and {scale * self.drop_quantising:.2f} by quantising"
         if self.bound is None:
-            return f"nothing is promised of the int8 file: its drop was measured as {parts} {unit} on {self.images} examples"
+            return f"nothing is promised of the int8 file: its drop was measured as {parts} on {self.images} examples"
         return (
             f"at {100 * self.confidence:g} % confidence the drop of the int8 file is at most {scale * self.bound:.2f} {unit}: "
             f"{parts} were measured on the {self.images} examples that certify"
