@@ -67,7 +67,7 @@ def test_a_file_with_its_model_is_compared_on_random_inputs(folder: Path, capsys
 def test_what_cannot_be_exported_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder.parent / "other.safetensors").write_bytes(b"")
     wrong = {
-        ("run",): "one or more of --onnx, --pt2 and --source",
+        ("run",): "one or more of --onnx, --pt2, --source and --int8",
         ("nowhere", "--onnx"): "nowhere: does not exist",
         ("run/pruned.safetensors", "--pt2"): "give --model",
         ("run", "--pt2", "--data", "digits"): "names its model and data itself",

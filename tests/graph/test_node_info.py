@@ -39,7 +39,7 @@ def writes_meta(path: Path) -> bool:
 
 def test_only_node_info_writes_the_metadata_of_nodes() -> None:
     found = {path.relative_to(SRC) for path in SRC.rglob("*.py") if writes_meta(path)}
-    assert found == {Path("graph/node_info.py")}
+    assert found == {Path("graph/node_info.py"), Path("export/torchao.py")}  # the latter: a key of torch's own quantisers
 
 
 def test_every_recorded_key_is_declared() -> None:
