@@ -13,6 +13,8 @@ import atexit
 import hashlib
 import json
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -249,6 +251,36 @@ class Workers:
 
     # ---- the store ---------------------------------------------------------------------------------------------------
 
+    def meet(self) -> str:
+        """A name that the workers of this attempt share, and that no other attempt has.
+
+        torchrun may keep one store over restarts, with what dead workers left in it. So every worker says a random number of
+        its own, and rank 0 answers each number with its own, until all have confirmed that one.
+        """
+        own, until = secrets.token_hex(8), time.monotonic() + self.timeout
+        if not self.first:
+            self._set(f"hello/{self.rank}", own.encode())
+            self._wait([f"welcome/{own}"], "joining", lambda: "rank 0")
+            name = bytes(self._get(f"welcome/{own}")).decode()
+            self._set(f"{name}/here/{self.rank}", b"")
+            return name
+        missing, answered = set(range(1, self.size)), set[bytes]()
+        while missing:
+            for rank in sorted(missing):
+                with self._lost("joining"):
+                    if self.store.check([f"{own}/here/{rank}"]):
+                        missing.discard(rank)
+                    elif self.store.check([f"hello/{rank}"]) and (said := bytes(self._get(f"hello/{rank}"))) not in answered:
+                        answered.add(said)  # of a worker that is gone, perhaps: then nobody reads the answer
+                        self._set(f"welcome/{said.decode()}", own.encode())
+            if missing and time.monotonic() > until:
+                late = ", ".join(f"rank {rank}" for rank in sorted(missing)[:8])
+                raise RunError(
+                    f"joining: rank 0 waited {self.timeout:g} s for {late}. Start all workers, or allow more time: {TIMEOUT}=…"
+                )
+            time.sleep(0.01 if missing else 0.0)
+        return own
+
     def _get_all(self, what: str) -> list[bytes]:
         keys = [f"{self.phase}/done/{rank}" for rank in range(self.size)]
 
@@ -338,7 +370,7 @@ def join() -> Workers:
 
         timeout = _timeout()
         try:
-            # torch knows who has the store: torchrun itself, or rank 0. It is a new one after every restart
+            # torch knows who has the store: torchrun itself, or rank 0
             store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
         except RuntimeError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT')}"
@@ -347,7 +379,8 @@ def join() -> Workers:
                 f"rank {os.environ['RANK']} could not join the other workers at {where} within {timeout:g} s ({text}). "
                 f"Start all machines, with the same rendezvous."
             ) from error
-        found = Workers(rank, size, PrefixStore("secateurs", store), timeout)
+        first = Workers(rank, size, PrefixStore("secateurs", store), timeout)
+        found = Workers(rank, size, PrefixStore(f"secateurs/{first.meet()}", store), timeout)
         found.check_same("joining", {"number of workers": str(size)})
         _joined.append(found)
     return _joined[0]
