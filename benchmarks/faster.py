@@ -166,8 +166,8 @@ def _removed(run: Pruner, curves: Any, allocation: Any, choice: str) -> float:
 def time_all(network: str, rounds: int, again: bool) -> None:
     """Time all sizes of a network in turns with the dense one."""
     found = [row for row in rows("network") if row["network"] == network]
-    timed = {_key({**row, "kind": "network", "batch": None}) for row in rows("speed")}
-    if not found or (not again and timed.issuperset(map(_key, found))):
+    wanted = {_key({**row, "kind": "speed", "batch": batch}) for row in found for batch in BATCHES}
+    if not found or (not again and {_key(row) for row in rows("speed")}.issuperset(wanted)):
         return
     graphs: dict[int, Graph] = {-1: trace(build_model(origin(network)), example_input("resnet20"))}
     graphs |= {i: load(build_model(origin(network)), row["file"]) for i, row in enumerate(found)}
