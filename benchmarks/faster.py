@@ -134,7 +134,7 @@ def make(network: str, choice: str, shares: Sequence[float], images: int, engine
                 "network": network,
                 "choice": choice,
                 "share": share,
-                "file": str(path),
+                "file": path.name,
                 "macs": cost(graph).macs / dense.macs,
                 "before": before,
                 "after": after,
@@ -170,7 +170,7 @@ def time_all(network: str, rounds: int, again: bool) -> None:
     if not found or (not again and {_key(row) for row in rows("speed")}.issuperset(wanted)):
         return
     graphs: dict[int, Graph] = {-1: trace(build_model(origin(network)), example_input("resnet20"))}
-    graphs |= {i: load(build_model(origin(network)), row["file"]) for i, row in enumerate(found)}
+    graphs |= {i: load(build_model(origin(network)), FOLDER / row["file"]) for i, row in enumerate(found)}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for batch in BATCHES:
@@ -192,7 +192,7 @@ def train(network: str, choice: str, shares: Sequence[float], epochs: int) -> No
     for row in rows("network"):
         if (row["network"], row["choice"]) != (network, choice) or row["share"] not in shares:
             continue
-        graph, began = load(build_model(origin(network)), row["file"]), time.process_time()
+        graph, began = load(build_model(origin(network)), FOLDER / row["file"]), time.process_time()
         train_(graph.module, whole.train, settings, teacher=dense)
         assert whole.test is not None
         same = {name: row[name] for name in ("network", "choice", "share", "before")}
