@@ -8,7 +8,7 @@ dense one, at batches of 1 and 64, on one thread.
 Every curve, network and row is kept (`~/.cache/secateurs/bench/faster`, benchmarks/results/faster.jsonl), so a run that was
 interrupted continues. Parts of the work: `--networks resnet56 --choices "time before" --shares 0.4`. `--render` only writes
 docs/performance.md; `--again` times the networks that are there once more; `--train 4 --choices … --shares …` trains those
-networks for so many epochs by distillation, at the settings of `benchmarks.finetuning`, and measures their accuracy again.
+networks for 4 epochs by distillation, at the settings of `benchmarks.finetuning`, and measures their accuracy again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 All of them run the same program. A measurement is cut into tickets, which workers draw from a shared counter: a slow worker
 draws fewer. Every worker then gets all results in the order of the tickets, so that their number changes no bit of a sum. What
-rank 0 decides or reads it sends to all. Whoever is late, or does something else, is named in an error: no wait is endless.
+rank 0 decides or reads it sends to all. A worker that is late, or elsewhere, is named in an error: no wait is endless.
 
 A few bytes go through the store of torch.distributed (TCPStore), more of them through its process group.
 """

@@ -61,6 +61,7 @@ class Classes:
         for node, flow in self.flows.of.items():
             terms = zip(self.flows.inputs[node], flow.widths, strict=True) if isinstance(flow, Join) else ()
             own = list(terms)[isinstance(flow, Join) and flow.zero_if == "rest" :]  # the first of where's says which to choose
+            # nothing is own unless the flow is a join, which has a width
             joined = [i for i, width in own if width == flow.width and self.flows.of[i].axis is None]  # type: ignore[union-attr]
             if joined and isinstance(flow, Join) and flow.zero_if in ("all", "rest") and all(map(_is_of_the_model, joined)):
                 yield node

@@ -124,7 +124,7 @@ def narrow_units_(module: Any, inputs: Tensor, units: Tensor) -> Iterator[tuple[
             found = (rows, torch.cat([direction * hidden + kept for direction in range(1 + module.bidirectional)]))
         narrower = tensor.detach()
         for dim, index in enumerate(found):
-            narrower = narrower.index_select(dim, index.to(tensor.device))  # type: ignore[union-attr]
+            narrower = narrower.index_select(dim, index.to(tensor.device))  # type: ignore[union-attr]  # all axes are cut
         setattr(module, name, nn.Parameter(narrower, requires_grad=tensor.requires_grad))
         yield name, found
     module.input_size, module.hidden_size = int(inputs.sum()), len(kept)

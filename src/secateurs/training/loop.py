@@ -373,7 +373,7 @@ class _Loop:
         found = float(value.detach())
         if not isfinite(found):
             raise self._diverged(f"the loss is {found}", number)
-        self.scaler.scale(value if factor == 1 else value * factor).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(value if factor == 1 else value * factor).backward()  # type: ignore[no-untyped-call]  # in torch
         if self.settings.clip_norm is not None:
             self.scaler.unscale_(self.optimiser)
             nn.utils.clip_grad_norm_(self.trained.values(), self.settings.clip_norm)

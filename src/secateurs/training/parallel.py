@@ -89,11 +89,11 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
         return found
     axes, shape = [axis for axis in range(x.ndim) if axis != 1], [1, -1] + [1] * (x.ndim - 2)
     count = x.new_tensor(x.numel() / x.shape[1])
-    sums: Tensor = _Sum.apply(torch.cat([x.sum(axes), count[None]]))  # type: ignore[no-untyped-call]
+    sums: Tensor = _Sum.apply(torch.cat([x.sum(axes), count[None]]))  # type: ignore[no-untyped-call]  # untyped in torch
     total = sums[-1].detach()
     mean = sums[:-1] / total
     centred = x - mean.view(shape)
-    variance: Tensor = _Sum.apply(centred.square().sum(axes)) / total  # type: ignore[no-untyped-call]
+    variance: Tensor = _Sum.apply(centred.square().sum(axes)) / total  # type: ignore[no-untyped-call]  # untyped in torch
     with torch.no_grad():
         norm.num_batches_tracked += 1
         share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
