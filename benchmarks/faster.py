@@ -8,7 +8,8 @@ dense one, at batches of 1 and 64, on one thread.
 Every curve, network and row is kept (`~/.cache/secateurs/bench/faster`, benchmarks/results/faster.jsonl), so a run that was
 interrupted continues. Parts of the work: `--networks resnet56 --choices "time before" --shares 0.4`. `--render` only writes
 docs/performance.md; `--again` times the networks that are there once more; `--train 4 --choices … --shares …` trains those
-networks for 4 epochs by distillation, at the settings of `benchmarks.finetuning`, and measures their accuracy again.
+networks for 4 epochs by distillation, at the settings of `benchmarks.finetuning`, and measures their accuracy again;
+`--reconstruct` trains them without labels, to give at every layer what the dense one gives (repair `whole-network`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from secateurs.graph.latency import SpeedUp, speedup
 from secateurs.metrics import evaluate
 from secateurs.models import example_input
 from secateurs.pruning.global_allocation import allocations_for, apply_allocation
+from secateurs.repair import reconstruct_
 from secateurs.training import train_
 
 ROWS = Path(__file__).parent / "results" / "faster.jsonl"
@@ -49,6 +51,7 @@ CHOICES = ("macs before", "time before", "time stream")
 SHARES = {"macs": (0.35, 0.45, 0.55), "time": (0.3, 0.4, 0.5)}  # removed by prediction
 BATCHES = (1, 64)
 POINT = 0.01
+RECONSTRUCTED = 1024  # images, without labels
 
 
 def rows(kind: str) -> list[dict[str, Any]]:
@@ -59,7 +62,7 @@ def rows(kind: str) -> list[dict[str, Any]]:
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(row.get(name) for name in ("kind", "network", "choice", "share", "batch"))
+    return tuple(row.get(name) for name in ("kind", "network", "choice", "share", "batch", "epochs"))
 
 
 def keep(row: dict[str, Any]) -> None:
@@ -186,14 +189,18 @@ def time_all(network: str, rounds: int, again: bool) -> None:
 
 
 def train(network: str, choice: str, shares: Sequence[float], epochs: int) -> None:
-    """Train networks that were made, by distillation from the dense one, and measure their accuracy again."""
+    """Train networks that were made, and measure their accuracy again: by distillation, or by reconstruction in 0 epochs."""
     whole, dense = load_split(origin(network)), build_model(origin(network))
-    settings = Cell(network, choice, 0.0, "distillation", "live", 0.01, 0, epochs, "bfloat16", None).settings()
+    settings = Cell(network, choice, 0.0, "distillation", "live", 0.01, 0, epochs or 1, "bfloat16", None).settings()
+    reconstructed = subset(whole.train, RECONSTRUCTED, seed=0)
     for row in rows("network"):
         if (row["network"], row["choice"]) != (network, choice) or row["share"] not in shares:
             continue
         graph, began = load(build_model(origin(network)), FOLDER / row["file"]), time.process_time()
-        train_(graph.module, whole.train, settings, teacher=dense)
+        if epochs:
+            train_(graph.module, whole.train, settings, teacher=dense)
+        else:
+            reconstruct_(graph, trace(dense, example_input("resnet20")), reconstructed)
         assert whole.test is not None
         same = {name: row[name] for name in ("network", "choice", "share", "before")}
         figures = {"start": row["after"], "after": evaluate(graph.module, whole.test, batch=64).accuracy, "epochs": epochs}
@@ -253,11 +260,12 @@ def page() -> str:
             summary.append(f"- {network}, by {choice.split()[0]}, masks {choice.split()[1]}: {words or 'not reached'}.")
     trained = []
     for row in rows("trained"):
-        both = [speeds[_key({**row, "kind": "network", "batch": batch})] for batch in BATCHES]
+        both = [speeds[_key({**row, "kind": "network", "batch": batch, "epochs": None})] for batch in BATCHES]
+        how = f"{row['epochs']} epochs of distillation" if row["epochs"] else "reconstruction of the whole network, label-free,"
         speed = " and ".join(f"{one['ratio']:.2f}× at batch {batch}" for one, batch in zip(both, BATCHES, strict=True))
         trained.append(
             f"- {row['network']}, by {row['choice']}, {speed}: {100 * row['before']:.2f} → {100 * row['start']:.2f} %, "
-            f"after {row['epochs']} epochs of distillation {100 * row['after']:.2f} % ({row['seconds']} s of one core)."
+            f"after {how} {100 * row['after']:.2f} % ({row['seconds']} s of one core)."
         )
     measured = dict.fromkeys(row["conditions"] for row in speeds.values())
     after = ["Trained:", "", *trained, ""] if trained else []
@@ -276,11 +284,12 @@ def main() -> None:
     parser.add_argument("--engine-batch", type=int, default=1, help="batch that cuts are chosen for")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--train", type=int, metavar="EPOCHS", help="only train the networks of these choices and shares")
+    parser.add_argument("--reconstruct", action="store_true", help="only repair those networks as a whole, without labels")
     options = parser.parse_args()
-    if options.train:
+    if options.train or options.reconstruct:
         for network in options.networks:
             for choice in options.choices:
-                train(network, choice, options.shares or SHARES[choice.split()[0]], options.train)
+                train(network, choice, options.shares or SHARES[choice.split()[0]], 0 if options.reconstruct else options.train)
     elif not options.render:
         for network in options.networks:
             for choice in options.choices:

@@ -6,7 +6,7 @@ The context has no state of its own: the same network and site give the same ans
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -57,6 +57,7 @@ from secateurs.training import carry_momentum
 T = TypeVar("T")
 
 _PROBED_BATCH = 4  # examples at once where the multiple of widths is measured in eager mode
+_PREPARED = 3  # networks with room for repairs that are kept
 _FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 _HELD_OUT = 1024  # examples tell orders and curves apart well enough; the search images may be many more
 _CALIBRATED = 256  # examples for int8 ranges, and to compare int8 files on
@@ -228,7 +229,7 @@ class PruningContext:
         examples = few.examples
         if few.loss_fn is divergence:
             examples = replace(examples, targets=drawn_labels(examples.targets, seed))
-        graph = prepare(self.original, names)
+        graph = self.prepared(names)
         return self._batched(
             lambda batch: survey(
                 graph,
@@ -241,6 +242,19 @@ class PruningContext:
                 seed=seed,
             )
         )
+
+    def prepared(self, names: Iterable[str]) -> Graph:
+        """The original network, with all that repairs of these sites set; not to be changed, as it is kept."""
+        key = tuple(names)
+        if key not in self._prepared:
+            for oldest in list(self._prepared)[: 1 - _PREPARED]:
+                del self._prepared[oldest]
+            self._prepared[key] = prepare(self.original, key)
+        return self._prepared[key]
+
+    @cached_property
+    def _prepared(self) -> dict[tuple[str, ...], Graph]:
+        return {}
 
     @cached_property
     def ranker(self) -> Ranker:

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 from torch import Tensor
 
@@ -29,7 +29,7 @@ from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import HeldOut, PreparedSite, PruningContext
 from secateurs.pruning.latency_target import target_share, timed_allocations
 from secateurs.pruning.results import BranchPrice, ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
-from secateurs.repair import prepare, solve_together, write_
+from secateurs.repair import solve_together, write_
 from secateurs.selection.allocation import Allocation, Curve, calibrated, frontier
 
 _MOST_TRIED = 160  # allocations that a search looks among: neighbours then differ by less than their accuracies are known
@@ -291,15 +291,11 @@ class CutsTogether:
         self.surveyed = {} if survey is None else survey.reconstructions
         self.possible = context.recipe.repair in REFITTED and bool(self.masks) and set(self.masks) <= set(self.surveyed)
 
-    @cached_property
-    def _wide(self) -> Graph:
-        return prepare(self.context.original, self.masks)
-
     def up_to(self, last: str, *, verify: bool = False) -> Graph:
         """The network with the cuts up to that at the site `last` made and repaired, not refitted."""
         names = list(self.masks)
         masks: dict[str | Site, Tensor] = {name: self.masks[name] for name in names[: names.index(last) + 1]}
-        graph, some = copied(self._wide), {str(name): mask for name, mask in masks.items()}
+        graph, some = copied(self.context.prepared(self.masks)), {str(name): mask for name, mask in masks.items()}
         write_(graph, solve_together({name: self.surveyed[name] for name in some}, some, self._solved))
         return compact(graph, masks, verify=verify)
 

@@ -25,7 +25,6 @@ from secateurs.graph.trace import Graph
 from secateurs.pruning.context import PruningContext
 from secateurs.pruning.latency_tables import LatencyModel
 from secateurs.pruning.results import LayerTime, MeasuredSpeed, SiteCurve, TimedAllocation
-from secateurs.repair import prepare
 from secateurs.selection.allocation import Allocation
 from secateurs.selection.knapsack import ascending, best_allocations
 
@@ -239,7 +238,5 @@ class _Solver:
 
 def structure(context: PruningContext, masks: Mapping[str | Site, Tensor]) -> Graph:
     """The network without what the masks drop, with room for repairs if the recipe repairs; its weights are not repaired."""
-    wide = context.original
-    if context.recipe.repair != "none":
-        wide = prepare(wide, masks)
-    return compact(wide, masks, verify=False)
+    names = [site.name if isinstance(site, Site) else site for site in masks]
+    return compact(context.original if context.recipe.repair == "none" else context.prepared(names), masks, verify=False)

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from secateurs._util.modules import Device, eval_mode, on_device
 from secateurs.data.dataset import Examples
+from secateurs.distributed import active
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import LastTerm, LayerConsumer, find_layers
@@ -80,7 +81,8 @@ def refit_(
             seen, wanted = [*seen, node, find_node(ours, term.end)], term.node
         solved.append(_Solved(consumer, term, node, seen, find_node(theirs, wanted, whose="original")))
     errors = {}
-    count, drawn = -(-len(examples) // batch), list[int]()  # batches in all, and those whose activations this process keeps
+    count, workers = -(-len(examples) // batch), active()
+    own = range(workers.rank, count, workers.size)  # batches whose activations this process keeps, from layer to layer
     with on_device(ours, device) as where, on_device(theirs, where), eval_mode(ours, theirs):
         modules = [graph.module.get_submodule(each.consumer.module) for each in solved]
         share = all(worth_sharing([module], batch, len(examples), rows, where) for module in modules)
@@ -99,10 +101,8 @@ def refit_(
                 inputs = examples.batch(slice(place * batch, (place + 1) * batch), device=where).args
                 (read, *others), (given,) = here.at(place, inputs), there.at(place, inputs)
                 take(tally, tally.terms(read, target(given, *others), place * batch))
-                if place not in drawn:
-                    drawn.append(place)
 
-            tally_batches("refitted layer", count, [tally], run, share=share, own=drawn if number else None)
+            tally_batches("refitted layer", count, [tally], run, share=share, own=own)
             fit = layer_fit(graph, consumer, *tally.moments(matrix_of(layer)))
             weights, errors[consumer.module], _ = fit.mend(fit.kept(torch.ones(0, dtype=torch.bool)), None)
             write_(graph, weights)
