@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,10 +214,17 @@ def processes_of(word: str) -> list[str]:
     return found
 
 
-def torchrun(*command: str, workers: int = 2, restarts: int = 0) -> subprocess.Popen[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
+def torchrun(
+    *command: str, workers: int = 2, restarts: int = 0, machines: Sequence[str] = ("--standalone",)
+) -> subprocess.Popen[str]:
+    launch = [sys.executable, "-m", "torch.distributed.run", *machines, f"--nproc-per-node={workers}"]
     launch += [f"--max-restarts={restarts}", "--monitor-interval=0.1", "-m", *command]
-    return subprocess.Popen(launch, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(launch, env=environment(), text=True, stdout=pipe, stderr=pipe, start_new_session=True)
+
+
+def children(agent: subprocess.Popen[str]) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()]
 
 
 PRUNE = ["secateurs", "prune", "--model", "mlp", "--data", "digits", "--recipe", "best", "--confidence", "0", "--round-to", "1"]
@@ -233,8 +242,7 @@ def test_torchrun_prunes_as_one_process_does_and_goes_on_after_a_kill(tmp_path: 
             assert agent.poll() is None, agent.communicate()[1][-2000:]
             assert time.monotonic() < until
             time.sleep(0.01)
-        (first, *_) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-        os.kill(int(first), signal.SIGKILL)
+        os.kill(children(agent)[0], signal.SIGKILL)
         out, err = agent.communicate(timeout=120)
     finally:
         agent.kill()
@@ -244,6 +252,48 @@ def test_torchrun_prunes_as_one_process_does_and_goes_on_after_a_kill(tmp_path: 
     assert out.count("pruned.safetensors") == 1, "only rank 0 prints"
     assert "Resuming" not in out
     assert not processes_of(str(killed))
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_lost_leaves_a_run_that_the_others_finish(tmp_path: Path) -> None:
+    """Two agents that meet at one address stand for two machines; all processes of one are killed at once."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    meeting = ("--nnodes=1:2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=run")
+    meeting = (*meeting, "--rdzv-conf=last_call_timeout=20,keep_alive_interval=1")
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    subprocess.run([sys.executable, "-m", *PRUNE, "--out", str(alone)], env=environment(), capture_output=True, check=True)
+    agents = [torchrun(*PRUNE, "--out", str(shared), workers=1, restarts=3, machines=meeting) for _ in range(2)]
+    host = None
+    try:
+        until = time.monotonic() + 120
+        while not (shared / "checkpoints" / "start.safetensors").exists():
+            assert all(agent.poll() is None for agent in agents)
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        ranks = [Path(f"/proc/{children(agent)[0]}/environ").read_bytes().split(b"\0") for agent in agents]
+        assert all(b"WORLD_SIZE=2" in found for found in ranks)
+        host = next(agent for agent in agents if is_listening(agent.pid, port))  # who keeps the store is not the one to go
+        (lost,) = (agent for agent in agents if agent is not host)
+        for process in (*children(lost), lost.pid):
+            os.killpg(process, signal.SIGKILL)  # each leads its own session
+        lost.communicate(timeout=60)
+        _, err = host.communicate(timeout=180)
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert host.returncode == 0, err[-2000:]
+    for name in ("plan.json", "pruned.safetensors"):
+        assert (alone / name).read_bytes() == (shared / name).read_bytes(), name
+    assert not processes_of(str(shared))
+
+
+def is_listening(process: int, port: int) -> bool:
+    """Whether a process has the socket that listens at a port."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    inodes = {f"socket:[{line[9]}]" for line in lines if line[3] == "0A" and int(line[1].rpartition(":")[2], 16) == port}
+    return any(os.readlink(path) in inodes for path in Path(f"/proc/{process}/fd").iterdir() if path.is_symlink())
 
 
 @pytest.mark.slow

@@ -14,11 +14,13 @@ import hashlib
 import json
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from secateurs.errors import RunError, SecateursError
 TIMEOUT = "SECATEURS_TIMEOUT"  # environment: the longest wait for another worker, in seconds
 _SECONDS = 1800.0
 _INLINE = 1 << 16  # bytes of results that go through the store
+_BEAT, _GONE = 5.0, 60.0  # seconds between two signs of life, and without any, after which a worker is taken to be gone
 _ATTEMPTS = 5  # at a ticket that fails with an error that is none of ours: another worker may succeed
 
 
@@ -289,7 +292,7 @@ class Workers:
             named = [f"rank {rank}" + self._where(rank) for rank in late[:8]]
             return ", ".join(named) + (f" and {len(late) - 8} others" if len(late) > 8 else "")
 
-        self._wait(keys, what, missing)
+        self._wait(keys, what, missing, range(self.size))
         return [bytes(found) for found in self.store.multi_get(keys)]
 
     def _where(self, rank: int) -> str:
@@ -297,17 +300,48 @@ class Workers:
         key = f"{self.phase}/at/{rank}"
         return f" (drew ticket {self._get(key).decode()})" if self.store.check([key]) else ""
 
-    def _wait(self, keys: list[str], what: str, missing: Callable[[], str]) -> None:
+    def _wait(self, keys: list[str], what: str, missing: Callable[[], str], ranks: Sequence[int] = (0,)) -> None:
+        """Wait for keys, of the workers `ranks`, as long as these show signs of life, and no longer than the time-out."""
         from torch.distributed import DistStoreError
 
-        try:
-            with self._lost(what):
-                self.store.wait(keys, timedelta(seconds=self.timeout))
-        except DistStoreError as error:
-            raise RunError(
-                f"{what}: rank {self.rank} waited {self.timeout:g} s for {missing()}. See what that worker does, and start "
-                f"again, or allow more time: {TIMEOUT}=…"
-            ) from error
+        began, heard = time.monotonic(), dict[int, tuple[bytes, float]]()
+        while True:
+            left = self.timeout - (time.monotonic() - began)
+            try:
+                with self._lost(what):
+                    self.store.wait(keys, timedelta(seconds=max(min(left, _BEAT), 0.001)))
+                return
+            except DistStoreError as error:
+                if left <= _BEAT:
+                    raise RunError(
+                        f"{what}: rank {self.rank} waited {self.timeout:g} s for {missing()}. See what that worker does, and "
+                        f"start again, or allow more time: {TIMEOUT}=…"
+                    ) from error
+            for rank in (rank for rank, key in zip(ranks, keys, strict=True) if not self.store.check([key])):
+                sign, now = self._sign_of(rank), time.monotonic()
+                if rank not in heard or heard[rank][0] != sign:
+                    heard[rank] = sign, now
+                elif now - heard[rank][1] > _GONE and sign:
+                    raise RunError(
+                        f"{what}: rank {rank}{self._where(rank)} has given no sign of life for {_GONE:g} s: it, or its "
+                        f"machine, is gone."
+                    )
+
+    def _sign_of(self, rank: int) -> bytes:
+        """What a worker said last of itself; nothing if it has not begun to."""
+        return self._get(f"alive/{rank}") if self.store.check([f"alive/{rank}"]) else b""
+
+    def show_life(self) -> None:
+        """Say from now on, from a thread of its own, that this worker is there: a machine that is lost closes no connection."""
+        store = self.store.clone()  # a client is locked while it waits
+
+        def beat() -> None:
+            with suppress(RuntimeError):  # the store is gone: so is the run
+                for number in count():
+                    store.set(f"alive/{self.rank}", str(number))
+                    time.sleep(_BEAT)
+
+        threading.Thread(target=beat, daemon=True, name="secateurs-signs-of-life").start()
 
     def _set(self, key: str, value: bytes) -> None:
         with self._lost(key):
@@ -381,6 +415,7 @@ def join() -> Workers:
             ) from error
         first = Workers(rank, size, PrefixStore("secateurs", store), timeout)
         found = Workers(rank, size, PrefixStore(f"secateurs/{first.meet()}", store), timeout)
+        found.show_life()
         found.check_same("joining", {"number of workers": str(size)})
         _joined.append(found)
     return _joined[0]
