@@ -51,7 +51,7 @@ CHOICES = ("macs before", "time before", "time stream")
 SHARES = {"macs": (0.35, 0.45, 0.55), "time": (0.3, 0.4, 0.5)}  # removed by prediction
 BATCHES = (1, 64)
 POINT = 0.01
-RECONSTRUCTED = 1024  # images, without labels
+RECONSTRUCTED = 2048  # images, without labels
 
 
 def rows(kind: str) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from secateurs.graph.masking import network_up_to
 from secateurs.graph.trace import Graph
 from secateurs.repair.observe import channel_axis, converted, find_node, kept_positions, select
 
-RATE, PASSES, BATCH = 1e-5, 30, 32
+RATE, PASSES, BATCH = 1e-4, 8, 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +79,10 @@ def reconstruct_(
     device: Device = None,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Train the layers of `graph`, in place, by `passes` over the examples (Adam, eval mode); returns the errors per layer.
+    """Train the layers of `graph`, in place, by `passes` over the examples; returns the errors per layer.
 
-    They are means over the first and over the last pass. BatchNorm, its statistics included, stays as it is.
+    They are means over the first and over the last pass. Adam, from `rate` down along a line, in eval mode: BatchNorm, its
+    statistics included, stays as it is.
     """
     if len(examples) == 0:
         raise InvalidInput("reconstruction: got no examples, wanted at least one.")
@@ -90,6 +91,8 @@ def reconstruct_(
     with on_device(both[0], device) as place, on_device(both[1], place), eval_mode(*both), torch.enable_grad():
         pairs = LayerTargets.of(graph, original)
         optimiser = torch.optim.Adam(pairs.trained.values(), lr=rate)
+        steps = passes * -(-len(examples) // batch)
+        falling = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 1.0 / steps, total_iters=max(steps - 1, 1))
         for number in range(passes):
             order, total = torch.randperm(len(examples), generator=generator_for(seed, "reconstruct", number)), 0.0
             for rows in torch.split(order, batch):
@@ -97,6 +100,7 @@ def reconstruct_(
                 error = pairs.error(examples.batch(rows.to(examples.place), device=place).args)
                 error.backward()  # type: ignore[no-untyped-call]  # untyped in torch
                 optimiser.step()
+                falling.step()
                 total += float(error.detach()) * len(rows)
             errors.append(total / len(examples) / max(len(pairs.targets), 1))
         optimiser.zero_grad(set_to_none=True)
