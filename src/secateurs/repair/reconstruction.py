@@ -107,6 +107,8 @@ class LayerFit:
         elif ridge is None:
             ridge = RIDGES[0]
         found = solve(self.total, self.start, kept, ridge)
+        better = self.total.errors(found, kept) < self.total.errors(self.start, kept)  # not so where only rounding is left
+        found = torch.where(better[:, None], found, self.start)
         bias = bias_from(self.layer, found)
         if self.mean is not None:
             bias = (self.mean - found[:, -1].flatten()).to(bias)
