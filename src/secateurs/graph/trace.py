@@ -32,6 +32,7 @@ from secateurs.graph.capture.leaves import ruled_class as ruled_class
 from secateurs.graph.capture.record import buffers_restored, record
 from secateurs.graph.capture.symbolic import Unpickler, trace_symbolically
 from secateurs.graph.channels import Kept, call_word, module_path
+from secateurs.graph.computed_weights import compute_weights_
 from secateurs.graph.cost import count_macs
 from secateurs.graph.node_info import Shape as Shape
 from secateurs.graph.node_info import called_module, copy_info_, info, keep_facts_, kept_facts
@@ -216,6 +217,7 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
     aligned = align_train_and_eval_(module, follow, demanded=demanded)
     if expand_attention_(module, leaves):
         _record_new_shapes_(module)
+    compute_weights_(module)
     normalise_(module)
     _record_origins_(module)
     module.eval()
