@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nets import Net, assert_compact_is_masked, assert_same, random_keep, random_tensor, randomise_, run
-from secateurs import find_sites, trace
+from secateurs import compact, cut_, find_sites, trace
+from secateurs.errors import NotInPlace
 
 X = random_tensor(2, 3, 8, 8)
 TOKENS = random_tensor(3, 5, 6, seed=1)
@@ -80,8 +81,8 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, int]] = {  # and how 
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        *((name, engine) for name in ("standardised", "scaled", "products") for engine in ("fx", "record")),
-        *(("standardised", "export"), ("columns", "record"), ("columns", "export")),
+        *((name, engine) for name in NETWORKS for engine in ("fx", "record")),
+        *(("standardised", "export"), ("columns", "export")),
     ],
 )
 def test_computed_weights_are_those_of_ordinary_layers(name: str, engine: Any) -> None:
@@ -112,3 +113,11 @@ def test_a_weight_that_depends_on_the_input_stays_computed() -> None:
 
     graph = trace(randomise_(Net(body, weight=nn.Parameter(torch.empty(4, 3, 1, 1)), out=nn.Conv2d(4, 2, 1))), X)
     assert not find_sites(graph)
+
+
+def test_a_model_that_computes_its_weights_cannot_be_cut_in_place() -> None:
+    model = randomise_(convolutions(Scaled))
+    graph = trace(model, X)
+    smaller = compact(graph, {"a.conv2d": torch.arange(6) > 1})
+    with pytest.raises(NotInPlace, match=r"no parameter a\.conv2d\.weight.*its forward computes it"):
+        cut_(model, smaller.plan, X)
