@@ -240,6 +240,12 @@ def test_features_of_an_attention_that_is_folded_away_go_with_it() -> None:
     assert [name for name, part in smaller.module.named_modules() if isinstance(part, nn.Linear)] == ["stem", "out"]
 
 
+def test_features_that_stay_do_not_hinder_a_cut_of_heads() -> None:
+    graph = attention_net("as_timm")
+    smaller = assert_compact_is_masked(graph, {"qkv": without(3, 1), "qkv.value": without(4)}, (X[:2],))
+    assert [len(step) for step in smaller.plan.steps] == [1]
+
+
 def test_two_selections_of_entries_are_one() -> None:
     """Also where every row keeps columns of its own, as in a grouped convolution."""
     x = random_tensor(4, 6, 3)

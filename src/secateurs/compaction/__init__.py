@@ -81,7 +81,7 @@ def _cut(
         for inside in (True, False)
     )
     if not within or not others:
-        return _rewritten(graph, checked, share=share, like=like)
+        return _rewritten(graph, within or others, share=share, like=like)
     first = _rewritten(graph, others, share=share)
     current = {site.name: site for site in find_sites(first, "widths")}
     there = {node.name for node in first.module.graph.nodes}
@@ -280,9 +280,9 @@ def _proof(
 ) -> Verification:
     """Compare the networks as they are, then the same cut of the network with perturbed weights, also at other sizes.
 
-    All of it in float64, or in the network's own precision where that fails. A quick proof uses one batch of two instead of
-    four batches like the example, and one other batch size; the perturbed weights are compared on smaller images, where the
-    network takes them. The masked network runs once on each input.
+    All of it in float64, or in the network's own precision where that fails. A quick proof uses two examples, or one large
+    one, instead of four batches like the example, and one other batch size; the perturbed weights are compared on smaller
+    images, where the network takes them. The masked network runs once on each input.
     """
     arguments = (graph, masks, smaller, quick, given, seed)
     try:
@@ -309,7 +309,8 @@ def _proof_in(
     reference = masked(own, masks, share=True).eval()
     example = tuple(e.to(dtype) if e.is_floating_point() else e for e in like_network(graph.module, graph.example))
     small = smaller_images(reference, example) if quick else example
-    few = other_batches(reference, _random_like(repeated(example, 2), generator), 2) if quick else []
+    some = 1 if example[0].numel() > LARGE else 2
+    few = other_batches(reference, _random_like(repeated(example, some), generator), some) if quick else []
     probes = [given] if given is not None else [_random_like(example, generator) for _ in range(0 if few else 4)]
     rounded = tolerance
     if any(isinstance(layer, Constant) or weight_norm_of(layer) is not None for layer in smaller.module.modules()):
