@@ -402,3 +402,24 @@ def test_a_norm_that_nothing_reads_refuses_other_images_masked_too() -> None:
     assert verify(graph, masks).conclusive
     with pytest.raises(RuntimeError, match=r"wanted \[4\] along its last axes"):
         masked(graph, masks)(random_tensor(3, 2, 6, 6))
+
+
+class NormAndActivation(nn.GroupNorm):
+    """As in transformers' BiT: the activation is a child of the norm."""
+
+    def __init__(self, groups: int, channels: int) -> None:
+        super().__init__(groups, channels)
+        self.activation = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
+
+
+def test_a_norm_that_holds_an_activation() -> None:
+    x = random_tensor(2, 3, 4, 4)
+    layers = {"a": conv(3, 8), "norm": NormAndActivation(2, 8), "out": conv(8, 2)}
+    graph = trace(randomise_(Net(lambda net, x: net.out(net.norm(net.a(x))), **layers)), x)
+    sites = find_sites(graph, "stream")
+    assert [site.name for site in sites] == ["a"]
+    assert_compact_is_masked(graph, random_keep(list(sites), 0), (x[:1],))
+    split_at(graph, sites[0])

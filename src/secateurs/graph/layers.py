@@ -47,6 +47,8 @@ class KeptNorm(nn.Module):
         self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
         self.axis, self.zeroes = axis, zeroes
         self.register_buffer("keep", keep.clone(), persistent=False)
+        for name, child in norm.named_children():  # layers that are called themselves, such as an activation
+            self.add_module(name, child)
         self.train(norm.training)
 
     def forward(self, x: Tensor, each: Tensor | None = None) -> Tensor:
