@@ -395,8 +395,9 @@ def perturb_(module: fx.GraphModule, generator: torch.Generator) -> None:
         for tensor in [*module.parameters(), *statistics]:
             if not tensor.is_floating_point():
                 continue
-            size = float(tensor.abs().mean()) if tensor.numel() else 0.0
-            noise = torch.rand(tensor.shape, generator=generator).sub_(0.5).to(tensor.device, tensor.dtype)
+            wide = torch.promote_types(tensor.dtype, torch.float32)  # a sum of halves would overflow
+            size = float(torch.linalg.vector_norm(tensor, 1, dtype=wide)) / max(tensor.numel(), 1)
+            noise = torch.rand(tensor.shape, generator=generator).sub_(0.5).to(tensor.device)
             if statistics.get(tensor) == "running_var":
                 tensor.mul_((noise / 3).exp())
             else:
