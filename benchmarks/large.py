@@ -11,6 +11,7 @@ import argparse
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -79,8 +80,16 @@ def main() -> None:
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     sys.path.append(str(ROOT / "tools"))
     importlib.import_module("limits_networks").define_operators()  # where torchvision's compiled part does not load
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     for name in parser.parse_args().networks:
-        rows.append({**measure(name), "threads": torch.get_num_threads(), "conditions": conditions().sentence()})
+        rows.append(
+            {
+                **measure(name),
+                "commit": asked.stdout.strip(),
+                "threads": torch.get_num_threads(),
+                "conditions": conditions().sentence(),
+            }
+        )
         write_text(path, json.dumps(rows, indent=1) + "\n")
 
 

@@ -535,7 +535,8 @@ def _without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ign
             )
             raise InvalidInput(f"ignore: no layer of the network is {what}.")
         ignored |= {f"{name}.{inner}".strip(".") for name, module in found for inner, _ in module.named_modules()}
-    positions = [site for shortcut in recipe.shortcuts for site in find_sites(graph, shortcut)]
+    widths = recipe.head_widths
+    positions = [site for shortcut in recipe.shortcuts for site in find_sites(graph, shortcut, head_widths=widths)]
     sites = [site for site in positions if not ignored.intersection(site.layers)]
     if not sites:
         raise InvalidInput("ignore: no site is left to prune.")

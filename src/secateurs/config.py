@@ -396,6 +396,9 @@ class Recipe(EnsembleSettings):
         "sites weighed together.",
         "pruning",
     )
+    head_widths: bool = setting(
+        False, "Also remove features within the heads of attention, the same from every head, besides whole heads.", "pruning"
+    )
     rounds: int = setting(1, "Largest number of passes over the sites.", "pruning", low=1)
     sites: tuple[str, ...] = setting((), "Only sites whose names match this pattern, such as 'layer3.*'.", "pruning")
     target_parameters: float | None = setting(

@@ -586,7 +586,13 @@ def test_sites_lists_prunable_and_unprunable_layers(capsys: pytest.CaptureFixtur
     assert len(printed["sites"]) == 19
     assert printed["macs"] == 40_551_040
     assert printed["parameters"] == 269_722
-    assert printed["sites"][0] == {"name": "conv1", "channels": 16, "layers": ["conv1"], "macs": 3 * 9 * 16 * 32 * 32}
+    assert printed["sites"][0] == {
+        "name": "conv1",
+        "channels": 16,
+        "unit": "filters",
+        "layers": ["conv1"],
+        "macs": 3 * 9 * 16 * 32 * 32,
+    }
     assert [refused["name"] for refused in printed["unprunable"]] == ["linear"]
     assert printed["obstacles"] == []
     assert execute(["sites", "--model", "mlp", "--data", "digits"]) == 0
@@ -595,6 +601,25 @@ def test_sites_lists_prunable_and_unprunable_layers(capsys: pytest.CaptureFixtur
     assert re.search(r"output +it is the network's output +320", said)
     assert execute(["sites", "--model", "resnet8-b", "--input-shape", "3", "16", "16"]) == 0
     assert re.search(r"What locks the most, .*it is the shortcut.*\n?.*shortcut='after'", capsys.readouterr().out)
+
+
+def test_sites_lists_heads_and_the_features_within_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of torch's own attention: 3 heads of 4 features."""
+    options = [f"--model-option={option}" for option in ("d_model=12", "nhead=3", "dim_feedforward=20", "batch_first=true")]
+    given = ["--model", "torch.nn:TransformerEncoderLayer", *options, "--input-shape", "5", "12"]
+    printed = document(capsys, "sites", *given)
+    assert {site["name"]: (site["channels"], site["unit"]) for site in printed["sites"]} == {
+        "self_attn.in_proj.query_key": (4, "features"),
+        "self_attn.in_proj.value": (4, "features"),
+        "self_attn.in_proj": (3, "heads"),
+        "self_attn.out_proj": (12, "filters"),
+        "linear1": (20, "filters"),
+        "linear2": (12, "filters"),
+    }
+    assert execute(["sites", *given]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"in_proj\.value +self_attn\.in_proj +4 features", said)
+    assert "--head-widths" in said
 
 
 def test_sites_takes_a_shape(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nets import Net, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run, traced, without
 from secateurs import Graph, compact, find_site, find_sites, masked, replay, trace
 from secateurs.data import Examples
-from secateurs.errors import InvalidMask
+from secateurs.graph.channels import compose_kept, take
 from secateurs.metrics import cross_entropy
 from secateurs.scoring.engine import split_for
 
@@ -200,10 +200,60 @@ def test_features_within_heads_by_every_engine(engine: Any) -> None:
     assert_compact_is_masked(graph, {site: without(4, 3) for site in sites}, (X[:2],))
 
 
-def test_widths_and_heads_are_cut_one_after_the_other() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_neurons_heads_and_features_are_cut_together(form: str) -> None:
+    """As a network in which the features are zero loses the heads; weights that are left are entries of the original's."""
+    graph = attention_net(form)
+    first, heads = ("q", "v") if form == "as_transformers" else ("qkv", "qkv")
+    names = [f"{first}.query_key", f"{heads}.value"]
+    sites = find_sites(graph, head_widths=True)
+    assert [site.name for site in sites] == ["stem", *names, heads, "proj"]
+    masks = {"stem": without(12, 0), heads: without(3, 1), names[0]: without(4, 1), names[1]: without(4, 0, 2)}
+    smaller = assert_compact_is_masked(graph, masks, (X[:2],))
+    zeroed = graph.with_module(with_zeros(graph, q=(1,), v=(0, 2)))
+    assert_same(run(smaller.module, X), run(masked(zeroed, {"stem": without(12, 0), heads: without(3, 1)}), X))
+    made = [part.out_features for name, part in smaller.module.named_modules() if name in ("q", "k", "v", "qkv")]
+    assert sum(made) == 2 * (3 + 3 + 2)
+    assert smaller.module.proj.in_features == 2 * 2
+    assert {site.name: site.original for site in find_sites(smaller, head_widths=True) if site.channels < 11} == {
+        names[0]: (0, 2, 3),
+        names[1]: (1, 3),
+        heads: (0, 2),
+    }
+    weights = graph.module.state_dict()
+    for name, left in smaller.module.state_dict().items():
+        assert_same(take(weights[name], smaller.kept.get(name, ())), left, atol=0)
+    assert len(smaller.plan.steps) == 2
+    assert_same(run(replay(graph, smaller.plan).module, X), run(smaller.module, X))
+
+
+def test_features_of_an_attention_that_is_folded_away_go_with_it() -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        x = net.stem(x)
+        return net.out((x + net.proj(as_timm(net, x))).mean(1))
+
+    layers = {"stem": nn.Linear(4, 12), "qkv": nn.Linear(12, 36), "proj": nn.Linear(12, 12), "out": nn.Linear(12, 3)}
+    graph = traced(Net(body, **layers), X)
+    masks = {"qkv": without(3, 0, 1, 2), "qkv.value": without(4, 1), "qkv.query_key": without(4, 0)}
+    smaller = assert_compact_is_masked(graph, masks, (X[:2],))
+    assert not find_sites(smaller, "widths")
+    assert [name for name, part in smaller.module.named_modules() if isinstance(part, nn.Linear)] == ["stem", "out"]
+
+
+def test_features_that_stay_do_not_hinder_a_cut_of_heads() -> None:
     graph = attention_net("as_timm")
-    with pytest.raises(InvalidMask, match=r"'qkv.value' has features within heads.*Call compact twice"):
-        compact(graph, {"qkv": without(3, 0), "qkv.value": without(4, 0)})
+    smaller = assert_compact_is_masked(graph, {"qkv": without(3, 1), "qkv.value": without(4)}, (X[:2],))
+    assert [len(step) for step in smaller.plan.steps] == [1]
+
+
+def test_two_selections_of_entries_are_one() -> None:
+    """Also where every row keeps columns of its own, as in a grouped convolution."""
+    x = random_tensor(4, 6, 3)
+    rows, columns, each = torch.tensor([3, 1, 0]), torch.tensor([5, 0, 2, 4]), torch.tensor([[0, 2], [1, 3], [3, 3]])
+    again, other = torch.tensor([2, 0]), torch.tensor([[1, 0], [0, 1]])
+    chosen = [((rows,), (None, columns)), ((rows, columns), (again, torch.tensor([1]))), ((rows, each), (again,))]
+    for first, then in [*chosen, ((rows, each), (None, torch.tensor([1]))), ((rows, each), (again, other)), ((), (rows,))]:
+        assert_same(take(take(x, first), then), take(x, compose_kept(first, then)), atol=0)
 
 
 def test_normed_queries_keep_their_features() -> None:
@@ -245,6 +295,26 @@ def test_a_single_head_loses_features() -> None:
     assert (smaller.module.qkv.out_features, smaller.module.out.in_features) == (2 + 2 + 3, 3)
     least = assert_compact_is_masked(smaller, {"qkv": without(7, 0)}, (X[:2],))
     assert find_site(least, "qkv").original == (3, 7, 8, 10, 11)
+
+
+def test_heads_of_a_single_feature_are_heads() -> None:
+    """Two cuts leave one feature of queries and keys, one of values, and one head; each of them is found by its name."""
+    graph = attention_net("as_timm")
+    alone = {"qkv.query_key": without(4, 0, 1, 3), "qkv.value": without(4, 1, 2, 3)}
+    thin = assert_compact_is_masked(graph, alone, (X[:2],))
+    assert [(s.name, s.channels, s.unit) for s in find_sites(thin, head_widths=True) if s.channels < 12] == [
+        ("qkv.query_key", 1, "features"),
+        ("qkv.value", 1, "features"),
+        ("qkv", 3, "heads"),
+    ]
+    last = assert_compact_is_masked(thin, {"qkv": without(3, 0, 2)}, (X[:2],))
+    assert {s.name: s.original for s in find_sites(last, head_widths=True) if s.channels < 12} == {
+        "qkv.query_key": (2,),
+        "qkv.value": (0,),
+        "qkv": (1,),
+    }
+    together = compact(graph, {**alone, "qkv": without(3, 0, 2)})
+    assert_same(run(together.module, X), run(last.module, X))
 
 
 def attention_module(*, itself: bool, **options: Any) -> Graph:

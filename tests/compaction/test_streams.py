@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nets import Net, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run, without
-from secateurs import Graph, compact, find_sites, load, masked, replay, save, trace
+from secateurs import Graph, compact, find_sites, load, masked, replay, save, trace, verify
 from secateurs.criteria import CRITERIA, CriterionContext
 from secateurs.data import Examples
 from secateurs.errors import InvalidInput
@@ -386,3 +386,40 @@ def test_repair_says_that_it_skips_what_lies_behind_a_norm() -> None:
     consumers = find_consumers(graph, next(s for s in find_sites(graph, "stream") if "stream" in s.name))
     assert not consumers.layers
     assert "blocks.0.norm1 takes statistics over the channels, which change with every cut" in consumers.others.values()
+
+
+def test_a_norm_that_nothing_reads_refuses_other_images_masked_too() -> None:
+    """The masked network takes the sizes that the model takes: `verify` tries others on it."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        x = net.a(x)
+        net.norm(x)  # over the width of the image, not read
+        return net.out(x.flatten(2).mean(2))
+
+    x = random_tensor(3, 2, 4, 4)
+    graph = trace(randomise_(Net(body, a=nn.Conv2d(2, 5, 1), norm=nn.LayerNorm(4), out=nn.Linear(5, 2))), x)
+    masks = {"a": torch.tensor([True, False, True, True, False])}
+    assert verify(graph, masks).conclusive
+    with pytest.raises(RuntimeError, match=r"wanted \[4\] along its last axes"):
+        masked(graph, masks)(random_tensor(3, 2, 6, 6))
+
+
+class NormAndActivation(nn.GroupNorm):
+    """As in transformers' BiT: the activation is a child of the norm."""
+
+    def __init__(self, groups: int, channels: int) -> None:
+        super().__init__(groups, channels)
+        self.activation = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps))
+
+
+def test_a_norm_that_holds_an_activation() -> None:
+    x = random_tensor(2, 3, 4, 4)
+    layers = {"a": conv(3, 8), "norm": NormAndActivation(2, 8), "out": conv(8, 2)}
+    graph = trace(randomise_(Net(lambda net, x: net.out(net.norm(net.a(x))), **layers)), x)
+    sites = find_sites(graph, "stream")
+    assert [site.name for site in sites] == ["a"]
+    assert_compact_is_masked(graph, random_keep(list(sites), 0), (x[:1],))
+    split_at(graph, sites[0])

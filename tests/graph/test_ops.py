@@ -280,8 +280,8 @@ op(
     shape=(2, 3),
 )
 op(
-    "F.conv2d with weights that are computed",
-    lambda net, x: net.b(F.relu(F.conv2d(F.relu(net.a(x)), net.w0 / net.w0.norm()))),
+    "F.conv2d with weights that are computed from the input",
+    lambda net, x: net.b(F.relu(F.conv2d(F.relu(net.a(x)), net.w0 / x.norm()))),
     lambda: {"a": conv(3, 8), "w0": nn.Parameter(torch.ones(8, 8, 1, 1)), "b": conv(8, 4)},
     (),
     refused={"a": "no rule for conv2d"},
@@ -906,8 +906,7 @@ op(
     "a subclass that computes its weights",
     lambda net, x: net.b(F.relu(net.c(F.relu(net.a(x))))),
     lambda: {"a": conv(3, 8), "c": Standardised(8, 8, 3, padding=1), "b": conv(8, 4)},
-    (),
-    refused={"a": "no rule for conv2d"},
+    ("a", "c.conv2d"),
 )
 op(
     "a BatchNorm whose branch is not read",

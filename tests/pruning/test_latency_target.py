@@ -150,6 +150,18 @@ def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: 
         assert layer.size == ((0, 0, 0) if left is None else size(left))
 
 
+def test_layers_of_attention_have_the_sizes_that_compaction_leaves_them() -> None:
+    """Without heads, features within heads, and neurons at once."""
+    graph = trace(nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).eval(), torch.randn(2, 5, 12))
+    model = LatencyModel(graph, find_sites(graph, head_widths=True), 1)
+    heads, attention = "self_attn.in_proj", torch.tensor([True, True, False])
+    features = {f"{heads}.query_key": torch.arange(4) > 0, f"{heads}.value": torch.arange(4) > 1}
+    found = {str(n.target): layer.size for n, layer in model.narrowed({heads: attention, **features}).items()}
+    assert (found[heads], found["self_attn.out_proj"]) == ((12, 2 * (3 + 3 + 2), 1), (2 * 2, 12, 1))
+    smaller = compact(graph, {heads: attention, **features, "linear1": torch.arange(20) > 5}).module
+    assert smaller.get_submodule(heads).out_features == found[heads][1]
+
+
 def test_inputs_have_the_shapes_of_the_network_for_the_engines_batch(tmp_path: Path) -> None:
     shapes = []
 

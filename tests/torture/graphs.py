@@ -199,7 +199,7 @@ def examine(
     for number in range(3):
         ordinal = ("first", "second", "third")[number]
         at[:] = [f"{ordinal} sites"]
-        sites = find_sites(graph, shortcut)
+        sites = find_sites(graph, shortcut, head_widths=True)
         if len({site.name for site in sites}) < len(sites):
             raise Broken("two sites of one name")
         for site in sites:
@@ -241,7 +241,7 @@ def examine(
                 check_gradients(smaller, reference, several)
         if "nothing" in laws:
             at[:] = [f"{ordinal} nothing"]
-            left = find_sites(smaller, shortcut)
+            left = find_sites(smaller, shortcut, head_widths=True)
             again = compact(smaller, {site.name: torch.ones(site.channels, dtype=torch.bool) for site in left})
             same_state(again.module, smaller.module)
             same(output(again.module, first), output(smaller.module, first), exact=True)

@@ -43,7 +43,7 @@ def sites(
     """List the sites of a network: where filters can be removed, from which layers, and the cost of those for one example.
 
     Layers that cannot be pruned are listed with the reason and their MACs, and the reason that locks the most with what would
-    unlock it.
+    unlock it. Of attention, features within heads are listed besides whole heads.
 
     Examples:
 
@@ -75,13 +75,14 @@ def sites(
 
     origin = inputs.named_origin(model, data or "", model_option, data_option)
     graph = trace(inputs.fresh_model(origin), _example(origin, input_shape))
-    found, costs = find_sites(graph, shortcut), cost(graph)
+    found, costs = find_sites(graph, shortcut, head_widths=True), cost(graph)
     obstacles = find_obstacles(found)
     macs = {site.name: sum(layer.macs for layer in costs.layers if layer.name in site.layers) for site in found}
     times = _site_times(graph, found, engine, batch, threads) if latency else None
     if as_json:
         listed: list[dict[str, Any]] = [
-            {"name": s.name, "channels": s.channels, "layers": list(s.layers), "macs": macs[s.name]} for s in found
+            {"name": s.name, "channels": s.channels, "unit": s.unit, "layers": list(s.layers), "macs": macs[s.name]}
+            for s in found
         ]
         for entry, timed in zip(listed, times.sites if times else (), strict=False):
             entry |= {"seconds": timed.seconds, "seconds_a_filter": timed.a_filter, "widths": list(timed.widths)}
@@ -98,6 +99,8 @@ def sites(
     units = {s.name: "" if s.unit == "filters" else f" {s.unit}" for s in found}
     rows = [(s.name, ", ".join(s.layers), f"{s.channels}{units[s.name]}", *share(macs[s.name])) for s in found]
     print_table(("site", "layers that lose filters", "channels", "MACs", "of all"), rows, left=(0, 1))
+    if any(s.inside for s in found):
+        say("Features are within heads, the same in every head: `secateurs prune --head-widths` removes them too.")
     if times is not None:
         say(f"In {engine} at batch {batch} the network takes {1e3 * times.network:.3g} ms. A cut changes these layers:")
         shown = [

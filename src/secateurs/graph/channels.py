@@ -6,6 +6,7 @@ A layout says which channels of the original axis a tensor still carries, in asc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, fx, nn
@@ -62,6 +63,21 @@ def compose(first: Tensor | None, then: Sequence[int] | Tensor) -> Tensor:
     """Return original ids after two selections: `first` from the original axis (None: all), `then` from its result."""
     then = torch.as_tensor(then, dtype=torch.long)
     return then if first is None else first[then]
+
+
+def compose_kept(first: Kept, then: Kept) -> Kept:
+    """Return what two selections of entries of a tensor select together: `first`, and `then` from its result."""
+    composed: list[Index] = []
+    for dim, (one, other) in enumerate(zip_longest(first, then)):
+        if one is not None and one.dim() == 2 and then and then[0] is not None:
+            one = one[then[0]]  # columns of each row that is left
+        if one is None or other is None:
+            composed.append(other if one is None else one)
+        elif one.dim() == 1:
+            composed.append(one[other])
+        else:
+            composed.append(one[:, other] if other.dim() == 1 else one.gather(dim, other))
+    return tuple(composed)
 
 
 def module_path(node: fx.Node) -> str:

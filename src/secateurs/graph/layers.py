@@ -42,21 +42,25 @@ class KeptNorm(nn.Module):
     def __init__(self, norm: Any, keep: Tensor, axis: int, *, zeroes: bool = True) -> None:
         super().__init__()
         self.groups = norm.num_groups if isinstance(norm, nn.GroupNorm) else 0
-        self.over = len(getattr(norm, "normalized_shape", ()))  # trailing axes of a LayerNorm or RMSNorm
+        self.sizes = tuple(getattr(norm, "normalized_shape", ()))  # of the trailing axes of a LayerNorm or RMSNorm
         self.centred, self.eps = not isinstance(norm, nn.RMSNorm), norm.eps
         self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
         self.axis, self.zeroes = axis, zeroes
         self.register_buffer("keep", keep.clone(), persistent=False)
+        for name, child in norm.named_children():  # layers that are called themselves, such as an activation
+            self.add_module(name, child)
         self.train(norm.training)
 
     def forward(self, x: Tensor, each: Tensor | None = None) -> Tensor:
         """Of the shape of `x`; `each`, of as many axes, has the factors of the channels instead of `keep`."""
+        if tuple(x.shape[x.dim() - len(self.sizes) :]) != self.sizes:
+            raise RuntimeError(f"got an input of shape {tuple(x.shape)}, wanted {list(self.sizes)} along its last axes.")
         if each is None:
             x = mask_channels(x, self.keep, self.axis)
             each = self.keep.to(x.dtype).view([-1 if axis == self.axis else 1 for axis in range(x.dim())])
         each = each.expand_as(x)
         values, share = (t.reshape(len(t), self.groups, -1, *t.shape[2:]) if self.groups else t for t in (x, each))
-        over = tuple(range(2, values.dim())) if self.groups else tuple(range(-self.over, 0))
+        over = tuple(range(2, values.dim())) if self.groups else tuple(range(-len(self.sizes), 0))
         count = share.sum(over, keepdim=True).clamp(min=1)  # nothing is left of a group that is removed
         if self.centred:
             values = values - (values * share).sum(over, keepdim=True) / count

@@ -61,7 +61,8 @@ def masked(graph: Graph, masks: Masks, *, share: bool = False) -> fx.GraphModule
     checked = check_masks(graph, masks)
     module = copy_module(graph, share=share)
     nodes = {node.name: node for node in module.graph.nodes}
-    for name, (axis, mask) in node_masks(checked.values()).items():
+    within, others = ([cut for cut in checked.values() if cut[0].inside is inside] for inside in (True, False))
+    for name, (axis, mask) in [*node_masks(others).items(), *node_masks(within).items()]:
         node = nodes[name]
         called, path, call = called_module(module, node), str(node.target), recurrent_call(node)
         if call is not None and call != node:

@@ -223,21 +223,49 @@ def _rename_(node: fx.Node) -> None:
 
 
 def _list_sizes_(module: fx.GraphModule, node: fx.Node) -> None:
-    """Replace x.view(y.shape), with all sizes at once, by sizes one by one, of which a cut can correct that of the channels."""
+    """Replace x.view(y.shape), with all sizes at once, by sizes one by one, of which a cut can correct that of the channels.
+
+    Also sizes that are joined from parts: y.size()[:-1] + (8,).
+    """
     given = node.args[1] if len(node.args) == 2 else None
     if call_word(node) not in ("view", "reshape", "expand") or not isinstance(given, fx.Node) or node.kwargs:
         return
-    asked = given.args[0] if given.target == "size" or (given.target is getattr and given.args[1] == "shape") else None
-    if not isinstance(asked, fx.Node) or len(given.args) != (1 if given.target == "size" else 2) or given.kwargs:
+    listed = _sizes_in(given)
+    if listed is None:
         return
-    sizes = []
-    for axis, n in enumerate(dims_of(asked)):
+    sizes: list[Any] = []
+    for each in listed:
+        if not isinstance(each, tuple):
+            sizes.append(each)
+            continue
+        asked, axis = each
         with module.graph.inserting_before(node):
             size = module.graph.call_method("size", (asked, axis))
         pass_on_(given, size, "nn_module_stack")
-        info(size)["shape"] = Shape(None, n)
+        info(size)["shape"] = Shape(None, dims_of(asked)[axis])
         sizes.append(size)
     node.args = (node.args[0], tuple(sizes))
+
+
+def _sizes_in(given: Any) -> list[Any] | None:
+    """Return the sizes that a node stands for: numbers, nodes, or pairs of a tensor and an axis; None if they are not known."""
+    if isinstance(given, tuple | list):
+        return list(given)
+    if not isinstance(given, fx.Node) or given.kwargs:
+        return None
+    if given.target == "size" or (given.target is getattr and given.args[1] == "shape"):
+        asked = given.args[0]
+        if not isinstance(asked, fx.Node) or len(given.args) != (1 if given.target == "size" else 2):
+            return None
+        return [(asked, axis) for axis in range(len(dims_of(asked)))]
+    if given.target is operator.getitem and isinstance(given.args[1], slice):
+        whole = _sizes_in(given.args[0])
+        part = given.args[1]
+        return whole[part] if whole is not None and not _has_nodes({"part": (part.start, part.stop, part.step)}) else None
+    if given.target is operator.add:
+        parts = [_sizes_in(each) for each in given.args]
+        return None if None in parts else [size for part in parts for size in part or ()]
+    return None
 
 
 def _leave_out_zero_state_(module: fx.GraphModule, node: fx.Node) -> None:

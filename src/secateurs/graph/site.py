@@ -106,7 +106,10 @@ class Sites(Sequence[Site]):
 
 
 def node_masks(cuts: Iterable[tuple[Site, Tensor]]) -> dict[str, tuple[int, Tensor]]:
-    """Return the channel axis and the mask of each node, by name, behind which the sites' masks are applied; True = kept."""
+    """Return the channel axis and the mask of each node, by name, behind which the sites' masks are applied; True = kept.
+
+    The sites are all of features within heads, or none is: at one node these lie along another axis than heads.
+    """
     found: dict[str, tuple[int, Tensor]] = {}
     for site, keep in cuts:
         for point in site.points:

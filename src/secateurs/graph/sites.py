@@ -46,14 +46,18 @@ _KNOWN: WeakKeyDictionary[Graph, dict[Position, Sites]] = WeakKeyDictionary()
 
 @with_real_tensors
 def find_sites(
-    graph: Graph | nn.Module, example_input: Example | Position | None = None, shortcut: Position = "before"
+    graph: Graph | nn.Module,
+    example_input: Example | Position | None = None,
+    shortcut: Position = "before",
+    *,
+    head_widths: bool = False,
 ) -> Sites:
     """Find all sites of a traced network, or of a module that is traced with `example_input`.
 
     `shortcut` says whether the end of a residual block is masked before or after the add, or with the whole stage ("stream");
     for a graph it may come second. "coupled": all channels that the model's own code ties to one another go together, so that
     nothing has to be aligned, and `cut_` can cut the model itself. "widths": the features within the heads of attention, the
-    same in every head: those of queries and keys, and those of values. They are cut apart from other sites.
+    same in every head: those of queries and keys, and those of values; `head_widths` adds them to the sites of a position.
     """
     if isinstance(example_input, str):
         shortcut = example_input
@@ -70,9 +74,14 @@ def find_sites(
             f"(as the model's own code allows), or 'widths' (features within heads)."
         )
     known = _KNOWN.setdefault(graph, {})
-    if shortcut not in known:
-        known[shortcut] = search_sites(graph, shortcut)
-    return known[shortcut]
+    for position in (shortcut, "widths") if head_widths else (shortcut,):
+        if position not in known:
+            known[position] = search_sites(graph, position)
+    if not head_widths or shortcut == "widths" or not (known["widths"] or known["widths"].unprunable):
+        return known[shortcut]
+    place = {node.name: order for order, node in enumerate(graph.module.graph.nodes)}
+    found, within = known[shortcut], known["widths"]
+    return Sites(sorted([*found, *within], key=lambda site: place[site.node]), [*found.unprunable, *within.unprunable])
 
 
 def share_sites(source: Graph, target: Graph) -> None:
@@ -101,7 +110,7 @@ def resolve(graph: Graph, names: Iterable[str | Site]) -> dict[str, Site]:
     wanted = [n.name if isinstance(n, Site) else n for n in names]
     before = find_sites(graph, "before")
     known = {site.name: site for site in before}
-    for position in POSITIONS[1:]:
+    for position in ("widths", *POSITIONS[1:-1]):
         if any(name not in known for name in wanted):
             known |= {site.name: site for site in find_sites(graph, position) if site.name not in known}
     for name in wanted:
@@ -141,10 +150,4 @@ def check_masks(graph: Graph, masks: Mapping[str | Site, Tensor]) -> dict[str, t
                 f"it has now. An earlier cut may have narrowed it: look it up again with find_sites(graph)."
             )
         checked[name] = (site, keep.detach().cpu())
-    if len({site.inside for site, _ in checked.values()}) > 1:
-        inside = next(name for name, (site, _) in checked.items() if site.inside)
-        raise InvalidMask(
-            f"site {inside!r} has features within heads, and other sites of these masks have heads or channels: such sites are "
-            f"cut one after the other. Call compact twice."
-        )
     return checked

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, fx, nn
+from torch.func import functional_call
 
 from secateurs._util.modules import copyable, eval_mode, unwrapped, with_real_tensors
 from secateurs.errors import InvalidInput, NonFinite, SecateursError, Untraceable
@@ -32,12 +33,14 @@ from secateurs.graph.capture.leaves import ruled_class as ruled_class
 from secateurs.graph.capture.record import buffers_restored, record
 from secateurs.graph.capture.symbolic import Unpickler, trace_symbolically
 from secateurs.graph.channels import Kept, call_word, module_path
+from secateurs.graph.computed_weights import compute_weights_
 from secateurs.graph.cost import count_macs
 from secateurs.graph.node_info import Shape as Shape
 from secateurs.graph.node_info import called_module, copy_info_, info, keep_facts_, kept_facts
 from secateurs.graph.node_info import shape_of as shape_of
 from secateurs.graph.normalise import AnotherPath, align_train_and_eval_, normalise_
 from secateurs.graph.plan import Plan
+from secateurs.graph.weight_norm import has_hooks
 
 Engine = Literal["auto", "fx", "record", "export"]
 
@@ -216,6 +219,7 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
     aligned = align_train_and_eval_(module, follow, demanded=demanded)
     if expand_attention_(module, leaves):
         _record_new_shapes_(module)
+    compute_weights_(module)
     normalise_(module)
     _record_origins_(module)
     module.eval()
@@ -266,11 +270,14 @@ def copy_modes_(source: nn.Module, target: nn.Module) -> None:
 
 
 def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
-    """Run `module` once in eval mode and record the output shape of every node."""
+    """Run `module` once in eval mode, without values where that is possible, and record the output shape of every node."""
+    inputs = like_network(module, example)
     try:
         with eval_mode(module):
-            recorder = _Recorder(module)
-            recorder.run(*like_network(module, copy.deepcopy(example)))
+            recorder = _without_values(module, inputs)
+            if recorder is None:
+                recorder = _Recorder(module)
+                recorder.run(*copy.deepcopy(inputs))
     except Exception as error:
         raise Untraceable(
             f"the traced {type(module).__name__} does not run on the example input: {str(error).splitlines()[0]} "
@@ -279,6 +286,23 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
     for node, shape in recorder.shapes.items():
         info(node)["shape"] = shape
         info(node).pop("other_shapes", None)  # recorded before the last change of the network
+
+
+def _without_values(module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> _Recorder | None:
+    """Run `module` on tensors without values, which takes a fraction of the time; None where it does not run on these.
+
+    Layers of others than torch, and those with hooks or computed weights, might keep such a tensor: they need real ones.
+    """
+    for layer in (called_module(module, node) for node in module.graph.nodes):
+        known = layer is None or type(layer).__module__.startswith(("torch.nn.modules", "secateurs.graph"))
+        if not known or isinstance(layer, nn.RNNBase) or (layer is not None and has_hooks(layer)):
+            return None
+    recorder = _OnMeta(module)
+    try:
+        recorder.run(*(tensor.to("meta") for tensor in inputs))
+    except Exception:  # a forward that reads values, or makes tensors on another device
+        return None
+    return recorder
 
 
 def _record_new_shapes_(module: fx.GraphModule) -> None:
@@ -457,9 +481,12 @@ class _OnMeta(_Recorder):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self.fetch_attr(target)
-        if isinstance(layer, nn.Linear):
-            return args[0].new_empty((*args[0].shape[:-1], layer.out_features))
-        return super().call_module(target, args, kwargs)
+        weights = {name: t.to("meta") for name, t in (*layer.named_parameters(), *layer.named_buffers())}
+        return functional_call(layer, weights, args, kwargs) if weights else layer(*args, **kwargs)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = super().get_attr(target, args, kwargs)
+        return found.to("meta") if isinstance(found, Tensor) else found
 
 
 def _plain(value: Any) -> Any:

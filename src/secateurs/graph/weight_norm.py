@@ -19,8 +19,15 @@ from torch.nn.utils.weight_norm import WeightNorm
 from secateurs.graph.channels import Kept, take
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something besides a module's own forward runs when it is called: hooks, or parametrisations."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "parametrizations" in module._modules)
+
+
 def weight_norm_of(module: nn.Module) -> tuple[str, str, int | None] | None:
     """Return the names of g and v, and the axis of g (None: one for all); None for a module without weight norm."""
+    if not has_hooks(module):  # asked of every layer
+        return None
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
     if len(hooks) == 1 and hooks[0].name == "weight":
         return "weight_g", "weight_v", None if hooks[0].dim == -1 else hooks[0].dim
@@ -35,6 +42,8 @@ def weight_norm_of(module: nn.Module) -> tuple[str, str, int | None] | None:
 
 def computed_weights(module: nn.Module) -> str:
     """Return why a layer's weights must be left alone: they are computed otherwise than by weight norm, or hooks see them."""
+    if not has_hooks(module):
+        return ""
     norm = weight_norm_of(module)
     hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
     if norm is not None and hooks == (norm[0] == "weight_g"):

@@ -28,7 +28,7 @@ from secateurs.graph.channels import none_of
 from secateurs.graph.cost import Cost, cost
 from secateurs.graph.engine import Engine, Timer, TorchEngine
 from secateurs.graph.masking import copied
-from secateurs.graph.sites import Site, find_site, find_sites
+from secateurs.graph.sites import Site, Sites, find_site, find_sites
 from secateurs.graph.structure import activations, is_bypassed
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, drawn_labels, evaluate, loss, values, with_answers
@@ -224,7 +224,7 @@ class PruningContext:
         """
         if self.recipe.repair == "none" or self.recipe.allocation != "global":
             return None
-        names = [site.name for site in find_sites(self.original, self.shortcut) if site.channels > 1]
+        names = [site.name for site in self.sites(self.original) if site.channels > 1]
         few, seed = self.held_out_few, derive(self.recipe.seed, "repair")
         examples = few.examples
         if few.loss_fn is divergence:
@@ -272,7 +272,7 @@ class PruningContext:
             portfolio=recipe.portfolio,
             repaired_masks=recipe.repaired_masks,
             seed=recipe.seed,
-            sites=lambda graph: find_sites(graph, self.shortcut),
+            sites=self.sites,
         )
 
     def _answered(self, examples: Examples) -> Examples:
@@ -309,9 +309,13 @@ class PruningContext:
         """What records of a site have besides: where it lies, if several positions are compared. Some share it."""
         return {"node": site.node} if self.recipe.shortcut == "auto" else {}
 
+    def sites(self, graph: Graph) -> Sites:
+        """All sites of `graph`, in network order."""
+        return find_sites(graph, self.shortcut, head_widths=self.recipe.head_widths)
+
     def site(self, graph: Graph, name: str) -> Site | None:
         """The site as it is in `graph`: an earlier cut may have narrowed it; None where nothing is left to remove."""
-        found = next((site for site in find_sites(graph, self.shortcut) if site.name == name), None)
+        found = next((site for site in self.sites(graph) if site.name == name), None)
         return found if found is not None and found.channels > 1 else None
 
     @cached_property
@@ -323,16 +327,16 @@ class PruningContext:
         found: dict[str, tuple[str, ...]] = {}
         if not self.recipe.branches or self.recipe.allocation != "global" or self.shortcut == "coupled":
             return found  # coupled: the model's own code computes every branch
-        sites = find_sites(self.original, self.shortcut)
+        sites = self.sites(self.original)
         nodes = {node.name: node for node in self.original.module.graph.nodes}
         known: set[str] = set()
         folded: dict[str | Site, Tensor] = {}  # all of them together: any choice of them can then be made
         for site in sites:
-            if site.name in known or not is_bypassed(self.original.module.graph, nodes[site.node]):
+            if site.inside or site.name in known or not is_bypassed(self.original.module.graph, nodes[site.node]):
                 continue
             masks: dict[str | Site, Tensor] = {site.name: none_of(site.channels)}
             try:
-                left = {other.name for other in find_sites(compact(self.original, masks, verify=False), self.shortcut)}
+                left = {other.name for other in self.sites(compact(self.original, masks, verify=False))}
                 if folded:
                     compact(self.original, {**folded, **masks}, verify=False)
             except EmptyLayer:
@@ -447,7 +451,7 @@ class PruningContext:
     @cached_property
     def _channels(self) -> dict[str, int]:
         """Filters of every site of the original network."""
-        return {site.name: site.channels for site in find_sites(self.original, self.shortcut)}
+        return {site.name: site.channels for site in self.sites(self.original)}
 
     def round_to(self, site: str) -> int:
         """What the number of filters kept at a site is a multiple of; 1 for one that the original has not."""
@@ -474,7 +478,7 @@ class PruningContext:
     @cached_property
     def latency_model(self) -> LatencyModel | NetworkModel:
         """What the network takes at other widths, from measured tables that are journaled."""
-        sites = [site for site in find_sites(self.original, self.shortcut) if site.channels > 1]
+        sites = [site for site in self.sites(self.original) if site.channels > 1]
         widths = {site.name: candidates(site.channels, self.round_to(site.name)) for site in sites}
         if self.engine.runs_layers:
             model = LatencyModel(self.original, sites, self.engine.batch)

@@ -65,7 +65,9 @@ def estimate(context: PruningContext) -> Estimate:
     """Time one batch, and count the passes that the recipe may need at all sites, and the bytes."""
     recipe, held_out = context.recipe, len(context.held_out.examples)
     chosen = chosen_sites(recipe, context.original)
-    every = {(site.name, site.node): site for shortcut in recipe.shortcuts for site in find_sites(context.original, shortcut)}
+    original, widths = context.original, recipe.head_widths
+    found = (site for shortcut in recipe.shortcuts for site in find_sites(original, shortcut, head_widths=widths))
+    every = {(site.name, site.node): site for site in found}
     sites = [site for site in every.values() if site.name in chosen and site.channels > 1]
     criteria = recipe.portfolio if recipe.criterion == "portfolio" else (recipe.criterion,)
     pool, validation = len(context.ranker.pool), len(context.validation)

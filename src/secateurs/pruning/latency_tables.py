@@ -194,7 +194,9 @@ class LatencyModel:
 
     def __init__(self, graph: Graph, sites: Sequence[Site], batch: int) -> None:
         self.graph, self.sites, self.batch = graph, {site.name: site for site in sites}, batch
-        self.flows = find_flows(spread_sums(graph.module))
+        module = spread_sums(graph.module)
+        self.flows = find_flows(module)
+        self.within = find_flows(module, inside=True) if any(site.inside for site in sites) else None  # features of heads
         self.nodes = {node.name: node for node in self.flows.of}
         self.layers = self.narrowed({})
         self.keys = {node: self._key(node, layer) for node, layer in self.layers.items()}
@@ -215,8 +217,21 @@ class LatencyModel:
 
     def _live(self, masks: Masks) -> Callable[[fx.Node, int], Tensor]:
         """The live channels of each node under the masks, which are applied behind all points of their sites."""
-        behind = node_masks((self.sites[name], keep) for name, keep in masks.items())
-        return analyse(self.flows, {self.nodes[name]: mask for name, (_, mask) in behind.items()}).live
+        found = []
+        for flows, inside in ((self.flows, False), (self.within, True)):
+            if flows is not None:
+                cuts = ((self.sites[name], keep) for name, keep in masks.items() if self.sites[name].inside is inside)
+                behind = {self.nodes[name]: mask for name, (_, mask) in node_masks(cuts).items()}
+                found.append((flows.of, analyse(flows, behind).live))
+
+        def live(node: fx.Node, width: int) -> Tensor:
+            """Of both kinds of cuts, where they are of one axis."""
+            axis, known = self.flows.of[node].axis, all_of(width)
+            for of, each in found:
+                known = known & each(node, width) if node in of and of[node].axis == axis else known
+            return known
+
+        return live
 
     def _module(self, node: fx.Node) -> nn.Module | None:
         return self.graph.module.get_submodule(str(node.target)) if node.op == "call_module" else None

@@ -70,7 +70,11 @@ def chosen_sites(recipe: Recipe, graph: Graph, shortcut: Shortcut | None = None)
     Of all positions that the recipe compares, or of one.
     """
     positions = recipe.shortcuts if shortcut is None else (shortcut,)
-    names = list(dict.fromkeys(site.name for position in positions for site in find_sites(graph, position)))
+    names = list(
+        dict.fromkeys(
+            site.name for position in positions for site in find_sites(graph, position, head_widths=recipe.head_widths)
+        )
+    )
     chosen = [name for name in names if not recipe.sites or any(fnmatch(name, pattern) for pattern in recipe.sites)]
     if recipe.sites and not chosen:
         wanted = ", ".join(recipe.sites)
@@ -238,7 +242,7 @@ class Run:
     def _measure_curves(self) -> dict[str, SiteCurve]:
         """The ranking and the curve of every site of the original network, by name, in network order."""
         context, progress = self.context, self.context.progress
-        places = [site.name for site in find_sites(self.original, self.context.shortcut)]
+        places = [site.name for site in self.context.sites(self.original)]
         listed = self._sites_of_round(0)
         unknown = [name for name in listed if name not in places]
         if unknown:

@@ -109,9 +109,9 @@ def _with_factors(graph: Graph, sites: Sequence[Site]) -> fx.GraphModule:
     module = copy_module(graph).requires_grad_(False)
     nodes: dict[str, fx.Node] = {node.name: node for node in module.graph.nodes}
     last = [node for node in nodes.values() if node.op == "placeholder"][-1]
-    for site in sites:
+    for number, site in enumerate(sites):
         with module.graph.inserting_after(last):
-            last = module.graph.placeholder(f"factors_of_{nodes[site.node].name}")
+            last = module.graph.placeholder(f"factors_{number}_of_{site.node}")
         for point in site.points:
             behind = insert_behind_(module, nodes[point.node], f"factor_{point.node}", Factor(point).to(device_of(module)))
             behind.args = (*behind.args, last)

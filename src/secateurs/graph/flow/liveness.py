@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx
@@ -42,6 +43,16 @@ class Flows:
     inputs: Mapping[fx.Node, tuple[fx.Node, ...]]
     users: Mapping[fx.Node, tuple[fx.Node, ...]]
     counted: tuple[tuple[fx.Node, ...], ...] = ()  # the calls of each module that takes statistics of all of them together
+
+    @cached_property
+    def backwards(self) -> tuple[tuple[fx.Node, tuple[fx.Node, ...], bool], ...]:
+        """The nodes with channels, last first, with their users, and whether one of these may need less even without masks."""
+        return tuple(
+            (node, users, any(isinstance(self.of[user], Moved | Contracted) for user in users))
+            for node, flow in reversed(list(self.of.items()))
+            for users in [self.users.get(node, ())]
+            if flow.axis is not None
+        )
 
     def width(self, node: fx.Node) -> int:
         """Return the number of channels of the output of `node`."""
@@ -265,13 +276,13 @@ def _find_needs(
 ) -> dict[fx.Node, Tensor]:
     """Find the channels that each node's users need; `counted` are those that a node reads even if its output is not needed."""
     need: dict[fx.Node, Tensor] = {}
-    for node in reversed(list(flows.of)):
-        flow = flows.of[node]
-        users = flows.users.get(node, ())
-        if flow.axis is None or not (users or node in masks):
-            continue
-        if node not in masks and not any(u in need or u in zero or isinstance(flows.of[u], Moved | Contracted) for u in users):
-            continue
+    for node, users, may_need_less in flows.backwards:
+        if not may_need_less and node not in masks:
+            for user in users:
+                if user in need or user in zero:
+                    break
+            else:
+                continue
         width = flows.width(node)
         wanted, read = none_of(width), none_of(width)
         for user in users:

@@ -145,7 +145,8 @@ def _heads(op: Op, place: int) -> Flow | None:
     divided = after[place : place + parts]
     if not parts or axis is None or op.module is not None or before[:axis] != after[:place]:
         return None
-    alone = op.width in divided and info(op.node).get("channel_axis", place + 1) == place + 1  # a cut can leave one head
+    # of a single head, unless that is what a cut left of several; heads that a cut left one feature each are heads
+    alone = divided[-1] == op.width and info(op.node).get("channel_axis", place + 1) == place + 1
     if not any(map(_is_attended, _followed(op.node))):
         return None
     if op.inside or alone:
