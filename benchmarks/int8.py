@@ -42,6 +42,7 @@ from secateurs.export.programs import onnx_bytes
 from secateurs.graph.engine import cpu_flags, in_rounds, timed
 from secateurs.metrics import evaluate
 from secateurs.models import build, example_input
+from secateurs.pruning.global_allocation import allocations_for, apply_allocation
 from secateurs.pruning.latency_target import timed_allocations
 from secateurs.report.int8 import stage_times
 from secateurs.training import train_
@@ -110,19 +111,18 @@ def pruned(network: str, until: str) -> Graph | None:
     run = resume(folder, model, given) if folder.exists() else Pruner(model, given, recipe=recipe(network), folder=folder)
     try:
         run.measure_original()
-        sites = find_sites(run.original, "stream")
         if until == "tables":
-            for site in sites:
+            for site in find_sites(run.original, "stream"):
                 run._allowed_widths(site)
-        elif until in ("curves", "times"):
-            curves = run._measure_curves()
-            if until == "times":
-                timed_allocations(run.context, curves)
-        else:
-            return run.finish().graph
+            return None
+        curves = run._measure_curves()
+        if until == "times":
+            timed_allocations(run.context, curves)
+        if until != "network":
+            return None
+        return apply_allocation(run.context, curves, allocations_for(run.context, curves)[-1])  # the first within the targets
     finally:
         run.close()
-    return None
 
 
 def make(network: str, until: str) -> bool:
