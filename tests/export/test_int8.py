@@ -259,15 +259,29 @@ def test_activations_that_overflow_inside_are_refused_by_name() -> None:
         Quantiser(trace(net, torch.zeros(2, 2, 6, 6)), data, data)
 
 
-def test_images_are_padded_to_four_channels_and_the_network_stays_the_same() -> None:
-    """The fast kernels read channels in fours; a first layer in float32 reads the image as it is."""
+class Shift(nn.Module):
+    """What a folded branch leaves of its sum: a constant for each channel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.constant = nn.Parameter(torch.randn(1, channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.constant + x)
+
+
+def test_padded_images_and_constants_of_channels_leave_the_network_the_same() -> None:
+    """The fast kernels read channels in fours, and sums with constants have none; a first layer in float32 reads the image."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 1), nn.Flatten(), nn.Linear(576, 3)).eval()
+    first = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), Shift(16))
+    net = nn.Sequential(*first, nn.Conv2d(16, 16, 1), nn.Flatten(), nn.Linear(576, 3)).eval()
     data = examples(32, shape=(3, 6, 6))
     made = Quantiser(trace(net, data.inputs[:2]), data, data, classes=False, methods=("minmax",))
     wanted = net(data.inputs).detach()
     np.testing.assert_allclose(ran(made.model.bytes(), data.inputs), wanted, rtol=0, atol=1e-5)
     assert made.model.weights[made.model.layers[0].name + ".weight"].shape == (16, 4, 3, 3)
+    assert len(made.model.layers) == 3, "what adds a constant is no layer of the network"
+    assert not any(node.op_type == "Add" for node in made.model.model.graph.node)
     for floats in ((), made.model.layers[:1], made.model.layers):
         found = torch.from_numpy(ran(made.file("minmax", floats), data.inputs))
         assert float((found - wanted).square().mean()) < 1e-3 * float(wanted.square().mean())

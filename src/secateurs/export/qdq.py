@@ -156,6 +156,7 @@ def fold_alignments_(model: FloatModel) -> None:
             _fold_behind_(model, node)
             _fold_before_(model, node, nodes)
     _select_by_convolutions_(model)
+    _add_constants_by_convolutions_(model)
     model.forget_()
     _widen_narrow_(model)
     _pad_images_(model)
@@ -294,6 +295,31 @@ def _select_by_convolutions_(model: FloatModel) -> None:
             graph.node.remove(each)
         done |= {each.name for each in ops}
         model.same_range[last] = node.input[0]
+        model.forget_()
+
+
+def _add_constants_by_convolutions_(model: FloatModel) -> None:
+    """Write a sum with one constant for each channel, which a folded branch leaves, as a 1×1 convolution of ones with a bias.
+
+    ONNX Runtime adds them channel by channel: 2.1 ms for 16 channels of 32×32 at batch 64, more than a convolution there.
+    """
+    from onnx import helper
+
+    graph, shapes = model.model.graph, model.shapes
+    for number, node in enumerate(list(graph.node)):
+        if node.op_type != "Add" or sum(name in model.weights for name in node.input) != 1:
+            continue
+        constant, given = sorted(node.input, key=lambda name: name not in model.weights)
+        value, channels = model.weights[constant], (*shapes.get(given, ()), 0, 0)[1]
+        by_channel = value.dtype == np.float32 and value.shape in ((channels, 1, 1), (1, channels, 1, 1))
+        if not channels or not by_channel or len(shapes[given]) != 4:
+            continue
+        weight, bias = f"{SELECTS}c{number}", f"{node.name}c"
+        model._replace_(weight, np.eye(channels, dtype=np.float32)[:, :, None, None])
+        model._replace_(bias, value.reshape(-1))
+        made = helper.make_node("Conv", [given, weight, bias], list(node.output), name=node.name, kernel_shape=[1, 1])
+        graph.node.insert(list(graph.node).index(node), made)
+        graph.node.remove(node)
         model.forget_()
 
 
@@ -464,7 +490,8 @@ class _Writer:
             if node.name in skipped:
                 continue
             limit = self.source.limit_behind(node)
-            if self.source._is_layer(node) and node.name not in self.floats:
+            selects = any(name.startswith(SELECTS) for name in node.input[1:2])
+            if self.source._is_layer(node) and node.name not in self.floats and (not selects or node.input[0] in self.eight):
                 self._layer(node, limit)
             elif node.op_type in _SUMS and self._reads_eight(node) and self._fits(node):
                 self._emit(node, [self._read(name) for name in node.input], limit)

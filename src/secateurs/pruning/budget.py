@@ -57,8 +57,8 @@ class AccuracyBudget:
     def earlier_answers(self) -> list[bool]:
         """What the certification images answered before this step."""
         journal = self.context.journal
-        asked = (*journal.of(ChosenAllocation), *journal.of(Step), *journal.of(Retrained))
-        return [answer for record in asked for answer in record.answers]
+        asked: list[ChosenAllocation | Step | Retrained] = [*journal.of(ChosenAllocation), *journal.of(Step)]
+        return [answer for record in (*asked, *journal.of(Retrained)) for answer in record.answers]
 
     @property
     def spent(self) -> bool:
