@@ -1,15 +1,15 @@
 """Pruned and quantised, for the file that runs: `python -m benchmarks.int8` (ONNX Runtime, one thread, no training).
 
 ResNet-20 (built in) and ResNet-56 (public weights) on CIFAR-10: 30 % of the MACs removed and a quarter of the time, with
-`deploy = "int8"` (criterion obs, every layer refitted), then quantised. Accuracy is that of the 5,000 test images that decided
+`deploy = "int8"` (criterion obs, every layer refitted), then quantised. Accuracy is that of test images that decided
 nothing; the four files (unpruned and pruned, float32 and int8) are timed in turns at batches of 1 and 64. VGG-16 and a
 MobileNet-like network have random weights and uniform cuts: times and bytes only.
 
 Networks and rows are kept (`~/.cache/secateurs/bench/int8`, benchmarks/results/int8.jsonl); `--networks` takes some. A search
 continues where it was stopped, so what it times can be measured on an idle core: `--until tables`, then `--until curves` on a
-busy one, then `--until times`, then without. `--time` only times the files again, `--profile` only shows where the time of the
-int8 files goes, `--train IMAGES` only trains the pruned network through int8 rounding and without, `--render` only writes
-docs/performance.md.
+busy one, then `--until times`, then without. `--file` quantises a network of `benchmarks.faster` instead. `--time` only times
+the files again, `--profile` only shows where the time of the int8 files goes, `--train IMAGES` only trains the pruned network
+through int8 rounding and without, `--torchao` only quantises by torchao, `--render` only writes docs/performance.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from typing import Any
 import torch
 
 from benchmarks.conditions import conditions
+from benchmarks.faster import FOLDER as FASTER
 from benchmarks.faster import data, origin
+from benchmarks.faster import rows as faster_rows
 from benchmarks.render import PAGE, with_part
 from secateurs import Graph, Pruner, Recipe, compact, cost, find_sites, load, resume, save, trace
 from secateurs._util.download import home
@@ -159,6 +161,22 @@ def make(network: str, until: str) -> bool:
     return True
 
 
+def from_faster(network: str, file: str) -> None:
+    """Quantise a network of `benchmarks.faster`, cut by its time in float32, and the unpruned one."""
+    (known,) = (row for row in faster_rows("network") if row["file"] == file)
+    given, dense = data(known_as(network), IMAGES[network]), trace(dense_model(network), example_input("resnet20"))
+    small, accuracy = load(dense_model(network), FASTER / file), dict[str, float]()
+    assert given.test is not None
+    for name, each, at in (("unpruned", dense, known["before"]), ("pruned", small, known["after"])):
+        quantised = quantised_by(each, given)
+        write_bytes(FOLDER / f"{network}-{name}.onnx", onnx_bytes(prepared(each)))
+        write_bytes(FOLDER / f"{network}-{name}.int8.onnx", quantised.model)
+        accuracy[f"{name}, float32"] = at  # measured there, on the same images
+        accuracy[f"{name}, int8"] = evaluate(quantised.module(), given.test, batch=64).accuracy
+    made = {"network": network, "weights": "public", "file": file, "macs": known["macs"], "accuracy": accuracy}
+    keep({"kind": "network", **made, "images": len(given.test), "conditions": conditions().sentence()})
+
+
 def quantised_by(graph: Graph, given: Data) -> Quantised:
     """The int8 file, calibrated on training images and compared on those that chose the cuts."""
     return Quantiser(graph, subset(given.train, 256, seed=1).ready(), subset(given.search, 256, seed=1).ready()).quantised()
@@ -212,18 +230,15 @@ def train(network: str, images: int) -> None:
     given, whole = data(known_as(network), IMAGES[network]), load_split(origin(known_as(network)))
     dense, chosen = dense_model(network), subset(whole.train, images, seed=2)
     assert given.test is not None
-    for rounds in (None, False, True):  # None: as it was pruned
+    for rounds in (False, True):
         graph, began = load(dense_model(network), FOLDER / f"{network}.safetensors"), time.process_time()
-        if rounds is not None:
-            settings = replace(GENTLE, int8=rounds, lr=0.01)
-            train_(graph.module, chosen, settings, teacher=dense)
-        seconds = round(time.process_time() - began)
-        file = quantised_by(graph, given)
+        train_(graph.module, chosen, replace(GENTLE, int8=rounds, lr=0.01), teacher=dense)
+        seconds, file = round(time.process_time() - began), quantised_by(graph, given)
         accuracy = [evaluate(each, given.test, batch=64).accuracy for each in (graph.module, file.module())]
-        words = {None: "none", False: "float32", True: "int8"}[rounds]
-        figures = {"training": words, "images": 0 if rounds is None else images, "float32": accuracy[0], "int8": accuracy[1]}
+        words = "int8" if rounds else "float32"
+        figures = {"training": words, "images": images, "float32": accuracy[0], "int8": accuracy[1]}
         divergence = {"divergence": file.how.divergence, "seconds": seconds, "conditions": conditions().sentence()}
-        keep({"kind": "trained", "network": f"{network}, {words}", **figures, **divergence})
+        keep({"kind": "trained", "network": f"{network}, trained in {words}", **figures, **divergence})
 
 
 def by_torchao(network: str, rounds: int) -> None:
@@ -296,8 +311,8 @@ def profile(network: str) -> None:
 def page() -> str:
     networks, times = {row["network"]: row for row in rows("network")}, {row["network"]: row for row in rows("times")}
     lines = [
-        "ONNX Runtime, one thread, the four files of a network in turns. Accuracy: CIFAR-10, the 5,000 test images that "
-        "decided nothing; no training. – : random weights, so that there is no accuracy.",
+        "ONNX Runtime, one thread, the four files of a network in turns. Accuracy: CIFAR-10, test images that decided nothing "
+        "(10,000, of ResNet-56 5,000); no training. – : random weights, so that there is no accuracy.",
         "",
         "| network | file | MACs left | test accuracy | bytes | ms, batch 1 | ms, batch 64 | × dense float32, batch 64 | "
         "× dense int8, batch 64 |",
@@ -338,6 +353,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=(*TRAINED, *UNTRAINED))
     parser.add_argument("--until", choices=("tables", "curves", "times", "network"), default="network", help="stop after this")
+    parser.add_argument("--file", help="a network that `python -m benchmarks.faster` made, in place of a search")
     parser.add_argument("--make", action="store_true", help="only make the networks: do not time them")
     parser.add_argument("--time", action="store_true", help="only time the networks that are there")
     parser.add_argument("--profile", action="store_true", help="only show where the time of the int8 files goes")
@@ -354,10 +370,14 @@ def main() -> None:
         elif options.train:
             train(network, options.train)
         else:
-            if not options.time:
+            if options.file:
+                from_faster(network, options.file)
+            elif not options.time:
                 done = make(network, options.until) if network in TRAINED else make_untrained(network)
-                if not done or options.make:
+                if not done:
                     continue
+            if options.make:
+                continue
             time_all(network, options.rounds)
     if not options.profile and options.until == "network":
         write_text(PAGE, with_part(PAGE.read_text(), COMMAND, page()))
