@@ -192,6 +192,25 @@ def test_coupled_widths_are_predicted_as_products_until_they_are_measured(tmp_pa
     assert model.seconds(masks) == pytest.approx(true)
 
 
+def test_layers_timed_in_a_busier_hour_are_brought_to_the_times_before(tmp_path: Path) -> None:
+    """Three times as slow when more sizes are timed: nothing that was predicted before changes, and the new sizes fit."""
+
+    class Busy(FakeEngine):
+        slower = 1.0
+
+        def true(self, layer: nn.Module) -> float:
+            return self.slower * super().true(layer)
+
+    graph, engine = trace(small_net(), torch.randn(2, 1, 8, 8)), Busy(8)
+    model = model_of(graph, engine, tmp_path / "times.json")
+    masks = {name: spread(width, site.channels) for (name, site), width in zip(model.sites.items(), (16, 8, 8), strict=True)}
+    before, true = model.seconds({}), engine.whole(compact(graph, {**masks}))
+    engine.slower = 3.0
+    model.measure(engine, model.sizes(masks), TableFile(engine, tmp_path / "times.json"))
+    assert model.seconds({}) == pytest.approx(before)
+    assert model.seconds(masks) == pytest.approx(true)
+
+
 def test_a_layer_of_a_known_shape_is_not_timed_again(tmp_path: Path) -> None:
     graph, engine = trace(small_net(), torch.randn(2, 1, 8, 8)), FakeEngine(8)
     first = model_of(graph, engine, tmp_path / "times.json")

@@ -387,6 +387,8 @@ def staged(path: Path, *, folder: bool) -> Iterator[Path]:
                 draft.mkdir()
             yield draft
             for file in _files(draft):
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
                 os.replace(file, home / file.name)
         sync_folder(home)
     except OSError as error:

@@ -218,8 +218,9 @@ class Quantiser:
                 kept.append(layer)
         return tuple(kept)
 
-    def quantised(self, floats: Sequence[Int8Layer] = ()) -> Quantised:
-        """The file of the best method with these layers in float32."""
+    def quantised(self, floats: Sequence[Int8Layer] | None = None) -> Quantised:
+        """The file of the best method with these layers in float32; None: with those that hurt."""
+        floats = self.hurting if floats is None else floats
         total, kept = sum(layer.macs for layer in self.model.layers), sum(layer.macs for layer in floats)
         how = Quantisation(
             method=self.method,
@@ -251,7 +252,7 @@ def output_distance(found: Tensor, wanted: Tensor, classes: bool) -> Tensor:
 
 
 def int8_module(graph: Graph, calibration: Examples, held_out: Examples, classes: bool) -> nn.Module:
-    """The network's int8 file in ONNX Runtime, all layers in int8: what a run with `deploy = "int8"` certifies."""
+    """The network's int8 file in ONNX Runtime: what a run with `deploy = "int8"` certifies."""
     return Quantiser(graph, calibration, held_out, classes=classes).quantised().module()
 
 

@@ -104,7 +104,7 @@ class ProgramQuantiser:
             float_bops=macs * 32.0 * 32.0,
         )
 
-    def quantised(self, floats: Sequence[Int8Layer] = ()) -> Quantised:
+    def quantised(self, floats: Sequence[Int8Layer] | None = None) -> Quantised:
         """The program; there is only one."""
         return Quantised(self.file, self.how, run=ProgramModule)
 

@@ -12,7 +12,7 @@ from secateurs.criteria.ranking import Ranking
 from secateurs.errors import RunError
 from secateurs.pruning.acceptance import BaselineValues, largest_cut
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
-from secateurs.pruning.results import ChosenAllocation, SiteCut, Start, Step
+from secateurs.pruning.results import ChosenAllocation, Retrained, SiteCut, Start, Step
 from secateurs.selection.search import Cut
 
 _CAUTION = 3.0  # of 1 to 4, what removed most in simulated runs (tests/torture/contracts.py)
@@ -57,8 +57,8 @@ class AccuracyBudget:
     def earlier_answers(self) -> list[bool]:
         """What the certification images answered before this step."""
         journal = self.context.journal
-        before = [allocation.answers for allocation in journal.of(ChosenAllocation)]
-        return [answer for answers in (*before, *(step.answers for step in journal.of(Step))) for answer in answers]
+        asked: list[ChosenAllocation | Step | Retrained] = [*journal.of(ChosenAllocation), *journal.of(Step)]
+        return [answer for record in (*asked, *journal.of(Retrained)) for answer in record.answers]
 
     @property
     def spent(self) -> bool:

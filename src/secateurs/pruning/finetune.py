@@ -146,7 +146,8 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
     state = _train(context, budget, state, settings, "retrain", step)
     journal.save_tensors(RETRAINED, state.graph.module.state_dict(), listed=True)
     files = journal.file_digests(f"{RETRAINED}.safetensors")
-    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap(), budget.trained_bound))
+    asked, budget.answers = tuple(budget.answers), []
+    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap(), budget.trained_bound, asked))
     journal.delete(CHECKPOINT)
     return state
 

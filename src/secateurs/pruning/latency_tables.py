@@ -267,9 +267,12 @@ class LatencyModel:
 
     def _found(self, engine: Engine, key: str, wanted: Sizes, file: TableFile, at_most: float) -> dict[Size, Rounds]:
         """The times of one kind of layer, from the file or measured now."""
-        known = file.layer(key)
+        known, full = file.layer(key), next(iter(wanted))
         if not known.keys() >= wanted.keys():
-            known = self._time(engine, wanted, at_most)
+            found = self._time(engine, wanted, at_most)
+            # sizes are compared with each other: times of a busier hour are brought to those of the full layer before
+            scale = median(known[full]) / median(found[full]) if full in known else 1.0
+            known = {size: tuple(scale * seconds for seconds in rounds) for size, rounds in found.items()}
             file.keep(key, known)
         return {size: known[size] for size in wanted}
 

@@ -190,6 +190,7 @@ class Retrained:
     files: Files = field(default_factory=dict)
     seconds: Seconds = 0.0
     bound: float | None = None  # upper bound on the drop of the retrained network; None: not certified, or undone
+    answers: tuple[bool, ...] = ()  # of the certification images
 
 
 @dataclass(frozen=True)

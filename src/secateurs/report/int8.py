@@ -41,7 +41,6 @@ from secateurs.metrics import cross_entropy, evaluate
 from secateurs.pruning.acceptance import BaselineValues, Side
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PruningContext
-from secateurs.pruning.results import ChosenAllocation
 from secateurs.report.exports import note_answers, note_exports, read_answers
 from secateurs.selection.contract import Verdict
 
@@ -66,7 +65,7 @@ def export_int8(result: Result, path: Path, *, uncertified: bool = False, compar
         draft.touch()  # a place that cannot be written to is refused before the work
         quantiser = quantiser_for(context, graph, program=path.suffix == ".pt2")
         earlier = [*AccuracyBudget(context).earlier_answers(), *_asked(result)]
-        certifier = _Certifier(context, graph, earlier, uncertified)
+        certifier = _Certifier(context, graph, earlier, result.bound, uncertified)
         try:
             file, verdict = certifier.certified(quantiser)
         finally:  # a refusal counts, too: the images must not be asked until they say yes
@@ -124,8 +123,11 @@ def _note_asked(result: Result, answers: Sequence[bool]) -> None:
 class _Certifier:
     """Asks the contract of a run about int8 files; `asked` has the answers of the certification images."""
 
-    def __init__(self, context: PruningContext, graph: Graph, answers: Sequence[bool], uncertified: bool) -> None:
+    def __init__(
+        self, context: PruningContext, graph: Graph, answers: Sequence[bool], bound: float | None, uncertified: bool
+    ) -> None:
         self.context, self.sets, self.answers = context, context.acceptance_sets, list(answers)
+        self.bound = bound if context.recipe.deploy == "int8" else None  # of the file that the run certified
         self.asked: list[bool] = []
         self.promises = self.sets.sides is not None and not uncertified
         # with a budget for each site nothing is promised of all of them together: the drop counts from the pruned network
@@ -145,9 +147,8 @@ class _Certifier:
             return same
         if self.promises and self.sets.contract.chance(self.answers) == 0:
             raise Uncertified(
-                "int8: the certification images of this run have refused a cut, after which they cannot certify anything else. "
-                "Prune with deploy='int8', which certifies the int8 file itself; or export with uncertified=True "
-                "(--uncertified), which promises nothing."
+                f"int8: {self._why_spent(isinstance(quantiser, ProgramQuantiser))} Or export with uncertified=True "
+                f"(--uncertified), which promises nothing."
             )
         tried = []
         for file in self._files(quantiser):
@@ -170,21 +171,31 @@ class _Certifier:
             f"{'; '.join(tried)}. Nothing was written. Prune less, with deploy='int8', or allow more."
         )
 
+    def _why_spent(self, program: bool) -> str:
+        """Why the certification images cannot certify this file, and what to do."""
+        refused = "the certification images of this run have refused a cut, after which they cannot certify anything else."
+        if self.context.recipe.deploy != "int8":
+            return f"{refused} Prune with deploy='int8', which certifies the int8 file itself."
+        if self.bound is None:
+            return (
+                "the certification images of this run refused the first int8 file that it asked about, and cannot certify "
+                "another. Start a run with a larger max_drop, or with more validation images."
+            )
+        if program:
+            return f"this run certified the file for ONNX Runtime; of others, {refused} Export to .onnx."
+        return f"the file that this run certified is another one where packages or the CPU are others; of this one, {refused}"
+
     def _certified_in_the_run(self, quantiser: Quantiser | ProgramQuantiser) -> tuple[Quantised, Verdict] | None:
         """The file that the run itself certified (`deploy = "int8"`), if it can be made again: its bound is the same."""
-        allocations = self.context.journal.of(ChosenAllocation)
-        bound = allocations[-1].bound if allocations else None
-        if (
-            self.context.recipe.deploy != "int8"
-            or not self.promises
-            or bound is None
-            or isinstance(quantiser, ProgramQuantiser)
-        ):
+        if self.bound is None or not self.promises or isinstance(quantiser, ProgramQuantiser):
             return None
         file = quantiser.quantised()
-        yes = self.answers[: self.answers.index(False)] if False in self.answers else self.answers
-        verdict = self.sets.promise(self.start, yes).certify(self.context.values_of(file.module(), "certification"))
-        return (file, verdict) if verdict.accepted and abs(verdict.upper - bound) < 1e-12 else None
+        after = self.context.values_of(file.module(), "certification")
+        for asked in range(len(self.answers) + 1):  # whichever question of the run it was
+            verdict = self.sets.promise(self.start, self.answers[:asked]).certify(after)
+            if verdict.accepted and abs(verdict.upper - self.bound) < 1e-12:
+                return file, verdict
+        return None
 
     def _files(self, quantiser: Quantiser | ProgramQuantiser) -> Iterator[Quantised]:
         floats = list(quantiser.hurting)
