@@ -154,6 +154,12 @@ def children(pid: int) -> list[int]:
         return []
 
 
+def lines_of(folder: Path) -> list[bytes]:
+    """The whole lines of a run's record."""
+    path = folder / "journal.jsonl"
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if path.exists() else []
+
+
 def kills(wanted: int, workers: int, seconds: float) -> None:
     """Run to the end, then again and again with SIGKILL for random ranks at random times; plan and weights must be the same."""
     chance, root = random.Random(time.time_ns()), Path(tempfile.mkdtemp(prefix="secateurs-kills-"))
@@ -161,25 +167,23 @@ def kills(wanted: int, workers: int, seconds: float) -> None:
     whole = root / "whole"
     command = ("benchmarks.workers", "--one", "kills", "--folder")
     start = time.monotonic()
-    first = subprocess.Popen(torchrun(workers, *command, str(whole)), env=environment())
-    while first.poll() is None and not (whole / "journal.jsonl").exists():
-        time.sleep(0.02)
-    starting = time.monotonic() - start  # torch is imported, and the workers have joined
-    assert first.wait() == 0, "the uninterrupted run failed"
-    working = time.monotonic() - start - starting
+    subprocess.run(torchrun(workers, *command, str(whole)), env=environment(), check=True)
+    seconds_alone, total = time.monotonic() - start, len(lines_of(whole))
     wholes = [(whole / name).read_bytes() for name in ("plan.json", "pruned.safetensors")]
     while done < wanted and time.monotonic() - began < seconds:
         folder, killed = root / f"run-{runs}", list[dict[str, Any]]()
         agent = subprocess.Popen(torchrun(workers, *command, str(folder), restarts=1000), env=environment())
         while agent.poll() is None:
-            time.sleep(chance.uniform(0.7, 1.2) * starting + chance.uniform(0, 0.9) * working)
+            # at a random place of the record, or at any moment, the start included
+            place, until = chance.randint(len(lines_of(folder)), total), time.monotonic() + chance.uniform(0, 2) * seconds_alone
+            while agent.poll() is None and time.monotonic() < until and len(lines_of(folder)) < place:
+                time.sleep(0.01)
+            time.sleep(chance.uniform(0, 0.5))
             ranks = children(agent.pid)
             if agent.poll() is None and ranks and done + len(killed) < wanted:
-                rank = chance.randrange(len(ranks))
-                lines = (folder / "journal.jsonl").read_bytes().splitlines() if (folder / "journal.jsonl").exists() else []
-                after = json.loads(lines[-1])["unit"] if lines else "nothing"
+                rank, lines = chance.randrange(len(ranks)), lines_of(folder)
                 os.kill(ranks[rank], signal.SIGKILL)
-                killed.append({"rank": rank, "after": after})
+                killed.append({"rank": rank, "after": json.loads(lines[-1])["unit"] if lines else "nothing"})
         same = [(folder / name).exists() and (folder / name).read_bytes() for name in ("plan.json", "pruned.safetensors")]
         keep("kills", {"workers": workers, "kills": killed, "exit": agent.returncode, "same": same == wholes})
         done, runs = done + len(killed), runs + 1

@@ -5,6 +5,7 @@ Most workers here are forked (tests/worker_processes.py); torchrun itself starts
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -55,8 +56,16 @@ def run_cases(root: Path, names: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("workers")
-    return {**run_cases(root, QUICK), "root": root}
+    """Made once, by the first process of the test run that comes here."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    root, found = base / "workers", base / "workers.json"
+    with (base / "workers.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            root.mkdir()
+            found.write_text(json.dumps(run_cases(root, QUICK)))
+    return {**json.loads(found.read_text()), "root": root}
 
 
 @pytest.fixture(scope="module")
