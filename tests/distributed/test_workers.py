@@ -239,6 +239,7 @@ def children(agent: subprocess.Popen[str]) -> list[int]:
 PRUNE = ["secateurs", "prune", "--model", "mlp", "--data", "digits", "--recipe", "best", "--confidence", "0", "--round-to", "1"]
 
 
+@pytest.mark.slow
 def test_torchrun_prunes_as_one_process_does_and_goes_on_after_a_kill(tmp_path: Path) -> None:
     """The first rank to be killed is rank 0, which has the folder."""
     alone, killed = tmp_path / "alone", tmp_path / "killed"

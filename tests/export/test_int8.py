@@ -438,6 +438,7 @@ def test_places_that_cannot_be_written_are_refused(finished: Result, tmp_path: P
         finished.export(tmp_path / "small.onnx", int8=True, pad_to=8)
 
 
+@pytest.mark.slow
 def test_killed_while_exporting_the_old_file_is_whole(finished: Result, tmp_path: Path) -> None:
     """Whenever the process dies: the file is the old one or the new one, and an export after it succeeds."""
     (tmp_path / "small.onnx").write_bytes(b"old")
