@@ -188,7 +188,7 @@ COUPLED: dict[str, tuple[Net, list[str]]] = {  # and the sites that are offered,
     "half of the units": (recurrent(lambda n, x: n.o(n.r(n.a(x))[0].chunk(2, -1)[0]), 4), ["a"]),
     "sum with units": (recurrent(lambda n, x: n.o((h := n.a(x)) + n.r(h)[0]), 8), []),
     "both directions": (
-        recurrent(lambda n, x: n.o(sum(n.r(n.a(x))[0].chunk(2, -1))), 8, bidirectional=True),  # type: ignore[arg-type]
+        recurrent(lambda n, x: n.o(sum(n.r(n.a(x))[0].chunk(2, -1))), 8, bidirectional=True),  # type: ignore[arg-type]  # sum of tensors
         ["a", "r"],
     ),
 }

@@ -336,7 +336,7 @@ def trained(digits: Data) -> nn.Module:
 def finished(trained: nn.Module, digits: Data, tmp_path_factory: pytest.TempPathFactory) -> Result:
     """The network pruned to a target, so that certification has refused nothing."""
     recipe = Recipe.best(max_drop=0.05, target_macs=0.2, round_to=1)
-    return Pruner(trained, digits, recipe=recipe, folder=tmp_path_factory.mktemp("runs") / "run").finish()  # type: ignore[return-value]
+    return Pruner(trained, digits, recipe=recipe, folder=tmp_path_factory.mktemp("runs") / "run").finish()
 
 
 def test_a_certified_file_gives_its_accuracy_in_a_fresh_process(finished: Result, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_a_run_certifies_a_program_that_gives_its_accuracy_in_a_fresh_process(tm
     torch.save((batch.args[0], batch.targets), tmp_path / "images.pt")
     script = (
         "import sys, torch, torchao\n"
-        "x, y = torch.load(sys.argv[2])\n"
+        "x, y = torch.load(sys.argv[2], weights_only=True)\n"
         "print(int((torch.export.load(sys.argv[1]).module()(x).argmax(1) == y).sum()))\n"
     )
     command = [sys.executable, "-c", script, str(path), str(tmp_path / "images.pt")]

@@ -403,7 +403,7 @@ def test_the_loss_of_a_folded_branch_is_that_after_the_layers_behind_have_made_u
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x).relu()
-            return self.head(self.behind(x + self.b(self.a(x))).relu().mean((2, 3)))  # type: ignore[no-any-return]
+            return self.head(self.behind(x + self.b(self.a(x))).relu().mean((2, 3)))  # type: ignore[no-any-return]  # of modules
 
     torch.manual_seed(0)
     with_engine(FakeEngine(8))  # 8 channels are one block: only whole branches save time

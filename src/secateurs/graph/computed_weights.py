@@ -72,7 +72,7 @@ def _as_linear_(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _is_own_parameter(value: Any, module: fx.GraphModule, axes: int) -> TypeGuard[fx.Node]:
-    """Whether an argument is a parameter of so many axes that is read once."""
+    """Whether an argument is a parameter with that number of axes, read once."""
     if not isinstance(value, fx.Node) or value.op != "get_attr" or len(shape_of(value).dims or ()) != axes:
         return False
     once = len(value.users) == 1 and sum(n.op == "get_attr" and n.target == value.target for n in module.graph.nodes) == 1
