@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import isnan, nan
+from os import getloadavg
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
 from typing import Literal
 
 import torch
@@ -140,6 +141,19 @@ class Subject:
         task = Task(self.graph, self.data, target, seed=seed, folder=folder, store=self.runs / f"{self.network}.sqlite")
         found = method(name)(task)
         return copied(found.graph), found.search_seconds
+
+    def search(self, name: str, target: float, seed: int) -> dict[str, object]:
+        """What finding a start takes, in seconds of the clock and of the processor, and what it leaves, without training."""
+        load, began, used = getloadavg()[0], perf_counter(), process_time()
+        graph, seconds = self.start(name, target, seed)
+        whole, cpu = perf_counter() - began, process_time() - used
+        validation, test = self.accuracies(graph)
+        return {
+            **{"network": self.network, "start": name, "target": target, "seed": seed, "examples": self.examples},
+            **{"seconds": whole, "search_seconds": seconds, "processor_seconds": cpu, "threads": torch.get_num_threads()},
+            **{"load_before": load, "macs_removed": 1 - cost(graph).macs / cost(self.graph).macs},
+            **{"validation": validation, "test": test, "conditions": conditions().sentence()},
+        }
 
     def _reconstruct(self, name: str, target: float, seed: int) -> tuple[Graph, float]:
         """A start after whole-network reconstruction, label-free, on the images of a repair."""
@@ -267,6 +281,7 @@ def main() -> int:
     parser.add_argument("--examples", type=int, help="at most this number of each set: to try the command out")
     parser.add_argument("--out", type=Path, default=Path("results/finetuning"))
     parser.add_argument("--runs", type=Path, default=Path("runs/finetuning"))
+    parser.add_argument("--searches", action="store_true", help="only find the starts, and time that: OUT/searches.jsonl")
     parser.add_argument("--trials", action="store_true", help="only the trials by which lr auto chooses: OUT/trials.jsonl")
     parser.add_argument("--render", action="store_true", help=f"only write the table to {PAGE.name}")
     given = parser.parse_args()
@@ -276,6 +291,11 @@ def main() -> int:
         subject = Subject(network, given.runs, given.examples)
         for seed, target, start in product(given.seeds, given.targets, given.starts):
             share = 0.0 if start == UNTOUCHED else target
+            if given.searches:
+                found = subject.search(start, share, seed)
+                append_row(given.out / "searches.jsonl", found)
+                say(str(found))
+                continue
             for loss, norm, rate in product(given.losses, given.batchnorm, given.rates):
                 cell = Cell(network, start, share, loss, norm, rate, seed, given.epochs, given.precision, given.examples)
                 if given.trials and rate == given.rates[0]:
