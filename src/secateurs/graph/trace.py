@@ -44,6 +44,9 @@ from secateurs.graph.weight_norm import has_hooks
 
 Engine = Literal["auto", "fx", "record", "export"]
 
+SMALL_INPUT = 2**15  # values of the example
+SMALL_NETWORK = 2**22  # parameters
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:
@@ -277,7 +280,8 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
             recorder = _without_values(module, inputs)
             if recorder is None:
                 recorder = _Recorder(module)
-                recorder.run(*copy.deepcopy(inputs))
+                with buffers_restored(module):
+                    recorder.run(*copy.deepcopy(inputs))
     except Exception as error:
         raise Untraceable(
             f"the traced {type(module).__name__} does not run on the example input: {str(error).splitlines()[0]} "
@@ -291,8 +295,11 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
 def _without_values(module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> _Recorder | None:
     """Run `module` on tensors without values, which takes a fraction of the time; None where it does not run on these.
 
-    Layers of others than torch, and those with hooks or computed weights, might keep such a tensor: they need real ones.
+    Layers of others than torch, and those with hooks or computed weights, might keep such a tensor: they need real ones. A
+    small network is faster with real ones, which do not import torch's compiler as the others do (a second).
     """
+    if sum(tensor.numel() for tensor in inputs) <= SMALL_INPUT and sum(p.numel() for p in module.parameters()) <= SMALL_NETWORK:
+        return None
     for layer in (called_module(module, node) for node in module.graph.nodes):
         known = layer is None or type(layer).__module__.startswith(("torch.nn.modules", "secateurs.graph"))
         if not known or isinstance(layer, nn.RNNBase) or (layer is not None and has_hooks(layer)):
