@@ -37,7 +37,7 @@ Survivors = Iterator[tuple[str, Kept]]
 
 
 def rewrite_(state: Rewriting) -> None:
-    """Rewrite the whole graph in place, node by node in order."""
+    """Rewrite the whole graph in place, node by node in order; it is not compiled yet."""
     state.unused |= {node for node in state.module.graph.nodes if not node.users}
     for node in list(state.module.graph.nodes):
         if node in state.flows.of:
@@ -52,7 +52,6 @@ def rewrite_(state: Rewriting) -> None:
             raise state.empty(source, node)
     state.module.graph.lint()
     state.module.delete_all_unused_submodules()
-    state.module.recompile()
 
 
 def _visit(state: Rewriting, node: fx.Node, flow: Flow) -> None:

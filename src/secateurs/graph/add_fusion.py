@@ -13,7 +13,8 @@ from secateurs.graph.node_info import called_module, info, pass_on_, shape_of
 
 
 def fuse_sums_(module: fx.GraphModule) -> None:
-    """Replace each sum with a term that is widened for it alone by a `SumInto`. Names of nodes stay."""
+    """Replace each sum with a term that is widened for it alone by a `SumInto`, and compile the graph. Names of nodes stay."""
+    fused = False
     for node in list(module.graph.nodes):
         terms = _terms(module, node)
         if terms is None:
@@ -25,7 +26,9 @@ def fuse_sums_(module: fx.GraphModule) -> None:
         module.add_submodule(name, SumInto(layer).train(module.training))
         node.op, node.target, node.args = "call_module", name, (wide, widened.all_input_nodes[0])
         module.graph.erase_node(widened)
-    module.delete_all_unused_submodules()
+        fused = True
+    if fused:
+        module.delete_all_unused_submodules()
     module.recompile()
 
 
@@ -55,6 +58,8 @@ def _only_widens(module: fx.GraphModule, node: fx.Node) -> bool:
 
 def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
     """Return the network with every `SumInto` as an alignment and an add; it shares all other modules with `module`."""
+    if not any(isinstance(layer, SumInto) for layer in module.modules()):
+        return module
     graph = fx.Graph()
     aligns: dict[str, Align] = {}
     env: dict[fx.Node, fx.Node] = {}
