@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from secateurs import config, criteria
 
 torch.set_num_threads(1)
+gc.set_threshold(20_000, 20, 20)  # looking for garbage at every 700 objects would take a twentieth of the time
 
 
 @pytest.fixture
@@ -42,6 +44,6 @@ def multiples_of_eight(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
     """
     from secateurs.pruning import context, latency_tables, latency_target
 
-    monkeypatch.setattr(latency_target, "_FINAL_ROUNDS", 6)
+    monkeypatch.setattr(latency_target, "_FINAL_ROUNDS", 3)
     monkeypatch.setattr(context, "preferred_multiple", lambda *given: 8)
     monkeypatch.setattr(latency_tables, "home", lambda: tmp_path_factory.getbasetemp() / "home")

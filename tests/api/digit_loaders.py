@@ -60,6 +60,12 @@ def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
     return loader(digits()[0], shuffle=True), loader(digits()[1])
 
 
+@cache
+def pruned() -> sc.Result:
+    """The network after the quick recipe, for tests that compare with it and change nothing."""
+    return sc.prune(trained(), *loaders(), **QUICK)
+
+
 def my_training(model: nn.Module) -> None:
     """One epoch of AdamW."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-3)

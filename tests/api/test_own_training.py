@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loaders, my_training, right, trained
+from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loaders, my_training, pruned, right, trained
 from torch import nn
 
 import secateurs as sc
@@ -27,12 +27,11 @@ def test_their_training_runs_after_the_cuts_and_its_weights_stay() -> None:
         calls.append(step)
         my_training(model)
 
-    alone = sc.prune(trained(), *loaders(), **QUICK)
     result = sc.prune(trained(), *loaders(), finetune=finetune, **QUICK)
     assert len(calls) == 1  # all cuts are made together
     assert calls[0] == len(result.steps)
     assert result.steps[-1].accuracy == pytest.approx(right(result.model, digits()[1]))
-    assert not all(torch.equal(a, b) for a, b in zip(alone.model.parameters(), result.model.parameters(), strict=False))
+    assert not all(torch.equal(a, b) for a, b in zip(pruned().model.parameters(), result.model.parameters(), strict=False))
 
 
 def test_their_training_gets_the_step_where_it_takes_one() -> None:
@@ -176,10 +175,14 @@ def leaves_hooks(model: Any) -> None:
         part.register_forward_hook(lambda module, given, out: out * 0)
 
 
+@pytest.fixture(scope="module")
+def plain() -> nn.Module:
+    return sc.prune(trained(), *loaders(), finetune=my_training, **ONE_CUT).model
+
+
 @pytest.mark.parametrize("loop", [replaces_parameters, changes_type, freezes, stays_in_train_mode, leaves_hooks])
-def test_what_is_harmless_is_put_right(loop: Any) -> None:
+def test_what_is_harmless_is_put_right(loop: Any, plain: nn.Module) -> None:
     """The same network as after the plain training, ready to be trained further."""
-    plain = sc.prune(trained(), *loaders(), finetune=my_training, **ONE_CUT).model
     model = sc.prune(trained(), *loaders(), finetune=loop, **ONE_CUT).model
     for (name, wanted), (_, got) in zip(plain.state_dict().items(), model.state_dict().items(), strict=True):
         torch.testing.assert_close(got, wanted, msg=name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loader, loaders, right, trained
+from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loader, loaders, pruned, right, trained
 
 import secateurs as sc
 from secateurs.errors import InvalidInput
@@ -53,7 +53,7 @@ def test_no_line_is_shown_without_progress(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_without_a_test_set_the_validation_figures_are_named_as_such() -> None:
-    result = sc.prune(trained(), *loaders(), **QUICK)
+    result = pruned()
     assert result.accuracy_before == pytest.approx(right(trained(), digits()[1]))
     assert "on the validation set, which chose the cuts" in str(result)
 

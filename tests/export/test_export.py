@@ -266,7 +266,6 @@ def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypa
         to_onnx(cut("mlp")[0], tmp_path / "m.onnx")
 
 
-@pytest.mark.usefixtures("in_this_process")
 def test_the_table_of_translated_ops_is_read_once() -> None:
     registry = pytest.importorskip("torch.onnx._internal.exporter._registration").ONNXRegistry
     own = registry.__dict__["from_torchlib"]
@@ -279,6 +278,7 @@ def test_the_table_of_translated_ops_is_read_once() -> None:
     assert registry.__dict__["from_torchlib"] is own
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_several_inputs_are_batches_of_the_same_examples(tmp_path: Path) -> None:
     net = TwoInputs(lambda self, x, y: {"sum": self.a(x) + self.b(y), "first": self.a(x)}, a=nn.Linear(3, 4), b=nn.Linear(5, 4))
     graph = traced(net, random_tensor(1, 3), random_tensor(1, 5, seed=1))
