@@ -27,7 +27,7 @@ from secateurs.graph.trace import Graph
 from secateurs.metrics import display_name
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
-from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, retrain
+from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, retrain, take_trial
 from secateurs.pruning.folder import (
     copy_ranking,
     describe_network,
@@ -101,6 +101,10 @@ class Run:
         self._last_allocated = ""
         self._together: CutsTogether | None = None
         self._loss_cut, self._training = self.state.loss, 0.0  # right after the current cut; seconds of training after it
+        if context.recipe.train_trials and context.recipe.retrain is None and context.runtime.finetune is None:
+            raise InvalidInput(
+                "train_trials = true, and no training is given: set retrain, such as 'gentle', or give finetune."
+            )
         assert context.acceptance_sets  # too few images for the contract are an error at once
 
     def algorithm1(self) -> Iterator[Step]:
@@ -197,14 +201,11 @@ class Run:
             self.context.progress.number, self.context.progress.sites = places[name], len(places)
             if not self._done(0, name):
                 yield from self._entered_site(name)
-        recipe = self.recipe
-        targets = (recipe.target_macs, recipe.target_parameters, recipe.target_memory)
-        wanted = recipe.has_time_target or any(target is not None for target in targets)
         if not self.steps:
             self.stopped = "no allocation is within the allowed drop"
         elif not self._reached_target():
             self.stopped = "all cuts of the allocation are made"
-            if wanted:
+            if self.recipe.has_target:
                 self.stopped += "; no larger one is within the allowed drop, so the target is not reached"
 
     def _best_shortcut(self) -> Shortcut:
@@ -425,6 +426,9 @@ class Run:
         if not cut.m or (self._allocation is not None and prepared.site.name != self._last_allocated):
             return
         began = time.monotonic()
+        if self._allocation is not None and self.recipe.train_trials:  # trained when it was tried
+            self.state = take_trial(self.context, self.state, self._allocation.place)
+            return
         self.state = reconstruct(self.context, self.budget, self.state, self.step_number)
         self.state = recalibrate(self.context, self.budget, self.state)
         self.state = finetune(self.context, self.budget, self.state, self.step_number)
