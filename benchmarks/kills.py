@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import random
 import shutil
@@ -55,14 +56,15 @@ LONGEST_RUN = 900.0  # seconds, with all its kills; then it is lost
 
 @dataclass
 class Notes:
-    """The file in which one rank writes down what it does, a line for each event: time, process, event, phase from then on."""
+    """The file in which one rank writes down what it does: time, processor seconds, process, event, phase from then on."""
 
     path: Path
     phase: str = STARTING
 
     def say(self, event: str, at: float | None = None) -> None:
         with self.path.open("a") as file:
-            file.write(f"{time.monotonic() if at is None else at:.4f}\t{os.getpid()}\t{event}\t{self.phase}\n")
+            when, used = (time.monotonic(), time.process_time()) if at is None else (at, 0.0)
+            file.write(f"{when:.4f}\t{used:.3f}\t{os.getpid()}\t{event}\t{self.phase}\n")
 
     def within(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, which says when its phase begins and when it ends."""
@@ -79,13 +81,14 @@ class Notes:
 
         return noted
 
-    def with_line(self, append: Callable[..., None]) -> Callable[..., None]:
-        """The method of the journal, which says when a record is safe."""
+    def after(self, function: Callable[..., Any], event: str) -> Callable[..., Any]:
+        """The function, which says that it has come to its end."""
 
-        @functools.wraps(append)
-        def noted(*args: Any) -> None:
-            append(*args)
-            self.say("line")
+        @functools.wraps(function)
+        def noted(*args: Any) -> Any:
+            found = function(*args)
+            self.say(event)
+            return found
 
         return noted
 
@@ -106,7 +109,7 @@ def small_run(folder: Path, kind: str) -> None:
     from secateurs._util.journal import Journal
     from secateurs.config import GENTLE, Recipe
     from secateurs.data import load
-    from secateurs.distributed import join
+    from secateurs.distributed import answers, join
     from secateurs.models import build
 
     notes.say("secateurs")
@@ -117,7 +120,9 @@ def small_run(folder: Path, kind: str) -> None:
         *owners, last = name.split(".")
         owner = functools.reduce(getattr, owners, importlib.import_module(module))
         setattr(owner, last, notes.within(phase, getattr(owner, last)))
-    Journal.append = notes.with_line(Journal.append)  # type: ignore[method-assign]
+    Journal.append = notes.after(Journal.append, "line")  # type: ignore[method-assign]
+    answers.KeptAnswers.load = notes.after(answers.KeptAnswers.load, "read")  # type: ignore[method-assign]
+    answers.WORTH_KEEPING = 0.0  # tickets of milliseconds are kept, too
     torch.set_num_threads(1)
     torch.manual_seed(0)
     training = replace(GENTLE, epochs=2, batch=64, optimiser="sgd", lr=0.01)
@@ -139,6 +144,7 @@ class Note:
     """One line of a rank's notes."""
 
     at: float
+    used: float
     process: int
     event: str
     phase: str
@@ -147,7 +153,7 @@ class Note:
 def read_notes(path: Path) -> list[Note]:
     whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
     found = [line.split("\t") for line in whole.splitlines()]
-    return [Note(float(at), int(process), event, phase) for at, process, event, phase in found]
+    return [Note(float(at), float(used), int(process), event, phase) for at, used, process, event, phase in found]
 
 
 def latest_phase(folder: Path, rank: int, process: int | None) -> str:
@@ -250,7 +256,8 @@ class Killer:
     chance: random.Random = field(default_factory=lambda: random.Random(time.time_ns()))
     phases: Counter[str] = field(default_factory=Counter)
     ranks: Counter[int] = field(default_factory=Counter)
-    restarts: list[dict[str, float]] = field(default_factory=list)
+    restarts: list[dict[str, tuple[float, float]]] = field(default_factory=list)  # parts: seconds, and those of the processor
+    read: int = 0  # answers of killed workers that were not computed again
     late: int = 0  # kills after the end of the record, which do not count
 
     @contextmanager
@@ -297,6 +304,7 @@ class Killer:
         row = {"workers": self.workers, "kind": kind, "kills": made, "exit": exit_code, "same": found == wholes}
         if exit_code != 0 or not row["same"]:
             row["end of the log"] = (self.root / f"{folder.name}.log").read_text()[-3000:]
+        self.read += sum(note.event == "read" for note in read_notes(notes_of(folder, 0)))
         shutil.rmtree(folder, ignore_errors=True)
         return row
 
@@ -342,18 +350,27 @@ class Killer:
         """Wait until the run goes on, and keep the parts of the restart."""
         while agent.poll() is None and time.monotonic() < until:
             notes = [note for note in read_notes(notes_of(folder, 0)) if note.process not in old and note.at > at]
-            first = {note.event: note.at for note in reversed(notes)}
-            if "opened" in first and any(note.at > first["opened"] and note.event == "line" for note in notes):
-                going = next(note.at for note in notes if note.at > first["opened"] and note.event == "line")
-                moments = [at, stopped, *(first[word] for word in PARTS[1:-1]), going]
-                parts = {name: after - before for name, before, after in zip(PARTS, moments, moments[1:], strict=False)}
-                self.restarts.append({**parts, "in all": going - at})
+            opened = next((note.at for note in notes if note.event == "opened"), math.inf)
+            going = next((note for note in notes if note.at > opened and note.event == "line"), None)
+            if going is not None:
+                first = {note.event: note for note in reversed(notes)}
+                moments = [(at, 0.0), (stopped, 0.0), *((first[word].at, first[word].used) for word in PARTS[1:-1])]
+                moments.append((going.at, going.used))
+                parts = {
+                    name: (after[0] - before[0], after[1] - before[1])
+                    for name, before, after in zip(PARTS, moments, moments[1:], strict=False)
+                }
+                self.restarts.append({**parts, "in all": (going.at - at, going.used)})
                 return
             time.sleep(0.005)
 
     def summary(self, rows: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
         """One row for all runs."""
-        parts = {name: round(statistics.median(each[name] for each in self.restarts), 2) for name in (*PARTS, "in all")}
+        parts = {
+            name: [round(statistics.median(each[name][place] for each in self.restarts), 2) for place in range(2)]
+            for name in (*PARTS, "in all")
+            if self.restarts
+        }
         return {
             "kills": self.phases.total(),
             "runs": len(rows),
@@ -363,7 +380,8 @@ class Killer:
             "by rank": {"0": self.ranks[0], "others": self.ranks.total() - self.ranks[0]},
             "after the end, not counted": self.late,
             "restarts timed": len(self.restarts),
-            "seconds of a restart, medians": parts if self.restarts else {},
+            "a restart, medians of seconds and of processor seconds of rank 0": parts,
+            "answers read after a restart": self.read,
             "minutes": round(seconds / 60, 1),
             "load": os.getloadavg()[1],
             "workers": self.workers,
@@ -376,6 +394,7 @@ def kills(
 ) -> dict[str, Any]:
     """Kill until `wanted` kills are made, or the seconds are over; every run gives a row, and all of them a summary."""
     began, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="secateurs-kills-"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no worker is left behind
     killer = Killer(wanted, workers, began + seconds, root, environment)
     rows = list[dict[str, Any]]()
     try:

@@ -32,6 +32,7 @@ from secateurs.distributed import ALONE, Workers
 from secateurs.errors import RunError, SecateursError
 
 JOURNAL, PROVENANCE, TRAINING = "journal.jsonl", "provenance.json", "training.json"
+ANSWERS = "answers"  # folder of what workers have measured of a unit of work under way
 ORIGINS = (PROVENANCE, TRAINING)  # what the first line continues from, where there is one
 MAX_LINE = 16 << 20  # bytes
 
@@ -228,6 +229,7 @@ class Journal:
             self._open(kinds)
         else:
             self._open_together(kinds)
+            workers.keep_in(None if path is None else path / ANSWERS)
 
     def _open_together(self, kinds: Kinds) -> None:
         """Open the folder as the first worker; as another, take its records."""

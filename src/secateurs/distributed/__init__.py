@@ -1,5 +1,6 @@
 """Several processes that work on one run, as torchrun starts them."""
 
+from secateurs.distributed.answers import pack, unpack
 from secateurs.distributed.workers import (
     ALONE,
     TIMEOUT,
@@ -9,10 +10,8 @@ from secateurs.distributed.workers import (
     join,
     leave,
     local_size,
-    pack,
     rank,
     restarts,
-    unpack,
 )
 
 __all__ = [
