@@ -47,6 +47,7 @@ PHASES = {  # in the order in which they begin; of phases within one another the
 }
 PARTS = ("stopped", "started", "torch", "secateurs", "joined", "opened", "going on")  # moments of a restart, in order
 KINDS = ("best", "paper")
+DRAWS = 2  # of phases, of which the earlier one is taken
 POLL = 0.002  # seconds; phases shorter than that cannot be hit
 LONGEST_RUN = 900.0  # seconds, with all its kills; then it is lost
 
@@ -293,7 +294,8 @@ class Killer:
         until = min(self.until, time.monotonic() + LONGEST_RUN)
         with self.started(folder, kind, restarts=1000) as agent:
             while agent.poll() is None and time.monotonic() < until and self.phases.total() < self.wanted:
-                hit = self.kill(agent, folder, events, until)
+                time.sleep(POLL)
+                hit = None if has_ended(folder) else self.kill(agent, folder, events, until)
                 made += [hit] if hit else []
                 self.phases.update([hit["phase"]] if hit else [])
                 self.ranks.update([hit["rank"]] if hit else [])
@@ -311,15 +313,18 @@ class Killer:
     def kill(self, agent: subprocess.Popen[bytes], folder: Path, events: list[Event], until: float) -> dict[str, Any] | None:
         """Kill a random rank in a random phase that is still to come; None if that phase, or the run, was over before."""
         length, rank = len(lines_of(folder)), self.chance.randrange(self.workers)
-        left = [event for event in events if event.last >= length or event.phase == STARTING]
+        starts = latest_phase(folder, rank, processes(agent.pid).get(rank)) == STARTING
+        left = [event for event in events if (starts if event.phase == STARTING else event.last >= length)]
         phases = sorted({event.phase for event in left})
-        phase = self.chance.choices(phases, [1 / (1 + self.phases[name]) ** 2 for name in phases])[0]
-        event = self.chance.choice([event for event in left if event.phase == phase])
+        chosen = self.chance.choices(phases, [1 / (1 + self.phases[name]) ** 2 for name in phases], k=DRAWS)
+        events = [self.chance.choice([event for event in left if event.phase == name]) for name in chosen]
+        event = min(events, key=lambda event: event.last)  # so that the others can still be hit in the same run
+        phase = event.phase
         while agent.poll() is None and time.monotonic() < until:
             length, pid = len(lines_of(folder)), processes(agent.pid).get(rank)
-            if has_ended(folder) or (phase != STARTING and length > event.last):
-                return None
             here = latest_phase(folder, rank, pid)
+            if has_ended(folder) or (here != STARTING if phase == STARTING else length > event.last):
+                return None
             if pid is not None and here == phase and (phase == STARTING or length >= event.first):
                 time.sleep(self.chance.uniform(0, event.seconds))
                 return self._killed(agent, folder, rank, pid, until)

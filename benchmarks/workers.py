@@ -18,6 +18,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import replace
@@ -50,8 +51,11 @@ def environment() -> dict[str, str]:
 # ---- speed ---------------------------------------------------------------------------------------------------------------
 
 
-def measured(what: str, images: int, sites: str, validation: int) -> dict[str, Any]:
-    """What one worker does: the scoring, or the run; the seconds of it alone, without starting, and a digest of the result."""
+def measured(what: str, images: int, sites: str, validation: int, folder: Path | None) -> dict[str, Any]:
+    """What one worker does: the scoring, or the run; the seconds of it alone, without starting, and a digest of the result.
+
+    Scoring has a run folder, so that answers are kept; how many processor seconds that took is in the row, too.
+    """
     import torch
 
     from secateurs._util.tensors import digest
@@ -59,6 +63,7 @@ def measured(what: str, images: int, sites: str, validation: int) -> dict[str, A
     from secateurs.cli import inputs
     from secateurs.config import Recipe
     from secateurs.data.splits import subset
+    from secateurs.distributed.answers import KeptAnswers
 
     torch.set_num_threads(1)
     origin = inputs.named_origin("resnet20", "cifar10", (), (), "public", None, 0)
@@ -73,14 +78,24 @@ def measured(what: str, images: int, sites: str, validation: int) -> dict[str, A
             seconds, cpu = time.perf_counter() - began, time.process_time() - used
         steps = {"steps": len(run.steps), "with the final measurement": time.perf_counter() - began}
         return {"seconds": seconds, **busy(run, cpu), "digest": digest(dict(run.graph.module.state_dict())), **steps}
-    run = Pruner(model, data, recipe=Recipe(allocation="global", max_drop=0.01, round_to=8, masks=images))
+    run = Pruner(model, data, recipe=Recipe(allocation="global", max_drop=0.01, round_to=8, masks=images), folder=folder)
+    kept, save = list[float](), KeptAnswers.save
+
+    def timed(self: KeptAnswers, *given: Any) -> None:
+        before = time.process_time()
+        save(self, *given)
+        kept.append(time.process_time() - before)
+
+    KeptAnswers.save = timed  # type: ignore[assignment, method-assign]
     began, used = time.perf_counter(), time.process_time()
-    with run.workers.active():
+    with run.workers.active(run.journal.answers):
         curves = run._measure_curves()
     seconds, cpu = time.perf_counter() - began, time.process_time() - used
     return {
         "seconds": seconds,
         **busy(run, cpu),
+        "kept": len(kept),
+        "keeping": round(sum(kept), 4),
         "digest": digest({name: curve.ranking.order for name, curve in curves.items()}),
     }
 
@@ -104,8 +119,10 @@ def speed(what: str, rounds: int, images: int, sites: str, validation: int) -> N
         for workers in times:
             own = ["benchmarks.workers", "--one", what, "--images", str(images)]
             own += ["--sites", sites, "--validation", str(validation)]
-            command = [sys.executable, "-m", *own] if workers == 1 else torchrun(workers, *own)
-            done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+            with tempfile.TemporaryDirectory(prefix="secateurs-workers-") as place:
+                own += ["--folder", f"{place}/run"]
+                command = [sys.executable, "-m", *own] if workers == 1 else torchrun(workers, *own)
+                done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
             row = json.loads(done.stdout.strip().splitlines()[-1])
             times[workers].append(row["seconds"])
             busiest[workers].append(max(row["cpu"]))
@@ -208,7 +225,7 @@ def main() -> None:
     if given.one == "kills":
         small_run(given.folder, given.kind)
     elif given.one:
-        row = measured(given.one, given.images, given.sites, given.validation)
+        row = measured(given.one, given.images, given.sites, given.validation, given.folder)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(row), flush=True)
     for what in ("score", "best"):

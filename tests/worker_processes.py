@@ -259,7 +259,7 @@ def alone(rank: int) -> Found:
 def kept_numbers(rank: int, folder: Path, dies: bool) -> Found:
     """Tickets whose answers are kept; rank 1 may be killed in its fourth one."""
     workers, mine = distributed.join(), list[int]()
-    workers.keep_in(folder)
+    kept = workers.answers_in(folder)
 
     def one(ticket: int) -> list[Tensor]:
         time.sleep(0.02)
@@ -268,7 +268,8 @@ def kept_numbers(rank: int, folder: Path, dies: bool) -> Found:
         mine.append(ticket)
         return number(rank, ticket)
 
-    with mock.patch("secateurs.distributed.answers.WORTH_KEEPING", 0.0), workers.keeping("some"):
+    worth = mock.patch("secateurs.distributed.answers.WORTH_KEEPING", 0.0)
+    with worth, workers.active(kept), workers.keeping("some"):
         found = workers.map("numbers", 12, one, names=[f"the number {ticket}" for ticket in range(12)])
     return {"found": [float(each.sum()) for (each,) in found], "mine": mine}
 

@@ -1,6 +1,6 @@
 """Several processes that work on one run, as torchrun starts them."""
 
-from secateurs.distributed.answers import pack, unpack
+from secateurs.distributed.answers import KeptAnswers, pack, unpack
 from secateurs.distributed.workers import (
     ALONE,
     TIMEOUT,
@@ -17,6 +17,7 @@ from secateurs.distributed.workers import (
 __all__ = [
     "ALONE",
     "TIMEOUT",
+    "KeptAnswers",
     "Workers",
     "active",
     "drawn",

@@ -58,13 +58,18 @@ class Workers:
         return self.rank == 0
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Share the measurements inside the block among these workers, all of which must do the same there."""
+    def active(self, kept: KeptAnswers | None = None) -> Iterator[None]:
+        """Share the measurements inside the block among these workers, all of which must do the same there.
+
+        `kept` is where `keeping` keeps answers, of the run that measures.
+        """
         _active.append(self)
+        before, self._kept = self._kept, kept or KeptAnswers()
         try:
             yield
         finally:
             _active.pop()
+            self._kept = before
 
     # ---- tickets -----------------------------------------------------------------------------------------------------
 
@@ -190,11 +195,11 @@ class Workers:
 
     # ---- answers that a restart finds ---------------------------------------------------------------------------------
 
-    def keep_in(self, folder: Path | None) -> None:
-        """Keep answers in a folder that all workers see from now on; what is there was left by an attempt that was killed."""
+    def answers_in(self, folder: Path) -> KeptAnswers:
+        """The answers that an attempt that was killed left in a folder, which all workers see."""
         kept = KeptAnswers(folder)
         kept.known = set(json.loads(self.shared("kept answers", lambda: json.dumps(kept.listed()).encode())))
-        self._kept = kept
+        return kept
 
     @contextmanager
     def keeping(self, name: str) -> Iterator[None]:

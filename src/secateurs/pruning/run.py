@@ -122,7 +122,7 @@ class Run:
         steps = self.algorithm1()
         try:
             while True:
-                with self.workers.active():  # not while the caller looks at a step
+                with self.workers.active(self.journal.answers):  # not while the caller looks at a step
                     step = next(steps, None)
                     if step is None:
                         self._finish()
