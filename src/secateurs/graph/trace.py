@@ -44,6 +44,8 @@ from secateurs.graph.weight_norm import has_hooks
 
 Engine = Literal["auto", "fx", "record", "export"]
 
+_FEW_PRODUCTS = 10**10  # weights times numbers of the example: more than the multiplications of most networks
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:
@@ -289,10 +291,13 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
 
 
 def _without_values(module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> _Recorder | None:
-    """Run `module` on tensors without values, which takes a fraction of the time; None where it does not run on these.
+    """Run `module` on tensors without values, which takes a fraction of the time; None where real ones are better.
 
-    Layers of others than torch, and those with hooks or computed weights, might keep such a tensor: they need real ones.
+    Layers of others than torch, and those with hooks or computed weights, might keep a tensor without values. For a small
+    network real ones take less time: the first operation without values makes torch load its compiler, for over a second.
     """
+    if sum(weight.numel() for weight in module.parameters()) * sum(given.numel() for given in inputs) < _FEW_PRODUCTS:
+        return None
     for layer in (called_module(module, node) for node in module.graph.nodes):
         known = layer is None or type(layer).__module__.startswith(("torch.nn.modules", "secateurs.graph"))
         if not known or isinstance(layer, nn.RNNBase) or (layer is not None and has_hooks(layer)):

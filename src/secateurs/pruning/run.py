@@ -126,7 +126,7 @@ class Run:
         steps = self.algorithm1()
         try:
             while True:
-                with self.workers.active():  # not while the caller looks at a step
+                with self.workers.active(self.journal.answers):  # not while the caller looks at a step
                     step = next(steps, None)
                     if step is None:
                         self._finish()
@@ -242,7 +242,7 @@ class Run:
 
     def _measure_curves(self) -> dict[str, SiteCurve]:
         """The ranking and the curve of every site of the original network, by name, in network order."""
-        context, progress = self.context, self.context.progress
+        context = self.context
         places = [site.name for site in self.context.sites(self.original)]
         listed = self._sites_of_round(0)
         unknown = [name for name in listed if name not in places]
@@ -251,14 +251,19 @@ class Run:
                 f"journal.jsonl: the first round has site {brief(repr(unknown[0]))}, which the network has not. Restore the "
                 f"run from a copy, or start a new one."
             )
+        with self.workers.keeping(f"curves, {context.shortcut}"):  # until all are journaled
+            return self._journal_curves(sorted(listed, key=places.index))
+
+    def _journal_curves(self, names: Sequence[str]) -> dict[str, SiteCurve]:
+        context, progress = self.context, self.context.progress
         found, shared = dict[str, SiteCurve](), dict[str, SiteCurve]()
-        for number, name in enumerate(sorted(listed, key=places.index), 1):
-            progress.number, progress.sites = number, len(listed)
+        for number, name in enumerate(names, 1):
+            progress.number, progress.sites = number, len(names)
             site = context.site(self.original, name)
             if site is not None:
-                progress.report("curve", number - 1, len(listed), site)
+                progress.report("curve", number - 1, len(names), site)
                 if self.workers.size > 1 and name not in shared:
-                    shared = self._shared_curves(sorted(listed, key=places.index)[number - 1 :], number)
+                    shared = self._shared_curves(names[number - 1 :], number)
                 measure = partial(self._measure_curve, site, shared.get(name))
                 found[name] = self.journal.once(SiteCurve, measure, site=name, **context.at_node(site))
                 if found[name].original != site.original:
@@ -287,7 +292,10 @@ class Run:
         self._prepare_curves(sites)
         numbers = {name: number + place for place, name in enumerate(names)}
         curves = self.workers.map(
-            "curves", len(sites), lambda ticket: curve_tensors(self._curve_at(sites[ticket], numbers[sites[ticket].name]))
+            "curves",
+            len(sites),
+            lambda ticket: curve_tensors(self._curve_at(sites[ticket], numbers[sites[ticket].name])),
+            names=[site.node for site in sites],
         )
         return {site.name: curve_from(tensors) for site, tensors in zip(sites, curves, strict=True)}
 
