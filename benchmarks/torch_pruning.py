@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from benchmarks.rival import VERSION, torch_pruning
 from secateurs import Graph, compact
+from secateurs._util.modules import eval_mode
 from secateurs.data import subset
 from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, NotEqual
@@ -121,7 +122,7 @@ def _same(run: MethodRun, kept: Mapping[str, list[int]], network: nn.Module) -> 
     """Our network with the same cuts, which must compute what Torch-Pruning's does."""
     smaller = compact(run.task.graph, _masks(run, kept))
     x = run.task.data.train.batch(slice(0, _PROBE)).inputs
-    with torch.inference_mode():
+    with torch.inference_mode(), eval_mode(smaller.module):  # the user's network may be in train mode, and so is its copy
         wanted, found = network(x), smaller.module(x)
     worst = float((found - wanted).abs().max() / wanted.abs().max())
     if not worst <= _CLOSE:

@@ -37,7 +37,7 @@ def task(projected: bool = True, **changes: Any) -> Task:
 
 def network(projected: bool = True) -> nn.Module:
     model = build("resnet8", shortcut="B" if projected else "A", widths=(6, 8, 12))
-    return randomise_(model).float()
+    return randomise_(model).float().train()  # as a network that was just built is
 
 
 @pytest.mark.parametrize("name", [L1, TAYLOR])
@@ -47,6 +47,7 @@ def test_what_torch_pruning_removes_becomes_a_plan(name: str, tmp_path: Path) ->
     assert 0.4 <= 1 - cost(found.graph).macs / cost(asked.graph).macs < 0.5  # a step is about a filter
     assert found.trained.images == 60
     assert (found.passes > 0) == (name == TAYLOR)
+    assert found.graph.module.training
     again = load(network(), save(found.graph, tmp_path / "small.safetensors"))
     x = asked.data.train.inputs[:4]
     torch.testing.assert_close(again.module.eval()(x), found.graph.module.eval()(x))
