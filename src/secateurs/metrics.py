@@ -63,7 +63,8 @@ def log_odds(outputs: Any, targets: Any) -> Tensor:
     labels = targets.argmax(1) if targets.is_floating_point() else targets.long()
     chosen = labels.clamp_min(0).unsqueeze(1)
     others = logits.scatter(1, chosen, torch.finfo(logits.dtype).min).logsumexp(1)
-    return (logits.gather(1, chosen).squeeze(1) - others) * (labels != _IGNORED)
+    found: Tensor = (logits.gather(1, chosen).squeeze(1) - others) * (labels != _IGNORED)
+    return found
 
 
 def correct(outputs: Any, targets: Any) -> Tensor:

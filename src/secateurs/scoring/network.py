@@ -87,7 +87,7 @@ def network_slopes(
     All masks of an example together switch off about as many filters as one site's would that switches off the share `off`:
     each filter of S sites by chance, with a probability of off / S. So a deep network is not further from itself than another.
     """
-    module = _with_factors(graph, sites)
+    module = with_factors(graph, sites)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     fits = ACTIVATION_BYTES // max(8 * values_of_an_example(graph.module), 1)
     generator = generator_for(seed, "network masks")
@@ -122,7 +122,7 @@ def _measured_batches(count: int, measure: Callable[[int], list[Tensor]]) -> Ite
     return map(measure, range(count)) if workers.size == 1 else workers.map("slopes of all sites", count, measure)
 
 
-def _with_factors(graph: Graph, sites: Sequence[Site]) -> fx.GraphModule:
+def with_factors(graph: Graph, sites: Sequence[Site]) -> fx.GraphModule:
     """A copy of the network, weights fixed, with an input for each site behind its own: factors (n, C) of its channels."""
     module = copy_module(graph).requires_grad_(False)
     nodes: dict[str, fx.Node] = {node.name: node for node in module.graph.nodes}
