@@ -1,4 +1,4 @@
-"""Runs one small pruning to its end, then again and again with SIGKILL at random moments; prints what it saw as JSON.
+"""Runs small prunings to their end, then again and again with SIGKILL at random moments; prints what it saw as JSON.
 
 A process of its own: it imports torch once and forks a child for every attempt, so that a kill costs milliseconds.
 """
@@ -95,9 +95,7 @@ def warm_up() -> None:
     torch.optim.SGD([weight], lr=0.1).step()
 
 
-def main(root: Path, wanted: int, recipe: Recipe) -> None:
-    torch.set_num_threads(1)
-    warm_up()
+def seen_while_killing(root: Path, wanted: int, recipe: Recipe) -> dict[str, object]:
     began = time.monotonic()
     _, status = os.waitpid(in_child(root / "whole", recipe), 0)
     assert status == 0, "the uninterrupted run failed"
@@ -119,8 +117,16 @@ def main(root: Path, wanted: int, recipe: Recipe) -> None:
             os.waitpid(pid, 0)
             kills.append(killed_at(folder, known))
         finished += 1
-    json.dump({"kills": kills, "finished": finished, "seconds": took}, sys.stdout)
+    return {"kills": kills, "finished": finished, "seconds": took}
+
+
+def main(root: Path, *wanted: str) -> None:
+    """For each 'recipe=number': kill runs of that recipe so many times, in a folder of its name."""
+    torch.set_num_threads(1)
+    warm_up()
+    counts = {name: int(count) for name, _, count in (each.partition("=") for each in wanted)}
+    json.dump({name: seen_while_killing(root / name, count, RECIPES[name]) for name, count in counts.items()}, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), RECIPES[sys.argv[3]])
+    main(Path(sys.argv[1]), *sys.argv[2:])

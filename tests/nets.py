@@ -18,6 +18,7 @@ from secateurs.data import Examples
 from secateurs.graph.layers import SumInto
 from secateurs.graph.trace import tensors_in
 from secateurs.models import build, example_input
+from secateurs.models.topologies import InvertedResidual
 
 ATOL = 1e-12
 """What rounding in float64 may make of outputs of size 1 (they are kept at that size by `randomise_`)."""
@@ -132,9 +133,14 @@ def run_exported(kind: str, path: Path, batches: Sequence[tuple[Tensor, ...]]) -
     return [tensors_in(run(network, *batch)) for batch in batches]
 
 
-def assert_compact_is_masked(graph: Graph, masks: Mapping[str, Tensor], *batches: tuple[Tensor, ...]) -> Graph:
-    """Compact, compare with the masked network on the example and on other batches, and return the compacted graph."""
-    smaller, reference = compact(graph, masks), masked(graph, masks)
+def assert_compact_is_masked(
+    graph: Graph, masks: Mapping[str, Tensor], *batches: tuple[Tensor, ...], prove: bool = True
+) -> Graph:
+    """Compact, compare with the masked network on the example and on other batches, and return the compacted graph.
+
+    With `prove`, `compact` makes its own comparison too, as it does for users.
+    """
+    smaller, reference = compact(graph, masks, verify=prove), masked(graph, masks)
     for batch in (graph.example, *batches):
         assert_same(run(smaller.module, *batch), run(reference, *batch))
     return smaller
@@ -155,6 +161,16 @@ TOPOLOGIES = {
     "resnet8-b": {"widths": (4, 6, 8)},
 }
 """A network of every topology in `models`, as narrow as it gets; the deeper ResNets are resnet8 again."""
+
+
+def with_few_blocks(name: str) -> nn.Module:
+    """The network with one block of each kind: what all cuts of a network cost grows with the square of the sites."""
+    model = build(name, **TOPOLOGIES.get(name, {}))
+    if name == "mobilenet-small":
+        model.blocks = nn.Sequential(model.blocks[0], InvertedResidual(8, 32, stride=2, expansion=3))  # residual, then not
+    elif name == "resnext-small":
+        model.blocks = model.blocks[:3]  # projected, plain, strided
+    return model
 
 
 @cache

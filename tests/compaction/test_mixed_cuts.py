@@ -39,9 +39,21 @@ def mixed() -> nn.Module:
 
 
 POSITIONS: tuple[Shortcut, ...] = ("before", "after", "stream", "coupled")
+EVERY_PAIR: list[tuple[Shortcut, ...]] = [  # each position right behind each other one
+    ("before", "after", "stream"),
+    ("before", "stream", "after"),
+    ("before", "coupled", "after"),
+    ("after", "coupled", "before"),
+    ("coupled", "stream", "before"),
+    ("before", "stream", "coupled"),
+    ("after", "before", "stream"),
+]
+OTHERS = [order for order in permutations(POSITIONS, 3) if order not in EVERY_PAIR]
 
 
-@pytest.mark.parametrize("positions", list(permutations(POSITIONS, 3)), ids="-".join)
+@pytest.mark.parametrize(
+    "positions", [*EVERY_PAIR, *(pytest.param(order, marks=pytest.mark.slow) for order in OTHERS)], ids="-".join
+)
 def test_cuts_at_mixed_positions_are_replayed_and_loaded(positions: tuple[Shortcut, ...], tmp_path: Path) -> None:
     graph, generator = sc.trace(mixed(), X), torch.Generator().manual_seed(3)
     for position in positions:

@@ -227,7 +227,7 @@ def test_compact_equals_masked_in_both_modes_in_two_steps_and_replayed(name: str
     assert [s.name for s in again] == [s.name for s in sites]
     assert all(int(keep[s.name].sum()) == s.channels and keep[s.name][list(s.original)].all() for s in again)
     twice = assert_compact_is_masked(smaller, random_keep(again, 5, 0.3), (X[:3],))
-    assert_same(run(replay(graph, twice.plan).module, X), run(twice.module, X))
+    assert_same(run(replay(graph, twice.plan, verify=False).module, X), run(twice.module, X))
     save(twice, tmp_path / "small.safetensors")
     assert_same(run(load(NETS[name][0]().double().eval(), tmp_path / "small.safetensors").module, X), run(twice.module, X))
 

@@ -267,6 +267,18 @@ def test_onnx_without_its_packages_says_what_to_install(tmp_path: Path, monkeypa
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_the_table_of_translated_ops_is_read_once() -> None:
+    registry = pytest.importorskip("torch.onnx._internal.exporter._registration").ONNXRegistry
+    own = registry.__dict__["from_torchlib"]
+    network = prepared(trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).eval(), torch.randn(2, 3)))
+    programs._translations.cache_clear()
+    first, second = programs.onnx_bytes(network), programs.onnx_bytes(network)
+    assert programs._translations.cache_info().misses == 1
+    assert programs._translations.cache_info().hits == 1
+    assert first == second
+    assert registry.__dict__["from_torchlib"] is own
+
+
 def test_several_inputs_are_batches_of_the_same_examples(tmp_path: Path) -> None:
     net = TwoInputs(lambda self, x, y: {"sum": self.a(x) + self.b(y), "first": self.a(x)}, a=nn.Linear(3, 4), b=nn.Linear(5, 4))
     graph = traced(net, random_tensor(1, 3), random_tensor(1, 5, seed=1))

@@ -18,12 +18,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.nets import TOPOLOGIES, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from secateurs import Graph, compact, find_sites, trace
 from secateurs.compaction import replay
 from secateurs.errors import InvalidInput, Untraceable
-from secateurs.graph.trace import tensors_in
+from secateurs.graph import trace as tracing
+from secateurs.graph.trace import shape_of, tensors_in
 from secateurs.models import build, example_input
 
 X = random_tensor(2, 3, 8, 8)
@@ -237,7 +238,48 @@ def test_the_engines_agree(name: str) -> None:
     for graph in others:
         assert [(s.name, s.channels) for s in find_sites(graph)] == [(s.name, s.channels) for s in find_sites(first)]
         assert list(graph.module.state_dict()) == list(first.module.state_dict())
-        assert_same(run(compact(graph, keep).module, inputs), wanted)
+        assert_same(run(compact(graph, keep, verify=False).module, inputs), wanted)
+
+
+class Counting(nn.Module):
+    """A forward that changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = conv(3, 6), conv(6, 2)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        out: Tensor = self.b(F.relu(self.a(x)))
+        return out
+
+
+@pytest.mark.parametrize("largest", [0, 10**9], ids=["without values", "with values"])
+@pytest.mark.parametrize("name", [*TOPOLOGIES, "a buffer that changes"])
+def test_shapes_are_recorded_with_and_without_values(name: str, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large network without values, of a small one with them: the network's own shapes, and nothing is changed."""
+    monkeypatch.setattr(tracing, "SMALL_INPUT", largest)
+    known = name in TOPOLOGIES
+    model = randomise_(build(name, **TOPOLOGIES[name]) if known else Counting())
+    graph = trace(model, example_input(name, 2).double() if known else X)
+    keep = random_keep(list(find_sites(graph)), 1)
+    graph = compact(graph, keep, verify=False)
+    buffers = {key: buffer.clone() for key, buffer in graph.module.named_buffers()}
+    seen: dict[str, tuple[int, ...]] = {}
+
+    class Watch(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            found = super().run_node(n)
+            if isinstance(found, Tensor):
+                seen[n.name] = tuple(found.shape)
+            return found
+
+    recorded = {node.name: shape_of(node).dims for node in graph.module.graph.nodes if shape_of(node).is_tensor}
+    tracing.record_shapes_(graph.module, graph.example)
+    assert all(torch.equal(buffer, buffers[key]) for key, buffer in graph.module.named_buffers())
+    Watch(graph.module).run(*graph.example)
+    assert recorded == seen
 
 
 class Frozen(nn.Module):

@@ -12,7 +12,7 @@ from tests.nets import randomise_
 import secateurs
 from secateurs import compact, find_sites, trace
 from secateurs.graph.masking import copied
-from secateurs.graph.node_info import NodeInfo, info
+from secateurs.graph.node_info import NodeInfo, info, kept_facts
 from secateurs.models.resnet import ResNet
 
 SRC = Path(secateurs.__file__).parent
@@ -58,3 +58,17 @@ def test_copies_carry_facts_and_do_not_share_them() -> None:
             assert info(ours) == info(theirs)
             assert info(ours) is not info(theirs)
         assert tuple(find_sites(other)) == tuple(find_sites(graph))
+
+
+def test_a_copy_of_a_cut_network_has_its_facts_and_hooks_of_its_own() -> None:
+    graph = trace(randomise_(ResNet(1)), torch.randn(2, 3, 32, 32, dtype=torch.float64))
+    site = find_sites(graph)[1]
+    smaller = compact(graph, {site.name: torch.arange(site.channels) % 2 == 0})
+    other = copied(smaller)
+    ours, theirs = kept_facts(smaller.module), kept_facts(other.module)
+    assert ours is not None
+    assert theirs is not None
+    assert ours[0] == theirs[0] == smaller.plan
+    for part in other.module.modules():
+        part.register_forward_hook(lambda module, given, out: None)
+    assert not any(part._forward_hooks for part in smaller.module.modules())

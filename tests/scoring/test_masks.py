@@ -118,8 +118,8 @@ def test_a_longer_batch_starts_with_the_shorter_one() -> None:
 @pytest.mark.parametrize("design", ["exact", "bernoulli", "balanced"])
 def test_wide_layers_take_seconds(design: Design) -> None:
     start = time.process_time()
-    sample_masks(512, 5120, design=design, generator=seeded(0))
-    assert time.process_time() - start < 30
+    sample_masks(256, 2560, design=design, generator=seeded(0))
+    assert time.process_time() - start < 7.5
 
 
 @pytest.mark.parametrize(

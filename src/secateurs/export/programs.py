@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Unpack
@@ -61,7 +62,7 @@ def onnx_bytes(network: Prepared) -> bytes:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with quiet():
+        with quiet(), _translations_read_once():
             made = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:  # the exporter raises its own classes, by stage
         raise UnsupportedOp(
@@ -78,6 +79,33 @@ def onnx_bytes(network: Prepared) -> bytes:
     graph.ClearField("metadata_props")
     found: bytes = model.SerializeToString()
     return found
+
+
+@contextmanager
+def _translations_read_once() -> Iterator[None]:
+    """Within the block, torch's exporter has its table of translated ops from an earlier export of this process, if any.
+
+    It would make the same table for every export, which takes longer than all else for a small network: a run for int8 makes
+    dozens of files. The table is private to torch: where it is not found, nothing is changed.
+    """
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+        own: Any = ONNXRegistry.__dict__["from_torchlib"]
+        read_once = staticmethod(partial(_translations, own.__func__, ONNXRegistry))
+    except (ImportError, KeyError, AttributeError):
+        yield
+        return
+    try:
+        ONNXRegistry.from_torchlib = read_once  # type: ignore[method-assign]
+        yield
+    finally:
+        ONNXRegistry.from_torchlib = own  # type: ignore[method-assign]
+
+
+@cache
+def _translations(read: Callable[..., Any], kind: type, **options: Any) -> Any:
+    return read(kind, **options)
 
 
 def _bind_onnx(network: Prepared, path: Path, inputs: Inputs) -> Callable[[], Any]:

@@ -94,12 +94,17 @@ def keep_facts_(module: fx.GraphModule, facts: tuple[Any, ...]) -> None:
     module.meta[PRESERVED] = {**module.meta.get(PRESERVED, {}), "secateurs_facts": module.secateurs_facts}
 
 
+def facts_held(module: nn.Module) -> Any:
+    """Return the record that `keep_facts_` left in a network, as it is; None if there is none."""
+    return getattr(module, "secateurs_facts", None)
+
+
 def kept_facts(module: nn.Module) -> tuple[Any, ...] | None:
     """Return the facts kept with a network; None if there are none, or if nodes were added to it since.
 
     Pickling loses the facts at nodes, since torch.fx builds the graph of a pickled network anew: they are put back.
     """
-    kept: Any = getattr(module, "secateurs_facts", None)
+    kept = facts_held(module)
     if not isinstance(module, fx.GraphModule) or kept is None:
         return None
     (plan, leaves, ids), known = kept

@@ -279,7 +279,8 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
             recorder = _without_values(module, inputs)
             if recorder is None:
                 recorder = _Recorder(module)
-                recorder.run(*copy.deepcopy(inputs))
+                with buffers_restored(module):
+                    recorder.run(*copy.deepcopy(inputs))
     except Exception as error:
         raise Untraceable(
             f"the traced {type(module).__name__} does not run on the example input: {str(error).splitlines()[0]} "
