@@ -1,9 +1,13 @@
-"""Why the mean slope of an ensemble ranks filters badly, and what does not: `python -m benchmarks.ensembles` (minutes).
+"""How linear models of masks rank filters, beside L1 norms and the geometric median: `python -m benchmarks.ensembles` (hours).
 
-Random masks at all sites at once, on training images. Filters are ranked by the signed mean of single images' slopes (the
-linear model of the mean loss), the same of log losses, or the mean size of the slopes; then the same share is removed at every
-site, without repair, and the accuracy is measured on validation images. L1 norms are beside them. Rows go to
-results/ensembles.jsonl; `--render` prints their table.
+Random masks at all sites at once, on training images. The models are of the loss or of the log odds of the right class.
+Filters go by the signed mean of single images' slopes (the linear model of the mean), by the mean size of the slopes, or by
+sets: the mean square of what all that goes changes in an image (`ensemble` is log odds by sets). `bonsai` is a ridge regression
+of the loss on complementary masks of the filters with the smallest activations, chosen by cross-validation (Dery et al., 2024).
+
+Then the same share is removed at every site, or cuts are allocated by loss per MAC; nothing is repaired or trained. Accuracies
+are on validation images that no curve is measured on; the orders that one can ask for are measured on the test set too, which
+chooses nothing. Rows go to results/ensembles.jsonl; `--render` prints their tables.
 """
 
 from __future__ import annotations
@@ -11,119 +15,303 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
+from math import nan
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import process_time
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from benchmarks.conditions import conditions
-from benchmarks.finetuning import NETWORKS, Subject
-from secateurs import find_sites
+from benchmarks.finetuning import BATCH, NETWORKS, Subject
+from secateurs import cost, find_sites
 from secateurs._util.tables import Sheet
 from secateurs.criteria import score_filters
+from secateurs.data.dataset import Examples, generator_for
 from secateurs.data.splits import subset
 from secateurs.graph.masking import masked
 from secateurs.graph.sites import Site
-from secateurs.metrics import accuracy, cross_entropy
+from secateurs.methods import Task, method
+from secateurs.metrics import Measure, accuracy, cross_entropy, log_odds
 from secateurs.scoring.evaluator import SiteEvaluator
-from secateurs.scoring.importance import rank_correlation
-from secateurs.scoring.network import network_slopes
+from secateurs.scoring.importance import order_by_sets, rank_correlation
+from secateurs.scoring.network import network_slopes, with_factors
 
 RESULTS = Path(__file__).parent / "results" / "ensembles.jsonl"
-Scores = Mapping[str, Tensor]
+OURS = "ensemble"  # log odds by sets
+RIVALS = ("l1", "fpgm")
+RIDGES = tuple(10.0**power for power in range(-3, 4))
+FOLDS = 5
+Orders = Mapping[str, Tensor]
+Removed = Literal["filters", "MACs"]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One order of all filters. Accuracies and shares are fractions."""
+    """One order of all filters, and what it leaves. Accuracies and shares are fractions."""
 
     network: str
     order: str
+    removed: Removed  # filters: the same share at every site; MACs: cuts are allocated by loss per MAC
+    share: float  # that is removed; of the MACs, at least
     off: float  # filters that masks switch off, a share of one site's, spread over all sites
     images: int  # that the slopes are from
     split_half: float  # rank correlation of halves of the images, median of the sites
-    cpu_seconds: float  # for the slopes of all filters
-    share: float  # of every site's filters that is removed
+    carried: float  # by the 1 % of the images with the largest slopes: share of all sizes
+    cpu_seconds: float  # for the order of all filters; with MACs, for the curves too, and all cuts up to this one
+    curve_images: int
+    validation: int  # images
     accuracy: float
     dense: float
+    test: float | None
+    test_images: int
     conditions: str
 
 
-def scores_of(subject: Subject, sites: list[Site], images: int, off: float) -> Iterator[tuple[str, Scores, float, float]]:
-    """Name, scores, split-half correlation and seconds of each way to sum up the same slopes."""
-    few, began = subset(subject.data.train, images, seed=1).ready(torch.float32), process_time()
-    ways = ("signed", "signed log", "size")
-    halves = {way: {site.name: torch.zeros(2, site.channels, dtype=torch.float64) for site in sites} for way in ways}
-    for losses, slopes in network_slopes(subject.graph, sites, few, cross_entropy, off=off):
-        sides = torch.arange(len(losses)) % 2
-        for name, slope in slopes.items():  # the loss rises by minus the slope when the filter goes
-            found = {"signed": -slope, "signed log": -slope / losses.clamp_min(1e-12)[:, None], "size": slope.abs()}
-            for way, each in found.items():
-                halves[way][name].index_add_(0, sides, each)
+@dataclass(frozen=True)
+class Found:
+    """An order of the filters of every site, least important first."""
+
+    orders: Orders
+    seconds: float
+    split_half: float = nan
+    carried: float = nan
+
+
+class Setup:
+    """A network with the images of the comparison: those of curves are no part of those that accuracies are measured on."""
+
+    def __init__(self, network: str, given: argparse.Namespace) -> None:
+        self.subject = Subject(network, Path("runs") / "ensembles", None)
+        self.graph, self.data = self.subject.graph, self.subject.data
+        self.sites = [site for site in find_sites(self.graph, "before") if site.channels > 1]
+        self.off, self.images, self.curve_images = given.off, given.images, given.curves
+        search = torch.randperm(len(self.data.search), generator=generator_for(0, "validation"))
+        self.validation = self.data.search.take(search[: given.validation]).ready(torch.float32)
+        self.curves = self.data.search.take(search[given.validation : given.validation + given.curves])
+        assert self.data.test is not None
+        self.test = subset(self.data.test, min(given.test, len(self.data.test)), seed=0).ready(torch.float32)
+        self.few = subset(self.data.train, given.images, seed=1).ready(torch.float32)
+        self.dense = self.accuracy(self.graph.module, self.validation)
+
+    def accuracy(self, module: nn.Module, examples: Examples) -> float:
+        module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return accuracy(module, examples, batch=BATCH)
+
+    def row(self, order: str, removed: Removed, share: float, found: Found, module: nn.Module) -> Row:
+        asked_for = order in (OURS, *RIVALS)
+        return Row(
+            **{"network": self.subject.network, "order": order, "removed": removed, "share": share},
+            **{"off": self.off, "images": self.images, "split_half": found.split_half, "carried": found.carried},
+            **{"cpu_seconds": round(found.seconds, 1), "curve_images": self.curve_images if removed == "MACs" else 0},
+            **{"validation": len(self.validation), "accuracy": self.accuracy(module, self.validation), "dense": self.dense},
+            **{"test": self.accuracy(module, self.test) if asked_for else None, "test_images": len(self.test)},
+            conditions=conditions().sentence(),
+        )
+
+
+# ---- orders -------------------------------------------------------------------------------------------------------------
+
+
+def by_criterion(name: str, setup: Setup) -> Found:
+    began = process_time()
+    scores = {site.name: score_filters(name, SiteEvaluator(setup.graph, site)).coef for site in setup.sites}
+    return Found({name: each.argsort(stable=True) for name, each in scores.items()}, process_time() - began)
+
+
+def by_slopes(measure: Measure, setup: Setup) -> Iterator[tuple[str, Found]]:
+    """The orders that the slopes of a measure give: by their signed mean, their mean size, and by sets."""
+    began, sign = process_time(), -1 if measure is cross_entropy else 1
+    batches = [slopes for _, slopes in network_slopes(setup.graph, setup.sites, setup.few, measure, off=setup.off)]
+    slopes = {site.name: sign * torch.cat([each[site.name] for each in batches]).double() for site in setup.sites}
     seconds = process_time() - began
-    for way, sums in halves.items():
-        half = median(float(rank_correlation(each[0], each[1])) for each in sums.values())
-        yield way, {name: each.sum(0) for name, each in sums.items()}, half, seconds
+    sizes = torch.cat(list(slopes.values()), 1).abs().sum(1).sort(descending=True).values
+    carried = float(sizes[: len(sizes) // 100].sum() / sizes.sum())
+    ways = {
+        "signed": lambda each: each.mean(0).argsort(stable=True),
+        "size": lambda each: each.abs().mean(0).argsort(stable=True),
+        "sets": order_by_sets,
+    }
+    what = "loss" if measure is cross_entropy else "log odds"
+    for way, order in ways.items():
+        halves = [rank_correlation(order(each[::2]).argsort(), order(each[1::2]).argsort()) for each in slopes.values()]
+        orders = {name: order(each) for name, each in slopes.items()}
+        name = OURS if (what, way) == ("log odds", "sets") else f"{what}, {way}"
+        yield name, Found(orders, seconds, median(map(float, halves)), carried)
 
 
-def measured(subject: Subject, images: int, validation: int, shares: list[float], offs: list[float]) -> Iterator[Row]:
-    sites = [site for site in find_sites(subject.graph, "before") if site.channels > 1]
-    val = subset(subject.data.search, validation, seed=2)
-    dense = accuracy(subject.graph.module, val)
-    norms = {site.name: score_filters("l1", SiteEvaluator(subject.graph, site)).coef for site in sites}
-    orders = [("l1", 0.0, norms, float("nan"), 0.0)]
-    for off in offs:
-        orders += [(way, off, scores, half, spent) for way, scores, half, spent in scores_of(subject, sites, images, off)]
-    for way, off, scores, half, spent in orders:
-        for share in shares:
+def bonsai(setup: Setup, share: float) -> Found:
+    """Dery et al. at as many passes as slopes take, with masks of each image's own instead of a few for all.
+
+    At every site the filters with the smallest mean activations are candidates, twice as many as are to go. A mask switches off
+    half of the candidates of every site, its complement the others. One ridge regression of the differences of both losses.
+    """
+    began, generator = process_time(), generator_for(0, "bonsai")
+    prior = activations(setup)
+    candidates = {site.name: prior[site.name].argsort()[: round(2 * share * site.channels)] for site in setup.sites}
+    pairs = subset(setup.data.train, 3 * setup.images // 2, seed=1).ready(torch.float32)  # a slope takes three passes
+    signs, masks = [], []
+    for site in setup.sites:
+        some = candidates[site.name]
+        shuffled = torch.rand(len(pairs), len(some), generator=generator).argsort(1)
+        kept = shuffled < len(some) // 2
+        both = torch.ones(2, len(pairs), site.channels)
+        both[0][:, some], both[1][:, some] = kept.float(), 1 - kept.float()
+        signs.append(2 * kept.double() - 1)
+        masks.append(both)
+    module, saved = with_factors(setup.graph, setup.sites).eval(), []
+    with torch.no_grad():
+        for start in range(0, len(pairs), BATCH):
+            each = pairs.batch(slice(start, start + BATCH))
+            one, two = (
+                cross_entropy(module(*each.args, *(mask[side, start : start + BATCH] for mask in masks)), each.targets)
+                for side in (0, 1)
+            )
+            saved.append((two - one).double())
+    x, y = torch.cat(signs, 1), torch.cat(saved)
+    coef = ridge(x, y, max(RIDGES, key=partial(agreement, x, y)))
+    orders = {}
+    for site, worth in zip(setup.sites, coef.split([each.shape[1] for each in signs]), strict=True):
+        others = prior[site.name].argsort()[len(worth) :]
+        orders[site.name] = torch.cat([candidates[site.name][worth.argsort()], others])
+    return Found(orders, process_time() - began)
+
+
+def activations(setup: Setup) -> Orders:
+    """Mean size of the activations of every filter."""
+    sums = {site.node: torch.zeros(site.channels) for site in setup.sites}
+
+    class Recorder(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> object:
+            found = super().run_node(n)
+            if n.name in sums:
+                sums[n.name] += found.abs().transpose(0, 1).flatten(1).mean(1)
+            return found
+
+    with torch.no_grad():
+        for each in setup.few.batches(BATCH):
+            Recorder(setup.graph.module).run(*each.args)
+    return {site.name: sums[site.node] for site in setup.sites}
+
+
+def ridge(x: Tensor, y: Tensor, penalty: float) -> Tensor:
+    centred = x - x.mean(0)
+    damped = centred.mT @ centred / len(x) + penalty * torch.eye(x.shape[1], dtype=x.dtype)
+    return torch.linalg.solve(damped, centred.mT @ (y - y.mean()) / len(x))
+
+
+def agreement(x: Tensor, y: Tensor, penalty: float) -> float:
+    """Mean rank correlation of predictions with what was measured, on the fold that was not fitted."""
+    fold = torch.arange(len(x)) % FOLDS
+    found = [rank_correlation(x[fold == k] @ ridge(x[fold != k], y[fold != k], penalty), y[fold == k]) for k in range(FOLDS)]
+    return float(torch.stack(found).mean())
+
+
+# ---- what orders leave --------------------------------------------------------------------------------------------------
+
+
+def uniform(setup: Setup, shares: Sequence[float], wanted: Sequence[str]) -> Iterator[Row]:
+    """The same share of every site's filters removed."""
+
+    def orders() -> Iterator[tuple[str, Found]]:
+        for name in RIVALS:
+            yield name, by_criterion(name, setup)
+        yield from by_slopes(cross_entropy, setup)
+        yield from by_slopes(log_odds, setup)
+
+    for share in shares:
+        for name, found in (*orders(), ("bonsai", bonsai(setup, share))):
+            if name not in wanted:
+                continue
             masks: dict[str | Site, Tensor] = {}
-            for site in sites:
+            for site in setup.sites:
                 masks[site.name] = torch.ones(site.channels, dtype=torch.bool)
-                masks[site.name][scores[site.name].argsort()[: round(share * site.channels)]] = False
-            left = accuracy(masked(subject.graph, masks), val)
-            told = conditions().sentence()
-            yield Row(subject.network, way, off, images, half, round(spent, 1), share, left, dense, told)
+                masks[site.name][found.orders[site.name][: round(share * site.channels)]] = False
+            yield setup.row(name, "filters", share, found, masked(setup.graph, masks))
+
+
+def allocated(setup: Setup, targets: Sequence[float], wanted: Sequence[str]) -> Iterator[Row]:
+    """Cuts allocated by loss per MAC, along curves that are measured once for all targets."""
+    data = replace(setup.data, search=setup.curves)
+    for name in wanted:
+        with TemporaryDirectory() as folder:
+            spent = 0.0
+            for target in sorted(targets):
+                began = process_time()
+                made = method(name)(Task(setup.graph, data, target, store=Path(folder) / "store.sqlite"))
+                spent += process_time() - began
+                gone = 1 - cost(made.graph).macs / cost(setup.graph).macs
+                assert gone >= target, (name, gone)
+                yield setup.row(name, "MACs", target, Found({}, spent), made.graph.module)
+
+
+# ---- tables -------------------------------------------------------------------------------------------------------------
 
 
 def rendered() -> str:
     rows = [Row(**json.loads(line)) for line in RESULTS.read_text().splitlines()]
-    heads = ("network", "order", "off", "split-half", "CPU s", "share removed", "accuracy, %")
-    lines = tuple(
-        (
-            row.network,
-            row.order,
-            "–" if row.order == "l1" else f"{row.off:g}",
-            "–" if row.order == "l1" else f"{row.split_half:.2f}",
-            f"{row.cpu_seconds:.1f}",
-            f"{row.share:.1%}",
-            f"{100 * row.accuracy:.1f}",
-        )
-        for row in rows
+    places = {network: place for place, network in enumerate(NETWORKS)}
+    rows.sort(key=lambda row: (places[row.network], row.share))
+    percent, number = (lambda value: "–" if value is None else f"{100 * value:.1f}"), (lambda v: "–" if v != v else f"{v:.2f}")
+    one = Sheet(
+        "The same share of every site's filters removed",
+        ("network", "order", "split-half", "sizes of 1 % of the images", "CPU s", "removed", "validation, %", "test, %"),
+        tuple(
+            (
+                *(row.network, row.order, number(row.split_half), number(row.carried), f"{row.cpu_seconds:.1f}"),
+                *(f"{row.share:.0%}", percent(row.accuracy), percent(row.test)),
+            )
+            for row in rows
+            if row.removed == "filters"
+        ),
     )
-    return Sheet("Accuracy without a share of every site's filters", heads, lines).markdown()
+    two = Sheet(
+        "Cuts allocated by loss per MAC",
+        ("network", "order", "MACs removed", "CPU s, curves included", "validation, %", "test, %"),
+        tuple(
+            (row.network, row.order, f"{row.share:.0%}", f"{row.cpu_seconds:.0f}", percent(row.accuracy), percent(row.test))
+            for row in rows
+            if row.removed == "MACs"
+        ),
+    )
+    return f"{one.markdown()}\n\n{two.markdown()}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--networks", nargs="+", default=["resnet20"], choices=list(NETWORKS))
-    parser.add_argument("--images", type=int, default=1024)
-    parser.add_argument("--validation", type=int, default=1000)
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.125, 0.25])
-    parser.add_argument("--off", type=float, nargs="+", default=[0.0, 0.9, 1.9, 5.7])
-    parser.add_argument("--render", action="store_true", help="only print the table of the rows")
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--images", type=int, default=1024, help="training images that give slopes")
+    parser.add_argument("--validation", type=int, default=2000)
+    parser.add_argument("--test", type=int, default=2500)
+    parser.add_argument("--curves", type=int, default=256, help="validation images that curves are measured on")
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.25], help="of the filters of every site")
+    parser.add_argument("--targets", type=float, nargs="*", default=[0.1, 0.3], help="of the MACs")
+    parser.add_argument("--orders", nargs="+", default=[], help="only these")
+    parser.add_argument("--off", type=float, default=0.9)
+    parser.add_argument("--render", action="store_true", help="only print the tables of the rows")
     given = parser.parse_args()
-    if not given.render:
-        for network in given.networks:
-            subject = Subject(network, Path("runs") / "ensembles", None)
-            for row in measured(subject, given.images, given.validation, given.shares, given.off):
-                with RESULTS.open("a") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
-                sys.stdout.write(f"{row.network} {row.order} off {row.off:g}: {row.share:.1%} removed, {row.accuracy:.2%}\n")
-                sys.stdout.flush()
+    for network in [] if given.render else given.networks:
+        setup = Setup(network, given)
+        every = [
+            *RIVALS,
+            OURS,
+            "bonsai",
+            *(f"{of}, {way}" for of in ("loss", "log odds") for way in ("signed", "size", "sets")),
+        ]
+        wanted = given.orders or every
+        asked_for = [name for name in (*RIVALS, OURS) if name in wanted]
+        for row in chain(uniform(setup, given.shares, wanted), allocated(setup, given.targets, asked_for)):
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
+            sys.stdout.write(f"{row.network} {row.order}: {row.share:.1%} of the {row.removed} removed, {row.accuracy:.2%}\n")
+            sys.stdout.flush()
     sys.stdout.write(rendered() + "\n")
     return 0
 

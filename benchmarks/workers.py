@@ -15,8 +15,6 @@ import heapq
 import json
 import os
 import random
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +24,8 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from benchmarks.kills import KINDS, kills, small_run
 
 ROWS = Path(__file__).parent.parent / "results" / "workers"
 
@@ -51,8 +51,11 @@ def environment() -> dict[str, str]:
 # ---- speed ---------------------------------------------------------------------------------------------------------------
 
 
-def measured(what: str, images: int, sites: str, validation: int) -> dict[str, Any]:
-    """What one worker does: the scoring, or the run; the seconds of it alone, without starting, and a digest of the result."""
+def measured(what: str, images: int, sites: str, validation: int, folder: Path | None) -> dict[str, Any]:
+    """What one worker does: the scoring, or the run; the seconds of it alone, without starting, and a digest of the result.
+
+    Scoring has a run folder, so that answers are kept; how many processor seconds that took is in the row, too.
+    """
     import torch
 
     from secateurs._util.tensors import digest
@@ -60,6 +63,7 @@ def measured(what: str, images: int, sites: str, validation: int) -> dict[str, A
     from secateurs.cli import inputs
     from secateurs.config import Recipe
     from secateurs.data.splits import subset
+    from secateurs.distributed.answers import KeptAnswers
 
     torch.set_num_threads(1)
     origin = inputs.named_origin("resnet20", "cifar10", (), (), "public", None, 0)
@@ -74,14 +78,24 @@ def measured(what: str, images: int, sites: str, validation: int) -> dict[str, A
             seconds, cpu = time.perf_counter() - began, time.process_time() - used
         steps = {"steps": len(run.steps), "with the final measurement": time.perf_counter() - began}
         return {"seconds": seconds, **busy(run, cpu), "digest": digest(dict(run.graph.module.state_dict())), **steps}
-    run = Pruner(model, data, recipe=Recipe(allocation="global", max_drop=0.01, round_to=8, masks=images))
+    run = Pruner(model, data, recipe=Recipe(allocation="global", max_drop=0.01, round_to=8, masks=images), folder=folder)
+    kept, save = list[float](), KeptAnswers.save
+
+    def timed(self: KeptAnswers, *given: Any) -> None:
+        before = time.process_time()
+        save(self, *given)
+        kept.append(time.process_time() - before)
+
+    KeptAnswers.save = timed  # type: ignore[assignment, method-assign]
     began, used = time.perf_counter(), time.process_time()
-    with run.workers.active():
+    with run.workers.active(run.journal.answers):
         curves = run._measure_curves()
     seconds, cpu = time.perf_counter() - began, time.process_time() - used
     return {
         "seconds": seconds,
         **busy(run, cpu),
+        "kept": len(kept),
+        "keeping": round(sum(kept), 4),
         "digest": digest({name: curve.ranking.order for name, curve in curves.items()}),
     }
 
@@ -105,8 +119,10 @@ def speed(what: str, rounds: int, images: int, sites: str, validation: int) -> N
         for workers in times:
             own = ["benchmarks.workers", "--one", what, "--images", str(images)]
             own += ["--sites", sites, "--validation", str(validation)]
-            command = [sys.executable, "-m", *own] if workers == 1 else torchrun(workers, *own)
-            done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+            with tempfile.TemporaryDirectory(prefix="secateurs-workers-") as place:
+                own += ["--folder", f"{place}/run"]
+                command = [sys.executable, "-m", *own] if workers == 1 else torchrun(workers, *own)
+                done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
             row = json.loads(done.stdout.strip().splitlines()[-1])
             times[workers].append(row["seconds"])
             busiest[workers].append(max(row["cpu"]))
@@ -126,69 +142,6 @@ def speed(what: str, rounds: int, images: int, sites: str, validation: int) -> N
             "same": len(digests) == 1,
         },
     )
-
-
-# ---- kills ---------------------------------------------------------------------------------------------------------------
-
-
-def small_run(folder: Path) -> None:
-    """A small run with curves, repairs, trials and a training, in which workers are killed."""
-    import torch
-
-    import secateurs as sc
-    from secateurs.config import GENTLE
-    from secateurs.data import load
-    from secateurs.models import build
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    retrain = replace(GENTLE, epochs=2, batch=64, optimiser="sgd", lr=0.01)
-    recipe = sc.Recipe.best(max_drop=0.1, confidence=0.9, repair_examples=256, batch=64, round_to=1, retrain=retrain)
-    sc.prune(build("mlp", hidden=(24, 20)), load("digits"), recipe=recipe, folder=folder, progress=False)
-
-
-def children(pid: int) -> list[int]:
-    try:
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def lines_of(folder: Path) -> list[bytes]:
-    """The whole lines of a run's record."""
-    path = folder / "journal.jsonl"
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if path.exists() else []
-
-
-def kills(wanted: int, workers: int, seconds: float) -> None:
-    """Run to the end, then again and again with SIGKILL for random ranks at random times; plan and weights must be the same."""
-    chance, root = random.Random(time.time_ns()), Path(tempfile.mkdtemp(prefix="secateurs-kills-"))
-    began, done, runs = time.monotonic(), 0, 0
-    whole = root / "whole"
-    command = ("benchmarks.workers", "--one", "kills", "--folder")
-    start = time.monotonic()
-    subprocess.run(torchrun(workers, *command, str(whole)), env=environment(), check=True)
-    seconds_alone, total = time.monotonic() - start, len(lines_of(whole))
-    wholes = [(whole / name).read_bytes() for name in ("plan.json", "pruned.safetensors")]
-    while done < wanted and time.monotonic() - began < seconds:
-        folder, killed = root / f"run-{runs}", list[dict[str, Any]]()
-        agent = subprocess.Popen(torchrun(workers, *command, str(folder), restarts=1000), env=environment())
-        while agent.poll() is None:
-            # at a random place of the record, or at any moment, the start included
-            place, until = chance.randint(len(lines_of(folder)), total), time.monotonic() + chance.uniform(0, 2) * seconds_alone
-            while agent.poll() is None and time.monotonic() < until and len(lines_of(folder)) < place:
-                time.sleep(0.01)
-            time.sleep(chance.uniform(0, 0.5))
-            ranks = children(agent.pid)
-            if agent.poll() is None and ranks and done + len(killed) < wanted:
-                rank, lines = chance.randrange(len(ranks)), lines_of(folder)
-                os.kill(ranks[rank], signal.SIGKILL)
-                killed.append({"rank": rank, "after": json.loads(lines[-1])["unit"] if lines else "nothing"})
-        same = [(folder / name).exists() and (folder / name).read_bytes() for name in ("plan.json", "pruned.safetensors")]
-        keep("kills", {"workers": workers, "kills": killed, "exit": agent.returncode, "same": same == wholes})
-        done, runs = done + len(killed), runs + 1
-        shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(root, ignore_errors=True)
 
 
 # ---- many workers, simulated ---------------------------------------------------------------------------------------------
@@ -261,24 +214,25 @@ def main() -> None:
     parser.add_argument("--sites", default="*", help="of the run by the recipe best")
     parser.add_argument("--validation", type=int, default=5000, help="images that are evaluated")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further run with kills is begun")
+    parser.add_argument("--seconds", type=float, default=7200.0, help="after which runs with kills are stopped")
     parser.add_argument("--tickets", type=int, default=0)
     parser.add_argument("--ticket-seconds", type=float, default=0.5)
     parser.add_argument("--failing", type=float, default=0.01)
     parser.add_argument("--one", choices=("score", "best", "kills"), help="what a single worker does")
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--kind", choices=KINDS, default=KINDS[0], help="of the run in which workers are killed")
     given = parser.parse_args()
     if given.one == "kills":
-        small_run(given.folder)
+        small_run(given.folder, given.kind)
     elif given.one:
-        row = measured(given.one, given.images, given.sites, given.validation)
+        row = measured(given.one, given.images, given.sites, given.validation, given.folder)
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(row), flush=True)
     for what in ("score", "best"):
         if getattr(given, what):
             speed(what, given.rounds, given.images, given.sites, given.validation)
     if given.kills:
-        kills(given.kills, given.workers, given.seconds)
+        kills(given.kills, given.workers, given.seconds, environment(), lambda row: keep("kills", row))
     if given.simulate:
         simulate(given.simulate, given.tickets or 50 * given.simulate, given.ticket_seconds, given.failing, seed=0)
 

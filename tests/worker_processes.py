@@ -30,6 +30,7 @@ from secateurs._util.tensors import digest
 from secateurs.config import GENTLE, Recipe, TrainSettings
 from secateurs.data import Data
 from secateurs.data.dataset import Examples
+from secateurs.distributed.answers import KeptAnswers
 from secateurs.errors import InvalidInput
 from secateurs.pruning import context, latency_target
 from secateurs.training import train_
@@ -44,7 +45,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def run_workers(size: int, work: Callable[[int], Any], *, timeout: float = 30.0, seconds: float = 60.0) -> list[Found]:
+def run_workers(size: int, work: Callable[[int], Any], *, timeout: float = 30.0, seconds: float = 180.0) -> list[Found]:
     """Call `work(rank)` in `size` processes; gives for each {"value": …} or {"error": message}, or {} if it died.
 
     `timeout` is how long they wait for one another, `seconds` how long all of them may take.
@@ -252,6 +253,77 @@ def alone(rank: int) -> Found:
     return pruned(rank, FAST, distributed=False) if rank == 0 else {}
 
 
+# ---- a worker that is killed, and the restart ----------------------------------------------------------------------------
+
+
+def kept_numbers(rank: int, folder: Path, dies: bool) -> Found:
+    """Tickets whose answers are kept; rank 1 may be killed in its fourth one."""
+    workers, mine = distributed.join(), list[int]()
+    kept = workers.answers_in(folder)
+
+    def one(ticket: int) -> list[Tensor]:
+        time.sleep(0.02)
+        if dies and rank == 1 and len(mine) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        mine.append(ticket)
+        return number(rank, ticket)
+
+    worth = mock.patch("secateurs.distributed.answers.WORTH_KEEPING", 0.0)
+    with worth, workers.active(kept), workers.keeping("some"):
+        found = workers.map("numbers", 12, one, names=[f"the number {ticket}" for ticket in range(12)])
+    return {"found": [float(each.sum()) for (each,) in found], "mine": mine}
+
+
+def restarted_tickets(root: str) -> Found:
+    """Two workers of which one is killed, a damaged file, and three workers that go on."""
+    folder = Path(root) / "numbers"
+    first = run_workers(2, partial(kept_numbers, folder=folder, dies=True), timeout=1.5)
+    files = sorted(folder.iterdir())
+    (folder / "half-written.7.tmp").write_bytes(b"")
+    files[0].write_bytes(files[0].read_bytes()[:-1])
+    second = run_workers(3, partial(kept_numbers, folder=folder, dies=False))
+    return {"first": first, "files": len(files), "second": second, "left": folder.exists()}
+
+
+def noted_run(rank: int, folder: Path, recipe: Recipe, build: Callable[[], nn.Module], attempt: int, dies_at: int) -> Found:
+    """A run that writes down which tickets it computed; rank 1 is killed when it would keep one more than `dies_at`."""
+    computed, save = list[str](), KeptAnswers.save
+
+    def noted(self: KeptAnswers, name: str, answer: list[Tensor], seconds: float) -> None:
+        if rank == 1 and len(computed) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        computed.append(name)
+        save(self, name, answer, 1.0)
+        folder.with_suffix(f".{attempt}-{rank}").write_text(json.dumps(computed))
+
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    with mock.patch.object(KeptAnswers, "save", noted):
+        return pruned(rank, recipe, build=build, folder=str(folder))
+
+
+def restarted_run(root: str, name: str, recipe: Recipe, build: Callable[[], nn.Module], dies_at: int) -> Found:
+    """A run that is killed in the middle of an exchange and started again, and one that is not killed."""
+    killed, whole = Path(root) / f"killed-{name}", Path(root) / f"whole-{name}"
+    run = partial(noted_run, recipe=recipe, build=build)
+    run_workers(2, partial(run, folder=killed, attempt=0, dies_at=dies_at), timeout=4.0)
+    left = len(list((killed / "answers").iterdir()))
+    second = run_workers(2, partial(run, folder=killed, attempt=1, dies_at=-1))
+    first = run_workers(2, partial(run, folder=whole, attempt=0, dies_at=-1))
+
+    def computed(folder: Path, attempt: int) -> list[str]:
+        files = [folder.with_suffix(f".{attempt}-{rank}") for rank in range(2)]
+        return [ticket for file in files if file.exists() for ticket in json.loads(file.read_text())]
+
+    return {
+        "before": computed(killed, 0),
+        "after": computed(killed, 1),
+        "whole": computed(whole, 0),
+        "left by the kill": left,
+        "left": (killed / "answers").exists(),
+        "runs": [first, second],
+    }
+
+
 def trained(rank: int, freeze: bool = False) -> list[float]:
     """All weights and statistics after a few steps, in float64."""
     data, settings = few_digits(384), TrainSettings(epochs=1, batch=50, lr=0.1, steps=4, freeze_batchnorm=freeze, momentum=0.9)
@@ -287,6 +359,9 @@ def cases(root: str) -> dict[str, Callable[[], Any]]:
         "other recipe": lambda: run_workers(2, other_recipe),
         "other version": lambda: run_workers(2, other_version),
         "other network": lambda: run_workers(3, other_network),
+        "restarted tickets": lambda: restarted_tickets(root),
+        "restarted curves": lambda: restarted_run(root, "curves", ENSEMBLES, residual, 1),
+        "restarted masks": lambda: restarted_run(root, "masks", PAPER, perceptron, 7),
         "told its rank": lambda: run_workers(2, told_its_rank),
         "trains apart": lambda: run_workers(2, trains_apart),
         "alone": lambda: run_workers(2, alone),

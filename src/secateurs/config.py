@@ -487,6 +487,12 @@ class Recipe(EnsembleSettings):
         "After training, keep the best of the weights before it, after it, averaged, and in between, on held-out examples.",
         "training",
     )
+    train_trials: bool = setting(
+        False,
+        "Where all sites are weighed together: train every network that is tried, and judge it after that, so that cuts go as "
+        "deep as the trained network keeps within the drop; takes a training for each.",
+        "training",
+    )
     recalibrate: int | None = setting(
         None, "Training examples on which BatchNorm statistics are measured again after every cut.", "training", low=1
     )
@@ -560,6 +566,13 @@ class Recipe(EnsembleSettings):
                 f"deploy = {self.deploy!r}: cuts are weighed by the time that they save in ONNX Runtime: set allocation = "
                 f"'global' and no other engine."
             )
+        if self.train_trials and (not everywhere or self.finetune is not None or self.recalibrate is not None):
+            raise RecipeError(
+                "train_trials = true: networks with all cuts made are trained and judged: set allocation = 'global', and "
+                "retrain in place of finetune and recalibrate."
+            )
+        if self.train_trials and self.repair == "whole-network":
+            raise RecipeError("train_trials = true: a training follows every repair: set repair = 'every-layer'.")
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
             raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")
 
@@ -572,6 +585,12 @@ class Recipe(EnsembleSettings):
     def has_time_target(self) -> bool:
         """Whether the run is to stop at a time."""
         return self.target_latency is not None or self.max_ms is not None
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the run is to stop at a size or a time."""
+        sizes = (self.target_macs, self.target_parameters, self.target_memory)
+        return self.has_time_target or any(size is not None for size in sizes)
 
     @property
     def weighs_time(self) -> bool:

@@ -53,6 +53,20 @@ def cross_entropy(outputs: Any, targets: Any, *, label_smoothing: float = 0.0) -
     return functional.cross_entropy(logits, wanted, reduction="none", label_smoothing=label_smoothing)
 
 
+def log_odds(outputs: Any, targets: Any) -> Tensor:
+    """Log odds of the right class of every example; class logits (n, K, …) against class numbers (n, …), or probabilities
+    (n, K, …), of which the largest counts. Where a label is to be left out, 0.
+
+    Unlike the loss, which ends near 0, they go on rising as an answer becomes more certain.
+    """
+    logits = _expect_tensors("log odds", "loss", outputs, targets)
+    labels = targets.argmax(1) if targets.is_floating_point() else targets.long()
+    chosen = labels.clamp_min(0).unsqueeze(1)
+    others = logits.scatter(1, chosen, torch.finfo(logits.dtype).min).logsumexp(1)
+    found: Tensor = (logits.gather(1, chosen).squeeze(1) - others) * (labels != _IGNORED)
+    return found
+
+
 def correct(outputs: Any, targets: Any) -> Tensor:
     """Whether the largest of the class logits (n, K, …) is that of the target (n, …), for every example."""
     right: Tensor = _expect_tensors("accuracy", "metric", outputs, targets).argmax(1) == targets

@@ -24,6 +24,7 @@ ROOT = TESTS.parent
 QUICK = [
     *("folders", "number", "large", "late", "dies", "fails once", "fails", "memory", "refuses", "elsewhere", "absent"),
     *("other weights", "other data", "other recipe", "other version"),
+    *("restarted tickets", "restarted masks"),
 ]
 LONG = [
     "best",
@@ -37,6 +38,7 @@ LONG = [
     "told its rank",
     "trains apart",
     "alone",
+    "restarted curves",
 ]
 TICKETS = [ticket + 0.5 for ticket in range(12)]
 
@@ -207,6 +209,40 @@ def test_one_process_of_two_may_prune_alone(long: dict[str, Any]) -> None:
     assert long["alone"][0]["value"] == long["fast"][0][0]
 
 
+# ---- what a restart finds ------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_loses_only_the_ticket_that_it_had_drawn(quick: dict[str, Any]) -> None:
+    """Rank 1 was killed in its fourth ticket; one file was damaged afterwards, and three workers went on."""
+    found = quick["restarted tickets"]
+    before, after = found["first"], [one["value"] for one in found["second"]]
+    assert before[1] == {}
+    assert "waited 1.5 s for rank 1 (drew ticket" in before[0]["error"]
+    assert found["files"] == 11
+    assert len([ticket for one in after for ticket in one["mine"]]) == 2
+    assert all(one["found"] == TICKETS for one in after)
+    assert not found["left"]
+
+
+def test_a_restarted_run_measures_no_masks_again(quick: dict[str, Any]) -> None:
+    no_answer_is_computed_again(quick["restarted masks"])
+
+
+@pytest.mark.slow
+def test_a_restarted_run_measures_no_curve_again(long: dict[str, Any]) -> None:
+    no_answer_is_computed_again(long["restarted curves"])
+
+
+def no_answer_is_computed_again(found: dict[str, Any]) -> None:
+    assert found["left by the kill"] > 1
+    assert not set(found["before"]) & set(found["after"])
+    assert sorted(found["before"] + found["after"]) == sorted(found["whole"])
+    assert not found["left"]
+    whole, again = ([one["value"] for one in run] for run in found["runs"])
+    assert whole == again
+    assert whole[0] == whole[1]
+
+
 # ---- torchrun ------------------------------------------------------------------------------------------------------------
 
 
@@ -325,9 +361,8 @@ def test_runs_whose_ranks_are_killed_at_random_end_with_the_same_plan(tmp_path: 
     monkeypatch.syspath_prepend(str(ROOT))
     from benchmarks import workers
 
-    monkeypatch.setattr(workers, "ROWS", tmp_path)
-    monkeypatch.setattr(workers, "environment", environment)
-    workers.kills(5, workers=2, seconds=300)
-    rows = [json.loads(line) for line in (tmp_path / "kills.jsonl").read_text().splitlines()]
-    assert sum(len(row["kills"]) for row in rows) >= 3
-    assert all(row["same"] and row["exit"] == 0 for row in rows), rows
+    rows = list[dict[str, Any]]()
+    found = workers.kills(5, 2, 600, environment(), rows.append)
+    assert found["kills"] >= 3
+    assert found["lost"] == found["processes left behind"] == 0, rows
+    assert found["same"] == found["runs"], rows

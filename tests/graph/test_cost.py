@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -278,3 +280,16 @@ def test_a_network_that_takes_one_batch_size_only_is_divided_by_it() -> None:
     assert cost(Rigid(constant=False), torch.zeros(2, 3)).macs == 12
     with pytest.raises(InvalidInput, match=r"\(network\) computes 50 FLOPs for a batch of 2.*any batch size"):
         cost(Rigid(constant=True), torch.zeros(2, 3))
+
+
+def test_tracing_and_counting_a_small_network_do_not_load_the_compiler_of_torch() -> None:
+    """It takes over a second, in every command and in every worker that is restarted."""
+    code = (
+        "import sys, torch; from secateurs import trace; from secateurs.graph.cost import cost; "
+        "from secateurs.models import build; "
+        "found = cost(trace(build('resnet20'), torch.zeros(2, 3, 32, 32))); "
+        "assert 'torch._dynamo' not in sys.modules and 'scipy' not in sys.modules; print(found.macs)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "40551040"  # as in the test by hand above

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from secateurs.pruning.global_allocation import COARSE, choose_allocation, to_certify
 from secateurs.pruning.results import Trial
@@ -81,3 +83,53 @@ def test_trials_grow_by_their_factor_up_to_the_largest(growth: float, most: int)
 def test_an_empty_frontier_has_no_trials() -> None:
     assert to_certify(allocations(1), 0) == ()
     assert choose_allocation(allocations(1), searched(0, 0), certified(0, [])).saved == 0
+
+
+def trained(limit: int, asked: list[int]) -> Callable[[int], Trial]:
+    """What the search images say after training, which up to `limit` is within the contract."""
+
+    def search(index: int) -> Trial:
+        asked.append(index)
+        return Trial("trained", index, index <= limit, 1 - index / 2000, index <= limit)
+
+    return search
+
+
+@given(edge=st.integers(1, 500), gain=st.floats(1, 4), bounded=st.booleans())
+def test_trained_trials_find_the_deepest_within_a_tenth_and_train_few(edge: int, gain: float, bounded: bool) -> None:
+    asked: list[int] = []
+    limit = min(round(gain * edge), 599)
+    found = choose_allocation(
+        allocations(600), searched(edge, edge), None, search_trained=trained(limit, asked), bounded=bounded
+    )
+    assert found.place == found.removed["site"] <= limit
+    assert found.place >= limit / 1.1 - 1
+    assert len(asked) == len(set(asked)) <= 10
+    assert {saved for saved, _, _ in found.tried} == {index / 1000 for index in asked}
+    if bounded:
+        assert asked[0] == 599  # the target itself comes first
+
+
+@given(edge=st.integers(1, 300), gain=st.floats(1, 2), truth=st.floats(0.1, 3))
+def test_certification_is_asked_about_few_trained_networks_and_ends_at_the_first_no(
+    edge: int, gain: float, truth: float
+) -> None:
+    asked: list[int] = []
+    predicted, limit = min(round(gain * edge), 599), round(truth * edge)
+    found = choose_allocation(
+        allocations(600), searched(edge, edge), certified(limit, asked), search_trained=trained(predicted, [])
+    )
+    assert found.place <= limit
+    assert len(asked) <= 5
+    assert found.answers[-1:] != (True,) or limit >= asked[-1]
+    assert False not in found.answers[:-1]
+    if truth >= 1:  # an allocation within the contract even before training is not lost
+        assert found.place >= 0.7 * edge - 1
+
+
+def test_where_training_helps_nothing_the_choice_is_that_without_it() -> None:
+    asked: list[int] = []
+    found = choose_allocation(allocations(600), searched(200, 200), None, search_trained=trained(200, asked))
+    assert found.place == 200
+    assert choose_allocation(allocations(600), searched(200, 200), None, search_trained=trained(0, [])).place == 0
+    assert choose_allocation(allocations(1), searched(0, 0), None, search_trained=trained(0, [])).place == 0

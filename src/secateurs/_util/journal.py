@@ -28,10 +28,11 @@ from torch import Tensor
 from secateurs._util.decode import Malformed, brief, checked, decode_json
 from secateurs._util.files import LOCK, write_bytes
 from secateurs._util.tensors import Damaged, dump, parse
-from secateurs.distributed import ALONE, Workers
+from secateurs.distributed import ALONE, KeptAnswers, Workers
 from secateurs.errors import RunError, SecateursError
 
 JOURNAL, PROVENANCE, TRAINING = "journal.jsonl", "provenance.json", "training.json"
+ANSWERS = "answers"  # folder of what workers have measured of a unit of work under way
 ORIGINS = (PROVENANCE, TRAINING)  # what the first line continues from, where there is one
 MAX_LINE = 16 << 20  # bytes
 
@@ -220,6 +221,7 @@ class Journal:
     def __init__(self, path: Path | None, kinds: Kinds, workers: Workers = ALONE) -> None:
         self.path, self.workers = path if workers.first else None, workers
         self.records: list[Any] = []
+        self.answers = KeptAnswers()
         self._units = {kind: unit for unit, kind in kinds.items()}
         self._digests: list[str] = []  # the origin's, then one for each line
         self._file: IO[bytes] | None = None
@@ -228,6 +230,7 @@ class Journal:
             self._open(kinds)
         else:
             self._open_together(kinds)
+            self.answers = KeptAnswers() if path is None else workers.answers_in(path / ANSWERS)
 
     def _open_together(self, kinds: Kinds) -> None:
         """Open the folder as the first worker; as another, take its records."""

@@ -74,7 +74,8 @@ def compare(
     methods
         Criteria (l1, fpgm, taylor, ensemble, portfolio, …, or your own as package.module:function), each also with :uniform,
         +repair or +refit, and whole procedures: li, sfp, fpgm-sfp, thinet, ssl, l0, han, obd-weights, obs-weights, paper,
-        paper+repair. Settings of these follow in brackets: 'l0[price=0.2]'. untouched removes nothing.
+        paper+repair, or your own as package.module:function, marked by secateurs.methods.procedure. Settings of these follow
+        in brackets: 'l0[price=0.2]'. untouched removes nothing.
     targets
         Shares of the MACs to remove.
     budgets

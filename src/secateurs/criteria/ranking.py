@@ -28,7 +28,7 @@ from secateurs.scoring import OnScored, score_site
 from secateurs.scoring.ensemble import Ensemble
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, order
-from secateurs.scoring.network import score_network
+from secateurs.scoring.network import RankedSite, score_network
 
 _SHARES = (0.25, 0.5, 0.75)  # of a site's filters: where a portfolio compares orders
 _RIDGE = 1e-6  # of the repairs under an ensemble's masks: choosing one for each would take longer than measuring it
@@ -70,7 +70,7 @@ class Ranker:
     repaired_masks: bool = False  # the loss under a mask is that after the repair which the mask would get
     seed: int = 0
     sites: Callable[[Graph], Sequence[Site]] = find_sites  # whose masks are drawn together
-    networks: list[tuple[Graph, dict[str, Importance]]] = field(default_factory=list)  # the latest one that was scored whole
+    networks: list[tuple[Graph, dict[str, RankedSite]]] = field(default_factory=list)  # the latest one that was scored whole
 
 
 def rank(
@@ -131,10 +131,16 @@ def _by_network(evaluator: SiteEvaluator, ranker: Ranker, on_scored: OnScored | 
         known[:] = [(graph, found)]
         if on_scored is not None:
             on_scored(len(few), len(few))
-    scores = known[0][1][site.name]
-    note = f"masks of all sites at once, {len(few)} examples"
-    split_half = float(scores.split_half)
-    return Ranking("ensemble", order(scores), scores, masks=len(few), examples=len(few), note=note, split_half=split_half)
+    ranked, note = known[0][1][site.name], f"masks of all sites at once, {len(few)} examples"
+    return Ranking(
+        "ensemble",
+        ranked.order,
+        ranked.importance,
+        masks=len(few),
+        examples=len(few),
+        note=note,
+        split_half=float(ranked.importance.split_half),
+    )
 
 
 def _ensemble(

@@ -1,5 +1,6 @@
 """Several processes that work on one run, as torchrun starts them."""
 
+from secateurs.distributed.answers import KeptAnswers, pack, unpack
 from secateurs.distributed.workers import (
     ALONE,
     TIMEOUT,
@@ -9,15 +10,14 @@ from secateurs.distributed.workers import (
     join,
     leave,
     local_size,
-    pack,
     rank,
     restarts,
-    unpack,
 )
 
 __all__ = [
     "ALONE",
     "TIMEOUT",
+    "KeptAnswers",
     "Workers",
     "active",
     "drawn",

@@ -21,11 +21,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from secateurs.distributed.answers import KeptAnswers, pack, unpack
 from secateurs.errors import RunError, SecateursError
 
 TIMEOUT = "SECATEURS_TIMEOUT"  # environment: the longest wait for another worker, in seconds
@@ -46,6 +48,9 @@ class Workers:
     phase: int = field(default=0, init=False)  # exchanges so far, the same on all workers
     _busy: bool = field(default=False, init=False)  # with a ticket, in which nothing is exchanged
     _read: list[str] = field(default_factory=list, init=False)  # own keys, which are deleted when all have read them
+    _kept: KeptAnswers = field(default_factory=KeptAnswers, init=False)
+    _keeping: list[str] = field(default_factory=list, init=False)  # names of the blocks of `keeping`, outermost first
+    _names: list[str] = field(default_factory=list, init=False)  # of the answers that are kept until the outermost one ends
 
     @property
     def first(self) -> bool:
@@ -53,31 +58,46 @@ class Workers:
         return self.rank == 0
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """Share the measurements inside the block among these workers, all of which must do the same there."""
+    def active(self, kept: KeptAnswers | None = None) -> Iterator[None]:
+        """Share the measurements inside the block among these workers, all of which must do the same there.
+
+        `kept` is where `keeping` keeps answers, of the run that measures.
+        """
         _active.append(self)
+        before, self._kept = self._kept, kept or KeptAnswers()
         try:
             yield
         finally:
             _active.pop()
+            self._kept = before
 
     # ---- tickets -----------------------------------------------------------------------------------------------------
 
     def map(
-        self, what: str, count: int, work: Callable[[int], Sequence[Tensor]], own: Sequence[int] | None = None
+        self,
+        what: str,
+        count: int,
+        work: Callable[[int], Sequence[Tensor]],
+        own: Sequence[int] | None = None,
+        names: Sequence[str] = (),
     ) -> list[Sequence[Tensor]]:
         """The results of `work(ticket)` for all tickets below `count`, in their order, the same on every worker.
 
         `what` names the measurement, and must be the same everywhere. A ticket that fails is drawn again, by anybody, unless
         the error is one of ours: that would come again. Where one worker runs out of memory, all of them raise it. With `own`,
-        nothing is drawn: these tickets are this worker's, since it has what they need.
+        nothing is drawn: these tickets are this worker's, since it has what they need. Tickets with `names` are kept inside a
+        block of `keeping`.
         """
         if self.size == 1:
             return [work(ticket) for ticket in range(count)]
         found: dict[int, Sequence[Tensor]] = {}
-        left, failed = list(range(count)), ""
+        left, failed, kept = list(range(count)), "", list[str]()
+        if self._keeping and names:
+            kept = [" / ".join([*self._keeping, what, name]) for name in names]
+            assert not set(kept) & set(self._names), f"{what}: two tickets of one name"
+            self._names += kept
         for _ in range(_ATTEMPTS):
-            answers, failed = self._round(what, left, work, own)
+            answers, failed = self._round(what, left, work, own, kept)
             found |= answers
             left = [ticket for ticket in left if ticket not in answers]
             if not left:
@@ -85,20 +105,27 @@ class Workers:
         raise RunError(f"{what}: ticket {left[0]} of {count} failed {_ATTEMPTS} times; {failed}")
 
     def _round(
-        self, what: str, tickets: Sequence[int], work: Callable[[int], Sequence[Tensor]], held: Sequence[int] | None
+        self,
+        what: str,
+        tickets: Sequence[int],
+        work: Callable[[int], Sequence[Tensor]],
+        held: Sequence[int] | None,
+        kept: Sequence[str],
     ) -> tuple[dict[int, Sequence[Tensor]], str]:
         """Draw some of the tickets until all are drawn; gives what all workers found, and the last failure in words."""
         self.phase += 1
-        own: dict[int, Sequence[Tensor]] = {}
+        own, tickets = self._found_on_disk(tickets, kept)
         note, kind = "", ""
         caught: Exception | None = None
         try:
             mine = drawn(self.store, f"{self.phase}", tickets, self.rank) if held is None else (t for t in tickets if t in held)
             for ticket in mine:
                 try:
-                    self._busy = True
+                    self._busy, began = True, time.perf_counter()
                     with ALONE.active():  # what a ticket calls is not shared again
                         own[ticket] = work(ticket)
+                    if kept:
+                        self._kept.save(kept[ticket], own[ticket], time.perf_counter() - began)
                 except (torch.OutOfMemoryError, SecateursError):
                     raise
                 except Exception as error:  # of a disk, a driver, a reader: it may not come again
@@ -165,6 +192,48 @@ class Workers:
         self._read = [f"{self.phase}/done/{self.rank}", f"{self.phase}/at/{self.rank}"]
         self._read += [f"{self.phase}/next"] if self.first else []
         return headers, payloads
+
+    # ---- answers that a restart finds ---------------------------------------------------------------------------------
+
+    def answers_in(self, folder: Path) -> KeptAnswers:
+        """The answers that an attempt that was killed left in a folder, which all workers see."""
+        kept = KeptAnswers(folder)
+        kept.known = set(json.loads(self.shared("kept answers", lambda: json.dumps(kept.listed()).encode())))
+        return kept
+
+    @contextmanager
+    def keeping(self, name: str) -> Iterator[None]:
+        """Keep the answers of tickets that have names on disk until the block, the outermost one, ends without an error.
+
+        So its end is where a record, or the store of measurements, has what was made of them. The names of the blocks, of the
+        measurement and of the ticket together must say all that an answer depends on in this run: workers that are restarted
+        read what is there, and do not compute it. One process alone keeps nothing.
+        """
+        if self.size == 1 or self._kept.folder is None:
+            yield
+            return
+        self._keeping.append(name)
+        try:
+            yield
+        except BaseException:
+            self._names = self._names if len(self._keeping) > 1 else []
+            raise
+        finally:
+            self._keeping.pop()
+        if not self._keeping:
+            if self.first:
+                self._kept.remove(self._names)
+            self._names = []
+
+    def _found_on_disk(self, tickets: Sequence[int], kept: Sequence[str]) -> tuple[dict[int, Sequence[Tensor]], Sequence[int]]:
+        """Answers that rank 0 has read, as its own, and the tickets that are left to draw; damaged ones come again."""
+        known = {ticket for ticket in tickets if kept and kept[ticket] in self._kept}
+        found: dict[int, Sequence[Tensor]] = {}
+        for ticket in sorted(known) if self.first else ():
+            if (answer := self._kept.load(kept[ticket])) is not None:
+                found[ticket] = answer
+        self._kept.forget(kept[ticket] for ticket in known)
+        return found, [ticket for ticket in tickets if ticket not in known]
 
     # ---- decisions and agreement -------------------------------------------------------------------------------------
 
@@ -455,30 +524,4 @@ def _timeout() -> float:
         found = 0.0
     if found <= 0:
         raise RunError(f"{TIMEOUT}={given}: wanted a number of seconds above 0.")
-    return found
-
-
-# ---- tensors as bytes ----------------------------------------------------------------------------------------------------
-
-
-def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors as one of bytes (uint8) on the CPU."""
-    plain = [t.detach().cpu().contiguous() for t in tensors]
-    text = json.dumps([[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in plain]).encode()
-    head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
-    return torch.cat([head, *(t.reshape(-1).view(torch.uint8) for t in plain)])
-
-
-def unpack(packed: Tensor) -> list[Tensor]:
-    """The tensors that `pack` was given."""
-    length = int.from_bytes(packed[:8].numpy().tobytes(), "little")
-    found, place = [], 8 + length
-    for name, shape in json.loads(packed[8:place].numpy().tobytes()):
-        dtype = getattr(torch, name)
-        size = dtype.itemsize
-        for dim in shape:
-            size *= dim
-        # a copy: a view of another type must begin where that type may lie
-        found.append(packed[place : place + size].clone().view(dtype).reshape(shape))
-        place += size
     return found

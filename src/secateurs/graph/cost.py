@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -180,7 +181,7 @@ def count_macs(module: nn.Module, example: tuple[Tensor, ...]) -> Counter[str]:
 
 def count_flops(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, int]:
     """Count the FLOPs of one call, by the path of the innermost module that computes them."""
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: lstm_flops})
+    counter = _Counter(display=False, custom_mapping={torch.ops.aten.mkldnn_rnn_layer: lstm_flops})
     counter.mod_tracker = Innermost(module)  # type: ignore[assignment]
     with eval_mode(module), torch.no_grad(), countable_attention(), counter:
         try:
@@ -191,6 +192,19 @@ def count_flops(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, int]
                 f"{type(module).__name__} does not run on the example input of shape {shapes}: {error}"
             ) from error
     return {path: sum(counts.values()) for path, counts in counter.get_flop_counts().items()}
+
+
+class _Counter(FlopCounterMode):
+    """torch's counter, without what newer versions of torch put around it: that loads its compiler, for over a second."""
+
+    def __enter__(self) -> Any:
+        found = super().__enter__()  # type: ignore[no-untyped-call]
+        mode: Any = self.mode
+        plain = inspect.unwrap(type(mode).__torch_dispatch__)
+        if plain is not type(mode).__torch_dispatch__:
+            body = {"__torch_dispatch__": plain, "_should_skip_dynamo": classmethod(lambda _: False)}
+            mode.__class__ = type("PlainCounterMode", (type(mode),), body)
+        return found
 
 
 def lstm_flops(inputs: Sequence[int], ih: Sequence[int], hh: Sequence[int], *rest: Any, **options: Any) -> int:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor, fx, nn
 
 from secateurs.graph.flow import (
@@ -88,6 +86,9 @@ class Classes:
 
 def find_classes(flows: Flows) -> Classes:
     """Divide the channels of all nodes into classes that go together."""
+    from scipy.sparse import coo_array  # a quarter of a second: only where channels are tied
+    from scipy.sparse.csgraph import connected_components
+
     found = Classes(flows)
     total = 0
     for node, flow in flows.of.items():

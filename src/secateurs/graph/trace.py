@@ -44,8 +44,7 @@ from secateurs.graph.weight_norm import has_hooks
 
 Engine = Literal["auto", "fx", "record", "export"]
 
-SMALL_INPUT = 2**15  # values of the example
-SMALL_NETWORK = 2**22  # parameters
+_FEW_PRODUCTS = 10**10  # weights times numbers of the example: more than the multiplications of most networks
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,12 +292,12 @@ def record_shapes_(module: fx.GraphModule, example: tuple[Tensor, ...]) -> None:
 
 
 def _without_values(module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> _Recorder | None:
-    """Run `module` on tensors without values, which takes a fraction of the time; None where it does not run on these.
+    """Run `module` on tensors without values, which takes a fraction of the time; None where real ones are better.
 
-    Layers of others than torch, and those with hooks or computed weights, might keep such a tensor: they need real ones. A
-    small network is faster with real ones, which do not import torch's compiler as the others do (a second).
+    Layers of others than torch, and those with hooks or computed weights, might keep a tensor without values. For a small
+    network real ones take less time: the first operation without values makes torch load its compiler, for over a second.
     """
-    if sum(tensor.numel() for tensor in inputs) <= SMALL_INPUT and sum(p.numel() for p in module.parameters()) <= SMALL_NETWORK:
+    if sum(weight.numel() for weight in module.parameters()) * sum(given.numel() for given in inputs) < _FEW_PRODUCTS:
         return None
     for layer in (called_module(module, node) for node in module.graph.nodes):
         known = layer is None or type(layer).__module__.startswith(("torch.nn.modules", "secateurs.graph"))

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 from secateurs.config import CRITERIA, Repair
 from secateurs.criteria import user_function
@@ -16,8 +16,11 @@ from secateurs.methods.base import (
     NO_TRAINING,
     UNTOUCHED,
     Budget,
+    Method,
+    MethodRun,
     MethodState,
     Pruned,
+    Spent,
     Task,
     Trained,
     Watch,
@@ -27,21 +30,30 @@ from secateurs.methods.base import (
 from secateurs.methods.l0 import l0
 from secateurs.methods.obs_weights import surgeon
 from secateurs.methods.one_shot import BY_LOSS, BY_SENSITIVITY, BY_SHARE, cut_once
+from secateurs.methods.own import checked, cut_then_train, is_procedure, procedure
 from secateurs.methods.sfp import soft
 from secateurs.methods.ssl import ssl
 from secateurs.methods.thinet import pursuit, thinet
 from secateurs.methods.training import finished, train_rest
 from secateurs.methods.weights import by_damage, by_deviation, prune_weights
 
-__all__ = ["METHODS", "NO_TRAINING", "UNTOUCHED", "Budget", "Method", "Pruned", "Task", "Trained", "Watch", "method"]
-
-
-class Method(Protocol):
-    """Makes the task's network smaller until the target is reached, and spends the budget, no more and no less."""
-
-    def __call__(self, task: Task, *, watch: Watch | None = ...) -> Pruned:
-        """Return the smaller network; the task's own is unchanged. A killed method resumes in the task's folder."""
-        ...
+__all__ = [
+    "METHODS",
+    "NO_TRAINING",
+    "UNTOUCHED",
+    "Budget",
+    "Method",
+    "MethodRun",
+    "MethodState",
+    "Pruned",
+    "Spent",
+    "Task",
+    "Trained",
+    "Watch",
+    "cut_then_train",
+    "method",
+    "procedure",
+]
 
 
 def untouched(task: Task, *, watch: Watch | None = None) -> Pruned:
@@ -119,22 +131,31 @@ METHODS: Mapping[str, str] = {name: words for name, (_, words) in _ALL.items()}
 def method(name: str) -> Method:
     """The method of that name: one of `METHODS`, or one of a user's criterion, registered or `package.module:function`.
 
-    Settings of a whole procedure follow in brackets: `l0[price=0.2]`, `ssl[filters=0.01;depth=0.007]`.
+    A function that is marked as a `procedure` is a method itself. Settings of a whole procedure follow in brackets:
+    `l0[price=0.2]`, `ssl[filters=0.01;depth=0.007]`.
     """
     if name in _ALL:
         return _ALL[name][0]
     base, bracket, rest = name.partition("[")
-    if bracket and base in _WHOLE and rest.endswith("]"):
-        return _with_settings(name, _WHOLE[base][0], rest[:-1].split(";"))
-    criterion = name.partition("+")[0].removesuffix(_UNIFORM)
+    settings = rest[:-1].split(";") if rest.endswith("]") else None
+    if base in _WHOLE and settings:
+        return _with_settings(name, _WHOLE[base][0], settings)
+    criterion = base.partition("+")[0].removesuffix(_UNIFORM)
     own = criterion.partition(":")[0] not in CRITERIA or criterion in CRITERIA  # l1:unifrom names no module l1
-    found = _by_criterion(criterion) if own and user_function(criterion) is not None else {}
+    function = user_function(criterion) if own else None
+    if function is not None and is_procedure(function) and base == criterion and (settings or not bracket):
+        return checked(name, _with_settings(name, function, settings) if settings else function)
+    if is_procedure(function):
+        raise InvalidInput(
+            f"method {name!r}: {criterion} is a whole procedure: wanted nothing behind it, or its settings: [name=value;…]."
+        )
+    found = _by_criterion(criterion) if function is not None else {}
     if name in found:
         return found[name][0]
     raise InvalidInput(
         f"no method {name!r}.{suggest(name, METHODS)} A method is {', '.join(_WHOLE)}, or a criterion ({', '.join(CRITERIA)}, "
         f"package.module:function) with '{_UNIFORM}' behind it, then '+repair' or '+refit', or none of these; obs wants one of "
-        f"the last two."
+        f"the last two. A function marked by secateurs.methods.procedure is a whole method."
     )
 
 
@@ -150,5 +171,7 @@ def _with_settings(name: str, found: Method, texts: Sequence[str]) -> Method:
             or key in ("task", "watch", "name", "scores", "order", "choice", "criterion", "repair")
         ):
             raise InvalidInput(f"method {name!r}: {text!r} is no setting of it.{suggest(key, known)}")
-        settings[key] = float(value) if value.replace(".", "", 1).replace("e-", "", 1).isdigit() else value
+        whole = value.isdigit() and isinstance(known[key].default, int)
+        number = value.replace(".", "", 1).replace("e-", "", 1).isdigit()
+        settings[key] = int(value) if whole else float(value) if number else value
     return partial(found, **settings)

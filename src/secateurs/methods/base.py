@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 
@@ -98,8 +98,17 @@ class Pruned:
 
 Watch = Callable[[Progress], None]
 
+
+class Method(Protocol):
+    """Makes the task's network smaller until the target is reached, and spends the budget, no more and no less."""
+
+    def __call__(self, task: Task, *, watch: Watch | None = ...) -> Pruned:
+        """Return the smaller network; the task's own is unchanged. A killed method resumes in the task's folder."""
+        ...
+
+
 _STATE = "checkpoints/state"
-_ROUNDING = 1e-12  # a share that is reached exactly must not be missed by the rounding of a division
+ROUNDING = 1e-12  # a share that is reached exactly must not be missed by the rounding of a division
 _PAIRS_SEE = 1024  # examples: pairwise terms are fitted to losses, which need a fixed number to be counted
 
 
@@ -189,7 +198,7 @@ class MethodRun:
 
     def reached(self, graph: Graph) -> bool:
         """Whether the task's target is reached."""
-        return self.removed(graph) >= self.task.target_macs - _ROUNDING
+        return self.removed(graph) >= self.task.target_macs - ROUNDING
 
     def copied(self) -> Graph:
         """A copy of the original network, to be changed."""
@@ -219,11 +228,18 @@ class MethodRun:
 
 
 @contextmanager
-def opened(task: Task, name: str, recipe: Recipe, watch: Watch | None) -> Iterator[MethodRun]:
-    """Open the task for the method called `name`, whose search `recipe` describes; resumes what the task's folder holds."""
+def opened(
+    task: Task, name: str, recipe: Recipe, watch: Watch | None, *, procedure: Callable[..., Any] | None = None
+) -> Iterator[MethodRun]:
+    """Open the task for the method called `name`, whose search `recipe` describes; resumes what the task's folder holds.
+
+    `procedure` is code of the user that decides what is removed: a folder that was started by other code is refused.
+    """
     if not 0 < task.target_macs < 1 and name != UNTOUCHED:
         raise InvalidInput(f"target_macs = {task.target_macs:g}: wanted a share of the MACs between 0 and 1, such as 0.3")
-    measures = {"loss": task.loss_fn, "metric": task.metric}
+    measures: dict[str, Callable[..., Any]] = {"loss": task.loss_fn, "metric": task.metric}
+    if procedure is not None:
+        measures["procedure"] = procedure
     found = {  # all that the outcome depends on; the test set is not read
         "method": name,
         "weights": digest(dict(task.graph.module.state_dict())),

@@ -31,7 +31,7 @@ def contract_of(recipe: Recipe, *, trains: bool = False) -> Contract:
     # without training, all that is asked after a refusal is more of what was refused: the first "no" may be final
     trains = trains or any(part is not None for part in (recipe.finetune, recipe.retrain, recipe.recalibrate))
     trains = trains or recipe.repair == "whole-network"
-    final = recipe.budget == "run" and not trains
+    final = recipe.budget == "run" and (not trains or recipe.train_trials)  # trained trials are judged as they will be
     return Contract(recipe.max_drop, recipe.confidence or None, recipe.worst_class, reserve=0.0 if final else 0.2)
 
 

@@ -243,6 +243,11 @@ class PruningContext:
             )
         )
 
+    @cached_property
+    def trained_trials(self) -> dict[int, dict[str, Tensor]]:
+        """Weights of trials after their training, by their place on the frontier; in the folder where there is one."""
+        return {}
+
     def prepared(self, names: Iterable[str]) -> Graph:
         """The original network, with all that repairs of these sites set; not to be changed, as it is kept."""
         key = tuple(names)

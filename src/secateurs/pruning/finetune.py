@@ -22,10 +22,11 @@ from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
 from secateurs.distributed import ALONE, active, join, rank
 from secateurs.errors import InvalidInput, RunError, TrainingError
+from secateurs.graph.trace import Graph
 from secateurs.metrics import cross_entropy, loss
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PruningContext
-from secateurs.pruning.results import Retrained
+from secateurs.pruning.results import Retrained, Trial
 from secateurs.repair import reconstruct_
 from secateurs.training import History, KeptWeights, candidates, keep_best_, recalibrate_
 from secateurs.training.guard import AVERAGE, END, START
@@ -34,6 +35,7 @@ from secateurs.training.resumable import CHECKPOINT, train_resumably_
 from secateurs.training.state import named_tensors, snapshot
 
 RETRAINED = "checkpoints/retrained"
+_TRIAL = "checkpoints/trial-{:04d}"  # weights of an allocation that was tried, trained, by its place on the frontier
 
 Training = Callable[[nn.Module, int], Any]
 """Trains a network in place after the step of that number."""
@@ -134,7 +136,7 @@ def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkStat
 def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
     """Train the network at the end, if the recipe asks for that."""
     settings, journal = context.recipe.retrain, context.journal
-    if settings is None:
+    if settings is None or context.recipe.train_trials:
         return state
     if known := journal.of(Retrained):
         journal.check_files(known[0])
@@ -150,6 +152,37 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
     journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap(), budget.trained_bound, asked))
     journal.delete(CHECKPOINT)
     return state
+
+
+def train_trial(context: PruningContext, graph: Graph, place: int) -> Graph:
+    """Give a network that is tried the training of the run, in place, once: what it ends with is kept by its `place`."""
+    journal, recipe, module = context.journal, context.recipe, graph.module
+    known = context.trained_trials.get(place) or (journal.load_tensors(_TRIAL.format(place)) or (None,))[0]
+    if known is not None:
+        module.load_state_dict(known)
+        return graph
+    state = NetworkState(graph)
+    if context.runtime.finetune is not None:
+        state = _train_by_user(context, state, context.runtime.finetune, place)
+    if recipe.retrain is not None:
+        _train(context, None, state, recipe.retrain, "trial", place)
+    if journal.path is None:
+        context.trained_trials[place] = copy.deepcopy(module.state_dict())
+    journal.save_tensors(_TRIAL.format(place), module.state_dict())
+    journal.delete(CHECKPOINT)
+    return graph
+
+
+def take_trial(context: PruningContext, state: NetworkState, place: int) -> NetworkState:
+    """The network of the chosen allocation with the weights that it had when it was judged."""
+    return context.measured(replace(state, graph=train_trial(context, state.graph, place)))
+
+
+def forget_trials(context: PruningContext, chosen: int) -> None:
+    """Delete the weights of all trials but the chosen one."""
+    for place in {trial.place for trial in context.journal.of(Trial)} - {chosen}:
+        context.trained_trials.pop(place, None)
+        context.journal.delete(_TRIAL.format(place))
 
 
 def _train_by_user(context: PruningContext, state: NetworkState, train: Callable[..., Any], step: int) -> NetworkState:
@@ -226,8 +259,9 @@ def _hooks_of(part: nn.Module) -> list[dict[int, Any]]:
 
 
 def _train(
-    context: PruningContext, budget: AccuracyBudget, state: NetworkState, settings: TrainSettings, phase: str, step: int
+    context: PruningContext, budget: AccuracyBudget | None, state: NetworkState, settings: TrainSettings, phase: str, step: int
 ) -> NetworkState:
+    """Train by the settings; undone where that exceeds the `budget`, if one is given."""
     runtime, recipe = context.runtime, context.recipe
     settings = replace(settings, seed=derive(recipe.seed, phase, step))
     module, teacher = state.graph.module, context.original.module if settings.distill else None
@@ -282,7 +316,7 @@ def _train(
         found = keep_best_(module, every, measure, by="metric" if by_metric else "loss")
         return replace(found, phase=phase, step=step, note=history.note)
 
-    if recipe.budget == "site":
+    if budget is None or recipe.budget == "site":
         result = trained()
     else:
         result = _rollback_if_over_budget(budget, state, trained, no_worse=recipe.keep_best)

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from secateurs.graph.structure import activations
 from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import HeldOut, PreparedSite, PruningContext
+from secateurs.pruning.finetune import forget_trials, train_trial
 from secateurs.pruning.latency_target import target_share, timed_allocations
 from secateurs.pruning.results import BranchPrice, ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
 from secateurs.repair import solve_together, write_
@@ -40,6 +42,7 @@ _REFITTED_BEHIND = 4  # layers behind a folded branch that are solved again when
 _FIRST = (0.4, 0.5)  # of the saving at the predicted edge: the first allocations that are certified
 FINE = 1.06  # saving of the next allocation that is certified, relative to the one before
 COARSE = 1.3  # the same where training follows, which a refusal makes harder to certify
+_TRAINED_FROM, _TRAINED_STEP = 0.7, 1.1  # of the saving at the edge before training: where trained trials begin; their steps
 
 
 def counts_of(
@@ -167,6 +170,8 @@ def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[st
             f"journal.jsonl: the allocation does not fit site {brief(repr(wrong[0]))}. Restore the run from a copy, or start a "
             f"new one."
         )
+    if context.recipe.train_trials:
+        forget_trials(context, found.place)
     return found
 
 
@@ -174,28 +179,30 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
     """Try allocations as whole networks."""
     baseline, sets = budget.original, context.acceptance_sets
     values, allocations = baseline.values, allocations_for(context, curves)
-    networks: dict[int, Graph] = {}
+    networks: dict[tuple[int, bool], Graph] = {}
+    train = context.recipe.train_trials
 
-    def network(index: int) -> Graph:
-        if index not in networks:
+    def network(index: int, *, trained: bool) -> Graph:
+        if (index, trained) not in networks:
             networks.clear()  # one at a time: they are as large as the user's
-            networks[index] = apply_allocation(context, curves, allocations[index])
-        return networks[index]
+            made = apply_allocation(context, curves, allocations[index])
+            networks[index, trained] = train_trial(context, made, index) if trained else made
+        return networks[index, trained]
 
-    def measure(index: int) -> Trial:
+    def measure(index: int, *, trained: bool) -> Trial:
+        judge: Literal["trained", "steering"] = "trained" if trained else "steering"
+        graph = network(index, trained=trained)
         if values is None:
             whole = context.runtime.evaluate
-            found = (
-                context.evaluate(network(index), sets.search).accuracy if whole is None else float(whole(network(index)).mean())
-            )
+            found = context.evaluate(graph, sets.search).accuracy if whole is None else float(whole(graph).mean())
             within = round(baseline.accuracy - found, 12) <= context.drop_of_cuts
-            return Trial("steering", index, within, found, within)
-        verdict = context.predicted(network(index), values)
-        return Trial("steering", index, verdict.accepted, verdict.accuracy, verdict.by_estimate)
+            return Trial(judge, index, within, found, within)
+        verdict = context.predicted(graph, values)
+        return Trial(judge, index, verdict.accepted, verdict.accuracy, verdict.by_estimate)
 
     def ask(index: int, answers: Sequence[bool]) -> Trial:
         assert values is not None
-        verdict = context.certified(network(index), values, list(answers))
+        verdict = context.certified(network(index, trained=train), values, list(answers))
         return Trial("certifying", index, verdict.accepted, upper=verdict.upper)
 
     def once(judge: str, index: int, compute: Callable[[], Trial]) -> Trial:
@@ -204,8 +211,10 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
     certifies = values is not None and sets.sides is not None
     chosen = choose_allocation(
         allocations,
-        lambda index: once("steering", index, lambda: measure(index)),
+        lambda index: once("steering", index, lambda: measure(index, trained=False)),
         (lambda index, answers: once("certifying", index, lambda: ask(index, answers))) if certifies else None,
+        search_trained=(lambda index: once("trained", index, lambda: measure(index, trained=True))) if train else None,
+        bounded=context.recipe.has_target,
         growth=COARSE if sets.contract.reserve else FINE,
         images=sets.certifying,
         on_trial=lambda done, of: context.progress.report("divide", done, of),
@@ -218,6 +227,8 @@ def choose_allocation(
     search: Callable[[int], Trial],
     certify: Callable[[int, Sequence[bool]], Trial] | None,
     *,
+    search_trained: Callable[[int], Trial] | None = None,
+    bounded: bool = False,
     growth: float = FINE,
     images: int = 0,
     on_trial: Callable[[int, int], None] = lambda done, of: None,
@@ -228,6 +239,9 @@ def choose_allocation(
     certified, is found by bisection. The certification images are then asked about ever larger allocations (`to_certify`),
     which were fixed without them; `certify` takes an index and their answers so far. Every acceptance is free, the first
     refusal is final, and the last accepted allocation is taken. Without `certify` the edge itself is.
+
+    `search_trained` measures an allocation after its training: first the one at the edge before training, or the last where
+    a target is what `bounded` them, and few in all (`to_train`). `certify` is then asked about trained ones.
     """
     tried: dict[int, Trial] = {}
     verdicts: list[Trial] = []
@@ -237,9 +251,22 @@ def choose_allocation(
         tried[index] = search(index)
         return tried[index].accepted
 
+    def accepted_trained(index: int) -> bool:
+        assert search_trained is not None
+        on_trial(len(tried) + 1, max(len(ladder).bit_length() + 1, len(tried) + 1) + (0 if certify is None else 1))
+        tried[index] = search_trained(index)
+        return tried[index].accepted
+
     best = _largest(len(allocations), accepted)
+    ladder, asked = to_train(allocations, best), to_certify(allocations, best, growth)
+    if search_trained is not None:
+        tried.clear()  # what trained networks lose is what counts
+        start = len(ladder) - 1 if bounded or best not in ladder else ladder.index(best)
+        rung = _climbed(len(ladder), start, lambda rung: accepted_trained(ladder[rung]))
+        best = 0 if rung is None else ladder[rung]
+        asked = tuple(ladder[place] for place in _few_up_to(rung or 0, len(ladder)))
     if certify is not None:
-        asked, best = to_certify(allocations, best, growth), 0
+        best = 0
         for index in asked:
             on_trial(len(tried) + len(verdicts) + 1, len(tried) + len(asked))
             verdicts.append(certify(index, [verdict.accepted for verdict in verdicts]))
@@ -258,6 +285,7 @@ def choose_allocation(
         images=images,
         by_estimate=max((allocations[index].saved for index, trial in tried.items() if trial.by_estimate), default=0.0),
         frontier=tuple((each.saved, each.predicted_loss) for each in allocations),
+        place=best,
     )
 
 
@@ -271,6 +299,20 @@ def to_certify(allocations: Sequence[Allocation], edge: int, growth: float = FIN
     savings = [share * allocations[max(edge, 1)].saved for share in _FIRST]
     while savings[-1] < allocations[-1].saved:
         savings.append(savings[-1] * growth)
+    reached = {bisect_right([each.saved for each in allocations], saving + _TINY) - 1 for saving in savings}
+    return tuple(sorted(reached - {0}))
+
+
+def to_train(allocations: Sequence[Allocation], edge: int) -> tuple[int, ...]:
+    """Indices of the allocations that may be trained, ascending: from 0.7 of the saving at `edge`, that, and ever a tenth more.
+
+    `edge` is the largest allocation that is within the contract before training, which rarely takes anything away.
+    """
+    if len(allocations) < 2:
+        return ()
+    savings = [_TRAINED_FROM * allocations[max(edge, 1)].saved, allocations[max(edge, 1)].saved]
+    while savings[-1] < allocations[-1].saved:
+        savings.append(savings[-1] * _TRAINED_STEP)
     reached = {bisect_right([each.saved for each in allocations], saving + _TINY) - 1 for saving in savings}
     return tuple(sorted(reached - {0}))
 
@@ -400,6 +442,29 @@ def compare_shortcuts(
         tried.append((chosen.saved < wanted - _TINY, rise, TriedShortcut(shortcut, chosen.saved, rise)))
     best = min(tried, key=lambda one: one[:2])[2]
     return ChosenShortcut(best.shortcut, tuple(one for _, _, one in tried))
+
+
+def _few_up_to(rung: int, count: int) -> list[int]:
+    """Rungs that certification is asked about, each of which takes a training: few up to the predicted one, and the next."""
+    return sorted({0, rung // 2, rung * 4 // 5, rung, min(rung + 1, count - 1)}) if count else []
+
+
+def _climbed(count: int, start: int, accepted: Callable[[int], bool]) -> int | None:
+    """The largest rung that is accepted, if acceptance only ever ends; None if there is none.
+
+    From `start` on, in steps that double, so that rungs far above what is accepted are not asked about.
+    """
+    passing, failing, step = -1, count, 1
+    rung = min(start, count - 1)
+    while failing - passing > 1:
+        if accepted(rung):
+            passing, step = rung, 2 * step
+            rung = min(passing + step, failing - 1) if failing == count else (passing + failing) // 2
+        else:
+            failing = rung
+            rung = (passing + failing) // 2
+        rung = max(rung, passing + 1)
+    return None if passing < 0 else passing
 
 
 def _largest(count: int, accepted: Callable[[int], bool]) -> int:

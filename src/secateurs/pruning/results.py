@@ -39,7 +39,7 @@ _FITTED: tuple[type[Any], ...] = (Importance, PairImportance)
 class Progress:
     """Where a run is, many times a step: `done` of `total` units of a phase."""
 
-    phase: str  # "score", "curve", "search", "divide", "reconstruct", "finetune", "retrain", "measure"
+    phase: str  # "score", "curve", "search", "divide", "trial", "reconstruct", "finetune", "retrain", "measure"
     done: int
     total: int
     site: str = ""
@@ -197,7 +197,7 @@ class Retrained:
 class Trial:
     """One allocation that was tried, measured once: on the images that search, or on those that certify."""
 
-    judge: Literal["steering", "certifying"]
+    judge: Literal["steering", "trained", "certifying"]  # trained: on the images that search, after its training
     place: Count  # on the frontier
     accepted: bool  # by the search images: predicted to be certified
     accuracy: float | None = None  # on the search images
@@ -206,7 +206,7 @@ class Trial:
     seconds: Seconds = 0.0
 
     def __post_init__(self) -> None:
-        if self.judge == "steering" and self.accuracy is None:
+        if self.judge != "certifying" and self.accuracy is None:
             raise ValueError("Object missing required field `accuracy`")
 
 
@@ -223,6 +223,7 @@ class ChosenAllocation:
     images: Count  # that certify
     by_estimate: float  # largest saving tried whose drop, as seen on the search images alone, is allowed
     frontier: tuple[tuple[float, float], ...]  # saved, predicted rise of the loss
+    place: Count = 0  # of what was chosen, on the frontier
     seconds: Seconds = 0.0  # besides those of the trials
 
 
@@ -468,6 +469,8 @@ def phase_seconds(records: Sequence[Any]) -> tuple[tuple[str, float], ...]:
     """The seconds that each phase took so far, by the records of a journal, over all processes that worked on the run."""
     steps, trials = records_of(records, Step), records_of(records, Trial)
     training = sum(step.training_seconds for step in steps) + sum(found.seconds for found in records_of(records, Retrained))
+    training += sum(trial.seconds for trial in trials if trial.judge == "trained")
+    trials = [trial for trial in trials if trial.judge != "trained"]
     return (
         ("preparation", sum(found.seconds for found in records_of(records, Structure))),
         ("original network", sum(found.seconds for found in records_of(records, Start))),

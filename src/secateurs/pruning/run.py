@@ -27,7 +27,7 @@ from secateurs.graph.trace import Graph
 from secateurs.metrics import display_name
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
-from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, retrain
+from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, retrain, take_trial
 from secateurs.pruning.folder import (
     copy_ranking,
     describe_network,
@@ -101,6 +101,10 @@ class Run:
         self._last_allocated = ""
         self._together: CutsTogether | None = None
         self._loss_cut, self._training = self.state.loss, 0.0  # right after the current cut; seconds of training after it
+        if context.recipe.train_trials and context.recipe.retrain is None and context.runtime.finetune is None:
+            raise InvalidInput(
+                "train_trials = true, and no training is given: set retrain, such as 'gentle', or give finetune."
+            )
         assert context.acceptance_sets  # too few images for the contract are an error at once
 
     def algorithm1(self) -> Iterator[Step]:
@@ -122,7 +126,7 @@ class Run:
         steps = self.algorithm1()
         try:
             while True:
-                with self.workers.active():  # not while the caller looks at a step
+                with self.workers.active(self.journal.answers):  # not while the caller looks at a step
                     step = next(steps, None)
                     if step is None:
                         self._finish()
@@ -197,14 +201,11 @@ class Run:
             self.context.progress.number, self.context.progress.sites = places[name], len(places)
             if not self._done(0, name):
                 yield from self._entered_site(name)
-        recipe = self.recipe
-        targets = (recipe.target_macs, recipe.target_parameters, recipe.target_memory)
-        wanted = recipe.has_time_target or any(target is not None for target in targets)
         if not self.steps:
             self.stopped = "no allocation is within the allowed drop"
         elif not self._reached_target():
             self.stopped = "all cuts of the allocation are made"
-            if wanted:
+            if self.recipe.has_target:
                 self.stopped += "; no larger one is within the allowed drop, so the target is not reached"
 
     def _best_shortcut(self) -> Shortcut:
@@ -241,7 +242,7 @@ class Run:
 
     def _measure_curves(self) -> dict[str, SiteCurve]:
         """The ranking and the curve of every site of the original network, by name, in network order."""
-        context, progress = self.context, self.context.progress
+        context = self.context
         places = [site.name for site in self.context.sites(self.original)]
         listed = self._sites_of_round(0)
         unknown = [name for name in listed if name not in places]
@@ -250,14 +251,19 @@ class Run:
                 f"journal.jsonl: the first round has site {brief(repr(unknown[0]))}, which the network has not. Restore the "
                 f"run from a copy, or start a new one."
             )
+        with self.workers.keeping(f"curves, {context.shortcut}"):  # until all are journaled
+            return self._journal_curves(sorted(listed, key=places.index))
+
+    def _journal_curves(self, names: Sequence[str]) -> dict[str, SiteCurve]:
+        context, progress = self.context, self.context.progress
         found, shared = dict[str, SiteCurve](), dict[str, SiteCurve]()
-        for number, name in enumerate(sorted(listed, key=places.index), 1):
-            progress.number, progress.sites = number, len(listed)
+        for number, name in enumerate(names, 1):
+            progress.number, progress.sites = number, len(names)
             site = context.site(self.original, name)
             if site is not None:
-                progress.report("curve", number - 1, len(listed), site)
+                progress.report("curve", number - 1, len(names), site)
                 if self.workers.size > 1 and name not in shared:
-                    shared = self._shared_curves(sorted(listed, key=places.index)[number - 1 :], number)
+                    shared = self._shared_curves(names[number - 1 :], number)
                 measure = partial(self._measure_curve, site, shared.get(name))
                 found[name] = self.journal.once(SiteCurve, measure, site=name, **context.at_node(site))
                 if found[name].original != site.original:
@@ -286,7 +292,10 @@ class Run:
         self._prepare_curves(sites)
         numbers = {name: number + place for place, name in enumerate(names)}
         curves = self.workers.map(
-            "curves", len(sites), lambda ticket: curve_tensors(self._curve_at(sites[ticket], numbers[sites[ticket].name]))
+            "curves",
+            len(sites),
+            lambda ticket: curve_tensors(self._curve_at(sites[ticket], numbers[sites[ticket].name])),
+            names=[site.node for site in sites],
         )
         return {site.name: curve_from(tensors) for site, tensors in zip(sites, curves, strict=True)}
 
@@ -425,6 +434,9 @@ class Run:
         if not cut.m or (self._allocation is not None and prepared.site.name != self._last_allocated):
             return
         began = time.monotonic()
+        if self._allocation is not None and self.recipe.train_trials:  # trained when it was tried
+            self.state = take_trial(self.context, self.state, self._allocation.place)
+            return
         self.state = reconstruct(self.context, self.budget, self.state, self.step_number)
         self.state = recalibrate(self.context, self.budget, self.state)
         self.state = finetune(self.context, self.budget, self.state, self.step_number)

@@ -338,6 +338,8 @@ def _events(records: Sequence[Any]) -> tuple[Measured, ...]:
                 label = f"step {record.step}, {record.site}: {plural(record.cut.m, 'filter')} cut"
                 found.append(Measured(macs, record.cut.accuracy, label, "cut", record.step))
             case EpochRecord(search_accuracy=float(accuracy)):
+                if record.phase == "trial":  # of a network that need not have been chosen
+                    continue
                 when = "retraining" if record.phase == "retrain" else f"step {record.step}, fine-tuning"
                 found.append(Measured(macs, accuracy, f"{when}, epoch {record.epoch + 1}", "epoch", record.step))
     return tuple(found)
@@ -399,6 +401,8 @@ def where_it_stands(records: Sequence[Any]) -> str:
             return "retrained"
         case RateTrials(phase=phase) | EpochRecord(phase=phase) | KeptWeights(phase=phase):
             last = max((place for place, record in enumerate(records) if isinstance(record, Step)), default=-1)
+            if phase == "trial":
+                return f"{plural(len(records_of(records, Trial, judge='trained')), 'allocation')} tried and trained"
             what = "retraining" if phase == "retrain" else f"fine-tuning after the cut of step {number}"
             return f"{what}, {plural(len(records_of(records[last + 1 :], EpochRecord)), 'epoch')} done"
         case SiteCut():

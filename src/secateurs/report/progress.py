@@ -30,6 +30,7 @@ PHASES = {
     "curve": "measuring what cuts at each site cost, site",
     "search": "searching for the cut",
     "divide": "allocating the cuts, trial",
+    "trial": "training a trial, epoch",
     "reconstruct": "reconstructing the whole network, part",
     "finetune": "fine-tuning, epoch",
     "retrain": "retraining, epoch",

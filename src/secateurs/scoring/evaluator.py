@@ -122,17 +122,18 @@ class CachedEvaluator:
         self, what: str, keys: list[bytes], measure: Callable[[MaskedNetwork, list[int]], Iterable[Tensor]]
     ) -> list[Tensor]:
         """The value of each key; those of the rows that the cache does not hold are measured and stored together."""
-        at = self.site_evaluator
+        at, workers = self.site_evaluator, active()
         context, store = context_of(at.context, self._examples_digest, what), at.store
         known = dict(zip(keys, _known(store, context, keys), strict=True))
         missing = [key for key, value in known.items() if value is None]
         if missing:
             dtype = torch.float64 if what == "means" else self._stored_dtype
             rows = [keys.index(key) for key in missing]
-            measured = at.limit.run(at.batch, lambda batch: list(measure(self._split(batch), rows)))
-            fresh = [value.cpu().to(dtype) for value in measured]
-            if active().first:
-                store.put(context, missing, fresh)
+            with workers.keeping(f"{context} {hashlib.sha256(b''.join(missing)).hexdigest()}"):
+                measured = at.limit.run(at.batch, lambda batch: list(measure(self._split(batch), rows)))
+                fresh = [value.cpu().to(dtype) for value in measured]
+                if workers.first:
+                    store.put(context, missing, fresh)
             known.update(zip(missing, fresh, strict=True))
         return [value for key in keys if (value := known[key]) is not None]
 

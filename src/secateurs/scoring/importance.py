@@ -157,6 +157,25 @@ def order(importance: Importance | PairImportance) -> Tensor:
     return _greedy_order(importance, importance.linear.shape[-1])
 
 
+def order_by_sets(slopes: Tensor) -> Tensor:
+    """Filter ids (C,) in the order to remove them, from the slopes (N, C) of N examples along C filters; equals by index.
+
+    To each example belongs a linear model of masks: a set of filters that goes changes its value by minus the sum of their
+    slopes. Next goes the filter with which the mean square of that change over all examples is smallest. So filters that stand
+    in for each other do not all go first: their slopes add up, where those that differ from example to example do not.
+    """
+    given = slopes.double()
+    moments = given.mT @ given / len(given)
+    added = moments.diagonal().clone()  # to the mean square, if this filter goes next
+    found = []
+    for _ in range(len(moments)):
+        chosen = int(added.argmin())
+        found.append(chosen)
+        added += 2 * moments[chosen]
+        added[chosen] = math.inf
+    return torch.tensor(found)
+
+
 def best_subset(importance: PairImportance, keep: int) -> Tensor:
     """The `keep` filters with the best predicted score, bool (..., C), True = kept.
 

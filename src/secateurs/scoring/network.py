@@ -3,12 +3,17 @@ its slopes along all filters of the network.
 
 One linear model of the mean loss would add up effects that differ in sign from example to example, and cancel: a filter that
 helps some as much as it harms others seems to matter to none, and a set of such filters cannot be removed. So there is a linear
-model for each example, and a filter counts by the mean size of its slopes.
+model for each example, and filters go in the order in which the mean square of what their whole set changes stays smallest.
+
+The models are of log odds, not of the loss: on an example that a network knows by heart the loss is flat, so that the slopes of
+a few examples would decide all (on ResNet-56, 1 % of them had 76 % of the sizes).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,16 +21,25 @@ from torch import Tensor, fx
 from secateurs._util.modules import Device, device_of, keeping_modes, on_device
 from secateurs.data.dataset import Examples, generator_for
 from secateurs.distributed import active
+from secateurs.errors import NonFinite
 from secateurs.graph.masking import Factor, copy_module, insert_behind_
 from secateurs.graph.node_info import values_of_an_example
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure
-from secateurs.scoring.importance import Importance, rank_correlation
+from secateurs.metrics import Measure, cross_entropy, divergence, log_odds
+from secateurs.scoring.importance import Importance, order_by_sets, rank_correlation
 from secateurs.scoring.masks import sample_masks
 
 ACTIVATION_BYTES = 2**31  # that all activations of a batch, there and back, may take
 _BATCH = 128
+
+
+@dataclass(frozen=True, eq=False)
+class RankedSite:
+    """The filters of a site as the linear models of single examples rank them."""
+
+    order: Tensor  # (C,) filter ids, least important first
+    importance: Importance  # of each filter alone: the root mean square of its slopes
 
 
 def score_network(
@@ -38,38 +52,42 @@ def score_network(
     batch: int = _BATCH,
     device: Device = None,
     seed: int = 0,
-) -> dict[str, Importance]:
-    """Return for each site the mean size of the slopes of single examples' losses along its filters, under masks of all sites.
+) -> dict[str, RankedSite]:
+    """Rank the filters of each site by the slopes of single examples' log odds along them, under masks of all sites.
 
-    There is no linear model of the mean loss, so that the intercept and r² are NaN.
+    With a loss other than cross-entropy and divergence its own slopes count. There is no linear model of a mean, so that the
+    intercept and r² are NaN.
     """
-    sizes = {site.name: torch.zeros(2, 2, site.channels, dtype=torch.float64) for site in sites}  # half, power, filter
-    first = 0
-    for losses, slopes in network_slopes(graph, sites, examples, loss_fn, off=off, batch=batch, device=device, seed=seed):
-        halves = (torch.arange(len(losses)) + first) % 2
-        for name, slope in slopes.items():
-            sizes[name].index_add_(0, halves, torch.stack([slope.abs(), slope**2], 1))
-        first += len(losses)
-    return {name: _importance(found, len(examples)) for name, found in sizes.items()}
+    measure = log_odds if loss_fn in (cross_entropy, divergence) else loss_fn
+    options: dict[str, Any] = {"off": off, "batch": batch, "device": device, "seed": seed}
+    batches = [slopes for _, slopes in network_slopes(graph, sites, examples, measure, **options)]
+    found = {site.name: torch.cat([slopes[site.name] for slopes in batches]) for site in sites}
+    finite = torch.stack([slopes.isfinite().all(1) for slopes in found.values()]).all(0)
+    if not bool(finite.any()):
+        raise NonFinite(
+            f"all {len(finite)} examples have slopes that are NaN or infinite under masks. Check the network's outputs and the "
+            f"examples for NaN."
+        )
+    return {name: _ranked(slopes[finite]) for name, slopes in found.items()}
 
 
 def network_slopes(
     graph: Graph,
     sites: Sequence[Site],
     examples: Examples,
-    loss_fn: Measure,
+    measure: Measure,
     *,
     off: float,
     batch: int = _BATCH,
     device: Device = None,
     seed: int = 0,
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Yield for each batch the losses (n,) under a mask of each example's own, and its slopes (n, C) at all sites; float64.
+    """Yield for each batch the measure (n,) under a mask of each example's own, float64, and its slopes (n, C) at all sites.
 
     All masks of an example together switch off about as many filters as one site's would that switches off the share `off`:
     each filter of S sites by chance, with a probability of off / S. So a deep network is not further from itself than another.
     """
-    module = _with_factors(graph, sites)
+    module = with_factors(graph, sites)
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
     fits = ACTIVATION_BYTES // max(8 * values_of_an_example(graph.module), 1)
     generator = generator_for(seed, "network masks")
@@ -87,15 +105,15 @@ def network_slopes(
             each = examples.batch(slice(ticket * size, (ticket + 1) * size), device=where)
             rows = slice(ticket * size, ticket * size + each.size)
             factors = [mask[rows].to(where, dtype).requires_grad_() for mask in masks]
-            losses = loss_fn(module(*each.args, *factors), each.targets)
-            losses = losses.expand(each.size) if losses.ndim == 0 else losses.reshape(each.size, -1).mean(1)
-            # one example's loss does not depend on another's mask, so the slope of the sum is that of each
-            slopes = torch.autograd.grad(losses.sum(), factors, allow_unused=True)
+            values = measure(module(*each.args, *factors), each.targets)
+            values = values.expand(each.size) if values.ndim == 0 else values.reshape(each.size, -1).mean(1)
+            # one example's value does not depend on another's mask, so the slope of the sum is that of each
+            slopes = torch.autograd.grad(values.sum(), factors, allow_unused=True)
             known = [torch.zeros_like(f) if s is None else s for f, s in zip(factors, slopes, strict=True)]
-            return [value.detach().cpu().double() for value in (losses, *known)]
+            return [values.detach().cpu().double(), *(slope.cpu() for slope in known)]
 
-        for losses, *slopes in _measured_batches(-(-len(examples) // size), measured):
-            yield losses, dict(zip((site.name for site in sites), slopes, strict=True))
+        for values, *slopes in _measured_batches(-(-len(examples) // size), measured):
+            yield values, dict(zip((site.name for site in sites), slopes, strict=True))
 
 
 def _measured_batches(count: int, measure: Callable[[int], list[Tensor]]) -> Iterable[Sequence[Tensor]]:
@@ -104,7 +122,7 @@ def _measured_batches(count: int, measure: Callable[[int], list[Tensor]]) -> Ite
     return map(measure, range(count)) if workers.size == 1 else workers.map("slopes of all sites", count, measure)
 
 
-def _with_factors(graph: Graph, sites: Sequence[Site]) -> fx.GraphModule:
+def with_factors(graph: Graph, sites: Sequence[Site]) -> fx.GraphModule:
     """A copy of the network, weights fixed, with an input for each site behind its own: factors (n, C) of its channels."""
     module = copy_module(graph).requires_grad_(False)
     nodes: dict[str, fx.Node] = {node.name: node for node in module.graph.nodes}
@@ -119,8 +137,10 @@ def _with_factors(graph: Graph, sites: Sequence[Site]) -> fx.GraphModule:
     return module
 
 
-def _importance(sizes: Tensor, count: int) -> Importance:
-    mean, square = sizes.sum(0) / count
-    unknown = torch.tensor(torch.nan, dtype=torch.float64)
-    stderr = ((square - mean**2).clamp_min(0.0) / max(count, 1)).sqrt()
-    return Importance(mean, unknown, stderr, unknown, unknown, rank_correlation(sizes[0, 0], sizes[1, 0]))
+def _ranked(slopes: Tensor) -> RankedSite:
+    squares = slopes.double().square()
+    coef, unknown = squares.mean(0).sqrt(), torch.tensor(torch.nan, dtype=torch.float64)
+    stderr = squares.std(0, correction=0) / (2 * coef * len(slopes) ** 0.5).clamp_min(torch.finfo(torch.float64).tiny)
+    halves = [order_by_sets(slopes[half::2]).argsort() for half in (0, 1)] if len(slopes) > 1 else []
+    split_half = rank_correlation(*halves) if halves else unknown
+    return RankedSite(order_by_sets(slopes), Importance(coef, unknown, stderr, unknown, unknown, split_half))

@@ -123,24 +123,24 @@ class MaskedNetwork:
         masks = masks.to(self.network.device)
         self._use(self._chosen(totals=weights is None))
 
-        def run(some: Tensor, replaced: list[dict[str, Tensor]] | None) -> list[list[Tensor]]:
+        def run(first: int, some: Tensor, replaced: list[dict[str, Tensor]] | None) -> list[list[Tensor]]:
             def summarised(forward: MaskedForward, batch: CachedBatch, row: int) -> Tensor:
                 return summary(forward.outputs(batch, some[row], None if replaced is None else replaced[row]), batch)
 
-            return self._run(summarised, len(some))
+            return self._run(summarised, len(some), first)
 
-        found = [run(masks, None)] if weights is None else [run(*group) for group in self._repaired(masks, weights)]
+        found = [run(0, masks, None)] if weights is None else [run(*group) for group in self._repaired(masks, weights)]
         return [torch.stack([row for rows in parts for row in rows]) for parts in zip(*found, strict=True)]
 
-    def _repaired(self, masks: Tensor, weights: Weights) -> Iterator[tuple[Tensor, list[dict[str, Tensor]]]]:
-        """Masks with the tensors given for each, as many at a time as fit into a quarter of the budget."""
+    def _repaired(self, masks: Tensor, weights: Weights) -> Iterator[tuple[int, Tensor, list[dict[str, Tensor]]]]:
+        """Masks with the number of the first and the tensors given for each, as many as fit into a quarter of the budget."""
         given: list[dict[str, Tensor]] = []
         first = 0
         for number, mask in enumerate(masks):
             given.append(check_replacements(self.network, weights(mask)))
             size = memory_of(t for one in given for t in one.values())
             if number + 1 == len(masks) or size + size // len(given) > self.batches.budget // 4:
-                yield masks[first : number + 1], given
+                yield first, masks[first : number + 1], given
                 first, given = number + 1, []
 
     def _chosen(self, *, totals: bool) -> MaskingStrategy:
@@ -177,17 +177,19 @@ class MaskedNetwork:
         finally:
             self._idle.append(forward)
 
-    def _run(self, work: Callable[[MaskedForward, CachedBatch, int], Tensor], count: int) -> list[list[Tensor]]:
+    def _run(
+        self, work: Callable[[MaskedForward, CachedBatch, int], Tensor], count: int, offset: int = 0
+    ) -> list[list[Tensor]]:
         """Results of `work(forward, batch, number)` for each batch and each number below `count`, without gradients.
 
-        The workers of a run share them. In one process the first piece of work runs in the calling thread; how long it takes
-        decides whether the others are shared. Threads then take a batch each or, where there are fewer batches, the numbers of
-        one batch after another.
+        The workers of a run share them; `offset` is the place of number 0 among all masks that are asked for. In one process
+        the first piece of work runs in the calling thread; how long it takes decides whether the others are shared. Threads
+        then take a batch each or, where there are fewer batches, the numbers of one batch after another.
         """
         batches, workers = self.batches, active()
         if workers.size > 1:
             with one_thread(self.network.device):
-                return self._shared(workers, work, count)
+                return self._shared(workers, work, count, offset)
         with one_thread(self.network.device) as threads:
             began = perf_counter()
             with self._forward() as forward:
@@ -221,7 +223,7 @@ class MaskedNetwork:
         return found
 
     def _shared(
-        self, workers: Workers, work: Callable[[MaskedForward, CachedBatch, int], Tensor], count: int
+        self, workers: Workers, work: Callable[[MaskedForward, CachedBatch, int], Tensor], count: int, offset: int
     ) -> list[list[Tensor]]:
         """The same results, from tickets: one for each batch, or for some of its numbers where there are few batches."""
         batches = self.batches
@@ -234,7 +236,9 @@ class MaskedNetwork:
                 batch = batches.get(place, forward)
                 return [work(forward, batch, number) for number in numbers[block]]
 
-        found = workers.map(f"{count} masks on {len(batches.examples)} examples", len(batches) * blocks, one)
+        what = f"{count} masks on {len(batches.examples)} examples"
+        names = [f"{part} from {offset}, batch {place} of {batches.size}" for place in range(len(batches)) for part in numbers]
+        found = workers.map(what, len(names), one, names=names)
         return [
             [each for part in found[place * blocks : (place + 1) * blocks] for each in part] for place in range(len(batches))
         ]
