@@ -184,7 +184,8 @@ def test_compact_equals_masked_on_the_built_in_networks(name: str, shortcut: Sho
     sites = find_sites(graph, shortcut)
     assert sites
     for seed, share in enumerate((0.3, 0.6)):
-        assert_compact_is_masked(graph, random_keep(sites, seed, share), (example_input(name, batch=3).double(),))
+        keep, others = random_keep(sites, seed, share), (example_input(name, batch=3).double(),)
+        assert_compact_is_masked(graph, keep, others, prove=seed == 0)
 
 
 def test_masked_zeroes_what_a_hook_on_the_users_model_zeroes() -> None:
@@ -256,7 +257,7 @@ def test_a_replayed_plan_gives_the_network_bit_for_bit(case: Case) -> None:
     if half is None:
         return
     direct = compacted_or_empty(half, random_keep(find_sites(half, case.shortcut), case.seed, 0.2)) or half
-    again = replay(graph, Plan.from_json(direct.plan.to_json()))
+    again = replay(graph, Plan.from_json(direct.plan.to_json()), verify=False)
     assert again.plan == direct.plan
     assert_bit_equal(again.module, direct.module)
     assert torch.equal(run(again.module, *graph.example), run(direct.module, *graph.example))

@@ -353,7 +353,7 @@ def test_repair_never_raises_the_error_and_compact_stays_masked(
     cut = compacted(repaired, keep)
     if cut is None:
         return
-    again = replay(graph, Plan.from_json(cut.plan.to_json()))
+    again = replay(graph, Plan.from_json(cut.plan.to_json()), verify=False)
     assert again.plan == cut.plan
     again.module.load_state_dict(cut.module.state_dict())
     assert torch.equal(run(again.module, *graph.example), run(cut.module, *graph.example))

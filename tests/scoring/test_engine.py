@@ -77,7 +77,7 @@ def allowed(name: str, shortcut: Shortcut, place: int) -> tuple[Masking, ...]:
 STRATEGIES = st.builds(MaskingStrategy, rows=st.integers(1, 9), masking=st.sampled_from(["multiply", "subtract"]))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=16)
 @given(
     name=st.sampled_from(sorted(TOPOLOGIES)),
     shortcut=st.sampled_from(["before", "after"]),
