@@ -255,11 +255,11 @@ class Counting(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("largest", [0, 10**9], ids=["without values", "with values"])
+@pytest.mark.parametrize("few", [0, 10**18], ids=["without values", "with values"])
 @pytest.mark.parametrize("name", [*TOPOLOGIES, "a buffer that changes"])
-def test_shapes_are_recorded_with_and_without_values(name: str, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_are_recorded_with_and_without_values(name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large network without values, of a small one with them: the network's own shapes, and nothing is changed."""
-    monkeypatch.setattr(tracing, "SMALL_INPUT", largest)
+    monkeypatch.setattr(tracing, "_FEW_PRODUCTS", few)
     known = name in TOPOLOGIES
     model = randomise_(build(name, **TOPOLOGIES[name]) if known else Counting())
     graph = trace(model, example_input(name, 2).double() if known else X)
