@@ -295,6 +295,8 @@ def noted_run(rank: int, folder: Path, recipe: Recipe, build: Callable[[], nn.Mo
         computed.append(name)
         save(self, name, answer, 1.0)
         folder.with_suffix(f".{attempt}-{rank}").write_text(json.dumps(computed))
+        if rank == 0 and dies_at >= 0:
+            time.sleep(1.0)  # so that rank 1 draws the ticket at which it is killed
 
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     with mock.patch.object(KeptAnswers, "save", noted):
