@@ -1,7 +1,8 @@
 """What one epoch of training does to a cut network, and by which settings: `python -m benchmarks.finetuning` (hours).
 
-Cross-entropy or distillation, BatchNorm live or frozen, three learning rates, averaged weights or those of the last step: from
-our repaired network, from those that L1 norms and the geometric median leave without repair, and from the untouched one.
+Cross-entropy, distillation from the untouched network's answers, or from its answers and feature maps; BatchNorm live or
+frozen; three learning rates; averaged weights or those of the last step: from our repaired network, from those that L1 norms
+and the geometric median leave without repair, and from the untouched one.
 Every cell is a row of results/finetuning/rows.jsonl: give the same command again after a crash and it goes on. The validation
 set chooses the best cell; test accuracies are measured once and choose nothing. `--render` writes the table to
 docs/notes/training.md, and trains nothing.
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from math import isnan, nan
 from os import getloadavg
@@ -30,10 +31,11 @@ from benchmarks.render import with_part
 from secateurs import Graph, cost, trace
 from secateurs._util.files import write_text
 from secateurs.cli.inputs import BUILTIN, PUBLIC, Origin, build_model, load_data
-from secateurs.config import Precision, TrainSettings
+from secateurs.config import GENTLE, Precision, TrainSettings
 from secateurs.data import Data, subset
 from secateurs.data.dataset import derive
-from secateurs.errors import TrainingError
+from secateurs.errors import Diverged
+from secateurs.graph.features import paired_features
 from secateurs.graph.masking import copied
 from secateurs.methods import Task, method
 from secateurs.methods.compare.rows import append_row, read_rows
@@ -53,10 +55,10 @@ REPAIRED_ON = 1024  # images
 HELD_OUT, TRIALS_SEED = 1024, 3  # images that judge the trials of lr "auto", and what draws them
 RATES = (5e-4, 2e-3, 1e-2)
 DECAY = 0.99  # of the average
-TEMPERATURE = 2.0
+TEMPERATURE, WITH_FEATURES = 2.0, 4.0  # of distillation
 BATCH = 64  # images at once while measuring: faster than 256 on one core
 
-Loss = Literal["cross-entropy", "distillation"]
+Loss = Literal["cross-entropy", "distillation", "features"]
 BatchNorm = Literal["live", "frozen"]
 
 
@@ -76,7 +78,7 @@ class Cell:
     examples: int | None  # of each set; None: all
 
     def settings(self) -> TrainSettings:
-        distilled = self.loss == "distillation"
+        distilled, features = self.loss != "cross-entropy", self.loss == "features"
         return TrainSettings(
             epochs=self.epochs,
             lr=self.rate,
@@ -84,7 +86,8 @@ class Cell:
             warmup_share=0.1,
             augment="auto",
             distill=1.0 if distilled else 0.0,
-            temperature=TEMPERATURE,
+            temperature=WITH_FEATURES if features else TEMPERATURE,
+            features=GENTLE.features if features else 0.0,
             freeze_batchnorm=self.batchnorm == "frozen",
             average=DECAY,
             precision=self.precision,
@@ -186,7 +189,8 @@ class Subject:
             self.graph.module if cell.settings().distill else None,
         )
         held_out = subset(self.data.search, min(HELD_OUT, len(self.data.search)), seed=TRIALS_SEED)
-        return find_rate(graph.module, self.data.train, cell.settings(), held_out=held_out, teacher=teacher)
+        features = partial(paired_features, graph, self.graph)
+        return find_rate(graph.module, self.data.train, cell.settings(), held_out=held_out, teacher=teacher, features=features)
 
     def rows(self, cell: Cell) -> Iterator[Row]:
         """Train once: the weights of the last step and their average are two rows."""
@@ -194,8 +198,9 @@ class Subject:
         settings, began = cell.settings(), process_time()
         teacher = self.graph.module if settings.distill else None
         last: Mapping[str, Tensor] | None = None
-        with suppress(TrainingError):  # it diverged, which is a result
-            last = train_(graph.module, self.data.train, settings, teacher=teacher).last
+        with suppress(Diverged):  # which is a result
+            features = partial(paired_features, graph, self.graph)
+            last = train_(graph.module, self.data.train, settings, teacher=teacher, features=features).last
         seconds, before = process_time() - began, self.before(cell.start, cell.target, cell.seed)
         for averaged in (True, False):
             if last is not None and not averaged:
@@ -227,7 +232,7 @@ def table(rows: Sequence[Row]) -> str:
     for (network, target, start, examples, epochs, precision), group in sorted(groups.items(), key=lambda item: str(item[0])):
         means = [_mean([row.validation_after for row in cell]) for cell in _cells(group).values()]
         best = max((value for value in means if not isnan(value)), default=nan)
-        for loss, norm, averaged in product(("cross-entropy", "distillation"), ("live", "frozen"), (False, True)):
+        for loss, norm, averaged in product(("cross-entropy", "distillation", "features"), ("live", "frozen"), (False, True)):
             here = [row for row in group if (row.loss, row.batchnorm, row.averaged) == (loss, norm, averaged)]
             if not here:
                 continue
@@ -272,7 +277,7 @@ def main() -> int:
     parser.add_argument("--networks", nargs="+", default=["resnet20", "resnet56"], choices=sorted(NETWORKS))
     parser.add_argument("--targets", nargs="+", type=float, default=[0.3, 0.45])
     parser.add_argument("--starts", nargs="+", default=list(STARTS), help="methods of secateurs compare, each also with +whole")
-    parser.add_argument("--losses", nargs="+", default=["cross-entropy", "distillation"])
+    parser.add_argument("--losses", nargs="+", default=["cross-entropy", "distillation", "features"])
     parser.add_argument("--batchnorm", nargs="+", default=["live", "frozen"])
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])

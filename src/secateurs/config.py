@@ -277,6 +277,9 @@ class TrainSettings(_Checked):
     distance: Distance = setting(
         "kl", "Distance to the teacher: Kullback-Leibler divergence, or dist (correlations over classes and over the batch)."
     )
+    features: float = setting(
+        0.0, "Weight of the relative squared error of feature maps to the teacher's, besides the rest of the loss.", low=0
+    )
     freeze_batchnorm: bool = setting(False, "Keep BatchNorm's means and variances; its weights are trained all the same.")
     average: float = setting(
         0.0, "Decay of the moving average of the weights, which the training ends with; 0: none.", low=0, below=1
@@ -305,6 +308,8 @@ class TrainSettings(_Checked):
             )
         if 0 < self.warmup >= self.epochs:
             raise RecipeError(f"warmup = {self.warmup} of epochs = {self.epochs}: wanted fewer warm-up epochs than epochs.")
+        if self.features > 0 and self.distill == 0:
+            raise RecipeError(f"features = {self.features:g} with distill = 0: feature maps are a teacher's, set distill too.")
         if self.nesterov and (self.momentum == 0 or self.optimiser != "sgd"):
             raise RecipeError(
                 f"nesterov = true with momentum = {self.momentum:g}, optimiser = {self.optimiser!r}: it needs momentum of SGD."
@@ -332,7 +337,8 @@ PAPER_FINETUNE = TrainSettings(epochs=10, batch=128, lr=0.01, schedule="constant
 PAPER_RETRAIN = TrainSettings(epochs=80, batch=128, lr=0.01, schedule="step", milestones=(20, 40, 60), augment="crop-flip")
 
 
-# After a repair the network is nearly right: labels are left alone, and the original network's answers are the aim.
+# After a repair the network is nearly right: labels are left alone, and the original network's answers and feature maps are
+# the aim, which is worth more than twice the epochs by answers alone.
 # BatchNorm is live: with the statistics that the repair was solved for, rates that help most diverge (docs/notes/training.md).
 GENTLE = TrainSettings(
     epochs=1,
@@ -341,7 +347,8 @@ GENTLE = TrainSettings(
     schedule="linear",
     warmup_share=0.1,
     distill=1.0,
-    temperature=2.0,
+    temperature=4.0,
+    features=25.0,
     average=0.99,
     augment="auto",
 )

@@ -86,6 +86,10 @@ class TrainingError(SecateursError):
     """Training diverged, or cannot continue from its checkpoint."""
 
 
+class Diverged(TrainingError):
+    """A training has no finite loss or weights any more."""
+
+
 def suggest(name: str, known: Iterable[str], *, listed: bool = False) -> str:
     """Text to append to an error: ' Did you mean …?' with the nearest known names, or else some of them all.
 

@@ -5,14 +5,15 @@ Batching, mode and device never change a result.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import inspect
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import zip_longest
-from types import CodeType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -323,6 +324,7 @@ def _described(value: object) -> str:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_VERSION = "2"  # of recorded fingerprints: helpers count
 _PACKAGES = ("torch", "secateurs")  # whose functions are identified by name, in every version
 
 
@@ -332,46 +334,109 @@ def display_name(measure: Callable[..., Any]) -> str:
     return "accuracy" if function is correct else getattr(function, "__name__", type(function).__name__)
 
 
-def fingerprint(measure: Measure) -> str:
-    """Identify a measure for cached values: two lambdas, or two settings of a class, differ."""
-    return _identity(measure, whole=True)
+def fingerprint(measure: Measure, *, helpers: bool = True) -> str:
+    """Identify a measure for cached values: two lambdas, or two settings of a class, differ.
+
+    So do two that use other helpers: functions and plain constants of the same module. Without `helpers` these do not count,
+    as in earlier releases.
+    """
+    return _identity(measure, whole=True, seen=set() if helpers else None)
 
 
 def fingerprints(measures: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
     """Identify measures by role for a run that is resumed later, and the Python version that this is valid for.
 
-    State that a measure accumulates while it is used, and the module that it comes from, do not count.
+    Helpers count as in `fingerprint`. State that a measure accumulates while it is used, and the module that it comes from, do
+    not count.
     """
-    prints = {role: hashlib.sha256(_identity(measure, whole=False).encode()).hexdigest() for role, measure in measures.items()}
-    return {**prints, "python": f"{platform.python_implementation()} {platform.python_version()}"}
+    return {**_prints(measures, helpers=True), "python": _python(), "version": _VERSION}
+
+
+def follows_helpers(kept: Mapping[str, str]) -> bool:
+    """Whether recorded fingerprints are of a release that looks at helpers."""
+    return kept.get("version") == _VERSION
 
 
 def changed(measures: Mapping[str, Callable[..., Any]], names: Mapping[str, str], kept: Mapping[str, str]) -> list[str]:
-    """The roles whose measure differs from the recorded fingerprint; compared by name for another Python version."""
-    now = fingerprints(measures)
-    if kept.get("python") == now["python"]:
-        return [role for role in measures if kept[role] != now[role]]
-    return [role for role, measure in measures.items() if kept and names[role] != display_name(measure)]
+    """The roles whose measure differs from the recorded fingerprint; compared by name for another Python version.
+
+    What an earlier release recorded is compared as that release did, and roles that it did not know are not compared.
+    """
+    if kept.get("python") == _python():
+        now = _prints(measures, helpers=follows_helpers(kept))
+        return [role for role in measures if kept.get(role, now[role]) != now[role]]
+    return [role for role, measure in measures.items() if kept and names.get(role) not in (None, display_name(measure))]
 
 
-def _identity(measure: Any, *, whole: bool) -> str:
-    state = repr if whole else _stable_text
+def _prints(measures: Mapping[str, Callable[..., Any]], *, helpers: bool) -> dict[str, str]:
+    texts = {role: _identity(measure, whole=False, seen=set() if helpers else None) for role, measure in measures.items()}
+    return {role: hashlib.sha256(text.encode()).hexdigest() for role, text in texts.items()}
+
+
+def _python() -> str:
+    return f"{platform.python_implementation()} {platform.python_version()}"
+
+
+def _identity(measure: Any, *, whole: bool, seen: set[int] | None) -> str:
+    """The text of a measure; `seen` are the ids of the functions that were looked at so far, None if helpers do not count."""
+
+    def state(value: Any) -> str:
+        if seen is not None and isinstance(value, FunctionType | partial):
+            return _identity(value, whole=whole, seen=seen)
+        return repr(value) if whole else _stable_text(value)
+
     if isinstance(measure, partial):
         given = [*measure.args, *(part for item in sorted(measure.keywords.items()) for part in item)]
-        return f"{_identity(measure.func, whole=whole)} {[state(value) for value in given]}"
+        return f"{_identity(measure.func, whole=whole, seen=seen)} {[state(value) for value in given]}"
     if isinstance(measure, MethodType):
-        return f"{_identity(measure.__func__, whole=whole)} of {_identity(measure.__self__, whole=whole)}"
+        parts = (_identity(part, whole=whole, seen=seen) for part in (measure.__func__, measure.__self__))
+        return " of ".join(parts)
     module, name = getattr(measure, "__module__", None) or "", getattr(measure, "__qualname__", type(measure).__qualname__)
     code = getattr(measure, "__code__", None)
-    if not whole and code is not None and module.split(".")[0] in _PACKAGES:
+    if not whole and code is not None and _is_ours(module):
         return f"{module}.{name}"
     name = f"{module}.{name}" if whole else name
+    if seen is not None:
+        if id(measure) in seen:
+            return name
+        seen.add(id(measure))
     if code is None:
         settings = [(key, state(value)) for key, value in sorted(getattr(measure, "__dict__", {}).items())]
-        return f"{name} {state(measure)} {settings}"
+        calls = [getattr(type(measure), call, None) for call in ("__call__", "forward") if seen is not None]
+        texts = [f" {state(call)}" for call in calls if isinstance(call, FunctionType) and not _is_ours(call.__module__)]
+        return f"{name} {state(measure)} {settings}{''.join(texts)}"
     held = [state(cell.cell_contents) for cell in getattr(measure, "__closure__", None) or ()]
     defaults = (getattr(measure, "__defaults__", None), *sorted((getattr(measure, "__kwdefaults__", None) or {}).items()))
-    return f"{name} {_code_text(code)} {state(defaults)} {held}"
+    text = f"{name} {_code_text(code)} {state(defaults)} {held}"
+    found = {} if seen is None else _helpers(code, getattr(measure, "__globals__", {}))
+    return text + "".join(f" {key}: {state(value)}" for key, value in found.items())
+
+
+def _helpers(code: CodeType, module: Mapping[str, Any]) -> dict[str, Any]:
+    """The functions and plain constants of the code's own module that it reads, by name; not what functions there assign."""
+    if _is_ours(module.get("__name__")):
+        return {}
+    functions = {name: inspect.unwrap(value) for name, value in module.items() if isinstance(value, FunctionType)}
+    functions = {name: value for name, value in functions.items() if getattr(value, "__globals__", None) is module}
+    state = {name for value in functions.values() for name in _globals_of(value.__code__, "STORE_GLOBAL")}
+    read = sorted(_globals_of(code, "LOAD_GLOBAL") & module.keys() - state)
+    found = {name: functions.get(name, module[name]) for name in read if not name.startswith("__")}
+    return {name: value for name, value in found.items() if name in functions or isinstance(value, partial) or _is_plain(value)}
+
+
+@lru_cache(maxsize=4096)
+def _globals_of(code: CodeType, operation: str) -> frozenset[str]:
+    """The names of globals that the code, or a function within it, reads or assigns."""
+    within = [_globals_of(value, operation) for value in code.co_consts if isinstance(value, CodeType)]
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == operation).union(*within)
+
+
+def _is_ours(module: str | None) -> bool:
+    return (module or "").split(".")[0] in _PACKAGES
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _stable_text(value: Any) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from comparisons import call, made_up_row, places, written
 from secateurs import load
@@ -26,7 +27,7 @@ from secateurs.config import TrainSettings
 from secateurs.data import load as load_data
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, RecipeError, RunError, SecateursError
-from secateurs.methods import NO_TRAINING, Budget, Pruned, Task, Trained
+from secateurs.methods import NO_TRAINING, Budget, Pruned, Task, Trained, method
 from secateurs.methods.compare import run as comparing
 from secateurs.methods.compare.figures import comparison_of_methods, render
 from secateurs.methods.compare.rows import (
@@ -192,6 +193,75 @@ def test_other_weights_are_refused_before_there_is_a_row(weights: Path, tmp_path
         else:
             with pytest.raises(RunError, match="different weights"):
                 started.check([NO_TRAINING])
+
+
+class TwoLayers(nn.Module):
+    """A network whose options leave its weights as they are."""
+
+    def __init__(self, act: type[nn.Module] = nn.ReLU, scale: float = 1.0, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.first, self.act, self.dropout, self.last = nn.Linear(64, 8), act(), nn.Dropout(dropout), nn.Linear(8, 10)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.dropout(self.act(self.first(x.flatten(1)) * self.scale)))
+
+
+def begun(folder: Path, **options: Any) -> Comparison:
+    torch.manual_seed(0)
+    names = {"model": "mine:build"}
+    return Comparison(TwoLayers(**options), comparing.fewer(load_data("digits"), 20), folder / "out", folder / "runs", names)
+
+
+@pytest.mark.parametrize("options", [{"act": nn.Tanh}, {"scale": 2.0}, {"dropout": 0.2}])
+def test_another_network_of_the_same_weights_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    begun(tmp_path).check([NO_TRAINING])
+    with pytest.raises(RunError, match=r"\(--runs\): was made with different code or options of the model"):
+        begun(tmp_path, **options).check([NO_TRAINING])
+    begun(tmp_path).check([NO_TRAINING])
+    (entry,) = entries(["l1:uniform"], [NO_TRAINING], [0.3], [0])
+    begun(tmp_path).make(entry, method("l1:uniform"))
+    other = replace(begun(tmp_path, **options), runs=tmp_path / "others")
+    with pytest.raises(RunError, match=r"rows\.jsonl: was made with different code or options of the model"):
+        other.check([NO_TRAINING])
+
+
+def test_rows_and_folders_without_a_structure_go_on(tmp_path: Path) -> None:
+    made = begun(tmp_path)
+    made.check([NO_TRAINING])
+    first, second = entries(["l1:uniform", "l2:uniform"], [NO_TRAINING], [0.3], [0])
+    made.make(first, method("l1:uniform"))
+    conditions, rows = tmp_path / "runs" / comparing.CONDITIONS, tmp_path / "out" / ROWS
+    known, row = json.loads(conditions.read_text()), json.loads(rows.read_text())
+    structure = known["base"].pop("structure_sha256")
+    assert row.pop("structure_sha256") == structure != ""
+    conditions.write_text(json.dumps(known))
+    rows.write_text(json.dumps(row) + "\n")
+    again = begun(tmp_path)
+    again.check([NO_TRAINING])
+    assert list(again.done()) == [first.key]
+    again.make(second, method("l2:uniform"))
+    assert [row.structure_sha256 for row in rows_of(tmp_path)] == ["", structure]
+    tables_text(rows_of(tmp_path))
+    assert json.loads(conditions.read_text())["base"]["structure_sha256"] == structure
+    with pytest.raises(RunError, match="different code or options of the model"):
+        begun(tmp_path, act=nn.Tanh).check([NO_TRAINING])
+
+
+def test_rows_of_two_structures_are_not_compared() -> None:
+    rows = [made_up_row("l1", 0.3, 0.8, structure_sha256=code) for code in ("", "d" * 64, "e" * 64)]
+    tables_text([replace(row, method=str(place)) for place, row in enumerate(rows[:2])])
+    with pytest.raises(RunError, match="different code or options of the model"):
+        tables_text([replace(row, method=str(place)) for place, row in enumerate(rows)])
+
+
+def test_the_structure_of_a_network_is_the_same_in_another_process(tmp_path: Path) -> None:
+    source = "from test_compare import begun; from pathlib import Path; print(begun(Path('x')).base.structure_sha256)"
+    path = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {path}; {source}"], capture_output=True, text=True, check=True
+    )
+    assert elsewhere.stdout.strip() == begun(tmp_path).base.structure_sha256
 
 
 def test_ctrl_c_keeps_the_rows_and_says_how_to_resume(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,3 +133,17 @@ def test_where_training_helps_nothing_the_choice_is_that_without_it() -> None:
     assert found.place == 200
     assert choose_allocation(allocations(600), searched(200, 200), None, search_trained=trained(0, [])).place == 0
     assert choose_allocation(allocations(1), searched(0, 0), None, search_trained=trained(0, [])).place == 0
+
+
+def test_an_allocation_that_certification_is_not_asked_about_is_passed_over_and_ends_nothing() -> None:
+    asked: list[int] = []
+    answer = certified(300, asked)
+
+    def certify(index: int, answers: Sequence[bool]) -> Trial | None:
+        return None if index == 140 else answer(index, answers)  # 0.7 of the saving at the edge: the first in turn
+
+    found = choose_allocation(allocations(600), searched(200, 200), certify, search_trained=trained(250, []))
+    assert asked[0] > 140
+    assert found.place == max(index for index in asked if index <= 300)
+    assert len(found.answers) == len(asked)
+    assert choose_allocation(allocations(600), searched(200, 200), lambda *_: None, search_trained=trained(250, [])).place == 0

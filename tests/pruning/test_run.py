@@ -30,7 +30,7 @@ from secateurs.models import build, load_public
 from secateurs.pruning import folder
 from secateurs.pruning.results import Progress
 from torture.journals import entries_of
-from torture.runs import differing_file, few_digits, perceptron, without_times
+from torture.runs import ResidualNet, differing_file, few_digits, perceptron, without_times
 
 DATA = few_digits(384)
 QUICK = Recipe.paper(max_drop=0.1, masks_per_filter=4, scoring_examples=64, search="bisect")
@@ -382,3 +382,20 @@ def test_the_last_block_of_resnet20_stays_within_its_budget(tmp_path: Path) -> N
     assert outcome.cost_after.parameters < outcome.cost_before.parameters
     again = load(build("resnet20"), tmp_path / "run" / "pruned.safetensors")
     assert accuracy(again.module, data.test) == outcome.test.after
+
+
+@pytest.mark.parametrize("asked", [{"retrain": TrainSettings(epochs=1, batch=32, lr=0.01)}, {"recalibrate": 64}])
+def test_a_network_of_another_type_than_the_images_is_trained_in_its_own(asked: dict[str, Any]) -> None:
+    recipe = Recipe.best(max_drop=0.3, confidence=0, round_to=1, portfolio=("l1",), **asked)
+    torch.manual_seed(0)
+    result = Pruner(ResidualNet(12).double(), DATA, recipe=recipe).finish()
+    assert DATA.train.batch(slice(0, 1)).args[0].dtype == torch.float32
+    assert {weight.dtype for weight in result.graph.module.parameters()} == {torch.float64}
+
+
+def test_training_images_that_are_right_already_are_not_copied() -> None:
+    stored = DATA.train
+    assert stored.scaling is not None  # bytes: a quarter of the memory
+    assert Pruner(perceptron(), DATA, recipe=QUICK).context.train is stored
+    ready = replace(DATA, train=stored.ready())
+    assert Pruner(perceptron(), ready, recipe=QUICK).context.train is ready.train

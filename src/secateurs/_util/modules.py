@@ -1,7 +1,8 @@
-"""Device and training mode of modules, changed inside a block and restored after it; what a device has, and what fits it."""
+"""Modules: device and training mode, changed inside a block and restored after it; what fits a device; what makes two equal."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -9,8 +10,9 @@ from itertools import chain
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from secateurs._util.tensors import digest
 from secateurs.errors import InvalidInput, OutOfMemory
 
 Device = str | torch.device | None
@@ -160,3 +162,19 @@ def copyable(model: nn.Module) -> Iterator[None]:
     finally:
         for part, name, value in held:
             part.__dict__[name] = value
+
+
+def structure(module: nn.Module) -> str:
+    """What a network computes besides its tensors: the class and settings of every module, and the calls of a traced one.
+
+    The same in every process and on every device.
+    """
+    codes = [part.graph.python_code("self").src for part in module.modules() if isinstance(part, fx.GraphModule)]
+    named = [(name, part) for name, part in module.named_modules() if name or not isinstance(part, fx.GraphModule)]
+    modules = [f"{name} {type(part).__qualname__}({part.extra_repr()})" for name, part in named]
+    return re.sub(r"device\(type='\w+'(, index=\d+)?\)|0x[0-9a-f]+", "", "\n".join([*codes, *modules]))
+
+
+def network_digest(module: nn.Module) -> str:
+    """SHA-256 of a network: of its structure, weights and buffers, also of buffers that its state dict leaves out."""
+    return digest({**module.state_dict(), **dict(module.named_buffers())}, {"structure": structure(module)})

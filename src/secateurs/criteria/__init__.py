@@ -20,8 +20,7 @@ from torch import Tensor
 
 from secateurs import config
 from secateurs._util.entrypoints import find
-from secateurs._util.modules import keeping_modes
-from secateurs._util.tensors import digest
+from secateurs._util.modules import keeping_modes, network_digest
 from secateurs.config import Recipe
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, SecateursError, suggest
@@ -158,7 +157,7 @@ def _checked(name: str, function: Callable[..., Tensor]) -> Criterion:
 
     def scored(context: CriterionContext) -> Tensor:
         site, module = context.site, context.graph.module
-        before = digest(dict(module.state_dict())) if own else ""
+        before = network_digest(module) if own else ""
         try:
             with keeping_modes(module):
                 found = function(context.graph, site, context.examples) if three else function(context)
@@ -167,10 +166,10 @@ def _checked(name: str, function: Callable[..., Tensor]) -> Criterion:
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise InvalidInput(f"criterion {name!r} failed at site {site.name!r}: {what}") from error
-        if own and digest(dict(module.state_dict())) != before:
+        if own and network_digest(module) != before:
             raise InvalidInput(
-                f"criterion {name!r} changed the network's weights or buffers at site {site.name!r}: wanted them as they were. "
-                f"Work on a copy.deepcopy of graph.module."
+                f"criterion {name!r} changed the network's weights or buffers at site {site.name!r}, or its modules: wanted "
+                f"them as they were. Work on a copy.deepcopy of graph.module."
             )
         if not isinstance(found, Tensor) or found.shape != (site.channels,) or found.is_complex() or found.is_meta:
             got: Any = type(found).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -123,7 +123,7 @@ def _by_criterion(*criteria: str) -> dict[str, tuple[Method, str]]:
     return found
 
 
-_ALL = {**_by_criterion(*CRITERIA), **_WHOLE}
+_ALL = {**_by_criterion(*(name for name in CRITERIA if user_function(name) is None)), **_WHOLE}
 METHODS: Mapping[str, str] = {name: words for name, (_, words) in _ALL.items()}
 """What every built-in method does, by name."""
 
@@ -139,19 +139,20 @@ def method(name: str) -> Method:
     base, bracket, rest = name.partition("[")
     settings = rest[:-1].split(";") if rest.endswith("]") else None
     if base in _WHOLE and settings:
-        return _with_settings(name, _WHOLE[base][0], settings)
+        return _with_settings(name, _WHOLE[base][0], settings, reserved=_OURS)
     criterion = base.partition("+")[0].removesuffix(_UNIFORM)
     own = criterion.partition(":")[0] not in CRITERIA or criterion in CRITERIA  # l1:unifrom names no module l1
     function = user_function(criterion) if own else None
     if function is not None and is_procedure(function) and base == criterion and (settings or not bracket):
-        return checked(name, _with_settings(name, function, settings) if settings else function)
+        procedure = _with_settings(name, function, settings) if settings else function
+        return checked(name, procedure, function=procedure)
     if is_procedure(function):
         raise InvalidInput(
             f"method {name!r}: {criterion} is a whole procedure: wanted nothing behind it, or its settings: [name=value;…]."
         )
     found = _by_criterion(criterion) if function is not None else {}
     if name in found:
-        return found[name][0]
+        return checked(name, found[name][0])
     raise InvalidInput(
         f"no method {name!r}.{suggest(name, METHODS)} A method is {', '.join(_WHOLE)}, or a criterion ({', '.join(CRITERIA)}, "
         f"package.module:function) with '{_UNIFORM}' behind it, then '+repair' or '+refit', or none of these; obs wants one of "
@@ -159,19 +160,49 @@ def method(name: str) -> Method:
     )
 
 
-def _with_settings(name: str, found: Method, texts: Sequence[str]) -> Method:
-    """The procedure with settings given as key=value; numbers are read as such."""
-    known = inspect.signature(found).parameters
+_OURS = ("name", "scores", "order", "choice", "criterion", "repair")  # arguments that make a built-in procedure what it is
+_READERS: Mapping[str, tuple[Callable[[str], Any], str]] = {
+    "int": (int, "a whole number"),
+    "float": (float, "a number"),
+    "bool": (lambda text: {"true": True, "1": True, "false": False, "0": False}[text.lower()], "true or false"),
+    "str": (str, "a text"),
+}
+"""How the text of a setting is read, and what is wanted, by type; without a type the first that fits."""
+
+
+def _with_settings(name: str, found: Method, texts: Sequence[str], *, reserved: Sequence[str] = ()) -> Method:
+    """The procedure with settings given as key=value, each of the type of its argument; `reserved` ones may not be given."""
+    _, *arguments = inspect.signature(found).parameters.values()  # the first is the task
+    known = {a.name: a for a in arguments if a.kind in (a.KEYWORD_ONLY, a.POSITIONAL_OR_KEYWORD)}
+    closed = ("task", "watch", *reserved)
+    others = any(argument.kind is argument.VAR_KEYWORD for argument in arguments)
     settings: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
-        if (
-            not equals
-            or key not in known
-            or key in ("task", "watch", "name", "scores", "order", "choice", "criterion", "repair")
-        ):
-            raise InvalidInput(f"method {name!r}: {text!r} is no setting of it.{suggest(key, known)}")
-        whole = value.isdigit() and isinstance(known[key].default, int)
-        number = value.replace(".", "", 1).replace("e-", "", 1).isdigit()
-        settings[key] = int(value) if whole else float(value) if number else value
+        if not equals or not key or "[" in text or "]" in text:
+            raise InvalidInput(f"method {name!r}: got {text!r}, wanted [name=value;…] with one pair of brackets, at the end.")
+        if key in closed or (key not in known and not others):
+            open_ones = [each for each in known if each not in closed]
+            raise InvalidInput(f"method {name!r}: {text!r} is no setting of it.{suggest(key, open_ones)}")
+        if key in settings:
+            raise InvalidInput(f"method {name!r}: got {key} twice, wanted every setting once.")
+        settings[key] = _setting(f"method {name!r}: setting {key}", value, known.get(key))
     return partial(found, **settings)
+
+
+def _setting(where: str, text: str, argument: inspect.Parameter | None) -> Any:
+    """The value of the text by the argument's annotation if that is a plain type, else by its default; guessed without both."""
+    default = None if argument is None or argument.default is argument.empty else argument.default
+    annotation = argument.annotation if argument is not None else ""
+    words = str(annotation.__name__ if isinstance(annotation, type) else annotation).replace(" ", "").removesuffix("|None")
+    kind = words if words in _READERS else "" if default is None else type(default).__name__
+    if kind and kind not in _READERS:
+        raise InvalidInput(
+            f"{where} is a {kind} (default {default!r:.60}), which brackets cannot give. Call the procedure in Python."
+        )
+    for reader, _ in [_READERS[kind]] if kind else _READERS.values():
+        try:
+            return reader(text)
+        except (ValueError, KeyError):
+            continue
+    raise InvalidInput(f"{where} = {text!r}: wanted {_READERS[kind][1]}.")

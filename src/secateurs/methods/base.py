@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypedDict
 from torch import Tensor
 
 from secateurs._util.journal import Journal, disk_errors, plain, record_from
-from secateurs._util.modules import Device
+from secateurs._util.modules import Device, network_digest
 from secateurs._util.tensors import digest
 from secateurs.compaction import replay
 from secateurs.config import REFITTED, Recipe, Repair, Shortcut, TrainSettings
@@ -24,10 +24,21 @@ from secateurs.graph.masking import copied
 from secateurs.graph.plan import Plan
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure, changed, correct, cross_entropy, display_name, fingerprint, fingerprints
+from secateurs.methods.teacher import RecallingTeacher
+from secateurs.metrics import (
+    Measure,
+    changed,
+    correct,
+    cross_entropy,
+    display_name,
+    fingerprint,
+    fingerprints,
+    follows_helpers,
+)
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
 from secateurs.pruning.folder import open_cache
 from secateurs.pruning.results import KINDS, Progress, SiteCurve
+from secateurs.scoring.cache import MeasurementCache
 from secateurs.training.state import TrainState, packed, restore_
 
 
@@ -54,6 +65,14 @@ class Budget:
             raise InvalidInput(f"budget {self.name!r}: lr = 'auto' trains every method at another rate: wanted a number")
 
 
+@dataclass(frozen=True, eq=False)
+class OwnMethod:
+    """A method of the user's: code that may do anything, so that network and data are compared with what it was given."""
+
+    name: str  # in full, with its settings
+    function: Callable[..., Any] | None = None  # a whole procedure; None: a criterion
+
+
 NO_TRAINING = Budget("none")
 UNTOUCHED = "untouched"  # the method that removes nothing: what the training alone does
 
@@ -74,6 +93,24 @@ class Task:
     device: Device = None
     folder: Path | None = None  # where a killed method is resumed from
     store: Path | None = None  # of measurements that several methods share
+    answers: Path | None = None  # of the teacher to batches: under one budget and seed all methods train on the same ones
+    own: OwnMethod | None = None  # whose task it is; None: a method of ours
+
+    def contents(self) -> dict[str, str]:
+        """Digests of what no method may change: network and data."""
+        return {"network": network_digest(self.graph.module), "data": self.data.digest()}
+
+    def refuse_changes(self, given: Mapping[str, str]) -> None:
+        """Raise if the user's method has changed what was `given`, the `contents` of before."""
+        if self.own is None:
+            return
+        others = [what for what, known in self.contents().items() if known != given[what]]
+        if others:
+            warning = " Nothing that is measured on these data from now on counts." if "data" in others else ""
+            raise InvalidInput(
+                f"method {self.own.name!r} changed the {' and '.join(others)} of its task: wanted no change. Work on copies."
+                f"{warning}"
+            )
 
 
 @dataclass(frozen=True)
@@ -144,6 +181,7 @@ class TaskRecord:
 
     asked: dict[str, Any]
     fingerprints: dict[str, Any]
+    method: str = ""  # of a method of the user's its name in full
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +218,9 @@ class MethodRun:
 
     task: Task
     context: PruningContext
+    teacher: RecallingTeacher | None  # the task's own network, if the budget distils from it
     asked: Mapping[str, Any]  # all that the outcome depends on, as JSON has it
+    given: Mapping[str, str]  # the task's contents, if a method of the user's has it
 
     @property
     def journal(self) -> Journal:
@@ -210,7 +250,8 @@ class MethodRun:
         self.context.progress.report(phase, done, total, site)
 
     def save(self, state: MethodState) -> MethodState:
-        """Write the state to the folder as a whole, and return it."""
+        """Write the state to the folder as a whole, and return it; refused if the user's method changed network or data."""
+        self.task.refuse_changes(self.given)
         meta = {"spent": plain(state.spent), "plan": state.graph.plan.to_json()}
         self.journal.save_tensors(_STATE, packed(state.graph.module, state.momentum), meta)
         return state
@@ -240,14 +281,15 @@ def opened(
     measures: dict[str, Callable[..., Any]] = {"loss": task.loss_fn, "metric": task.metric}
     if procedure is not None:
         measures["procedure"] = procedure
+    if task.own is not None and task.own.function is not None:
+        measures["code of the procedure"] = task.own.function
     found = {  # all that the outcome depends on; the test set is not read
         "method": name,
         "weights": digest(dict(task.graph.module.state_dict())),
         "train": task.data.train.digest(),
         "search": task.data.search.digest(),
         "target_macs": task.target_macs,
-        # a folder from before there was keep_best goes on
-        "budget": {name: value for name, value in asdict(task.budget).items() if name != "keep_best" or value},
+        "budget": _recorded(asdict(task.budget)),
         "shortcut": task.shortcut,
         "seed": task.seed,
         "batch": task.batch,
@@ -260,18 +302,36 @@ def opened(
         with disk_errors(task.folder):
             task.folder.mkdir(parents=True, exist_ok=True)
     with Journal(task.folder, METHOD_KINDS) as journal:
-        known = journal.once(TaskRecord, lambda: TaskRecord(asked, fingerprints(measures)))
-        others = [key for key in asked if key not in measures and known.asked.get(key) != asked[key]]
+        method = "" if task.own is None else task.own.name
+        known = journal.once(TaskRecord, lambda: TaskRecord(asked, fingerprints(measures), method))
+        compared = asked
+        if own is not None and not follows_helpers(known.fingerprints):
+            compared = {**asked, "criterion": fingerprint(own, helpers=False)}
+        others = [key for key in asked if key not in measures and known.asked.get(key) != compared[key]]
         others += changed(measures, known.asked, known.fingerprints)
+        others += [f"method ({known.method}, now {method})"] if known.method and method not in ("", known.method) else []
         if others:
             raise RunError(
                 f"{task.folder}: was started with another {' and '.join(others)}. Give what it was started with, or another "
                 f"folder."
             )
-        with closing(open_cache(journal, task.store)) as cache:
+        # code of the user's that runs between trainings may change the network, whose answers would then reach other methods
+        alone = procedure is None and task.own is not None and task.own.function is not None
+        distils = any(part is not None and part.distill for part in (task.budget.between, task.budget.after))
+        shared = MeasurementCache(None if alone or not distils else task.answers)
+        with closing(open_cache(journal, task.store)) as cache, closing(shared) as answers:
             runtime = Runtime(task.loss_fn, task.metric, task.device, cache, cache_bytes=None)
             context = PruningContext(task.graph, task.data, recipe, runtime, journal, ProgressReporter(watch))
-            yield MethodRun(task, context, asked)
+            given = {} if task.own is None else task.contents()
+            teacher = RecallingTeacher(task.graph.module, answers) if distils else None
+            yield MethodRun(task, context, teacher, asked, given)
+
+
+def _recorded(budget: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a budget without those that are off and that older folders, which go on, do not name."""
+    later = ("keep_best", "features")
+    kept = {name: value for name, value in budget.items() if name not in later or value}
+    return {name: _recorded(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, TrainingError
+from secateurs.graph.features import paired_features
 from secateurs.methods.base import ROUNDING, MethodRun, MethodState, Pruned, Task, Trained
 from secateurs.metrics import Measure, cross_entropy
 from secateurs.training import EpochRecord, History, KeptWeights, candidates, keep_best_, learning_rate
@@ -81,7 +83,7 @@ def train_next(
     `at_epoch` may change the weights after every epoch, `after_step` after every step: training continues from what they
     leave, the momentum unchanged. `loss_fn` replaces the task's loss, for a penalty that is added to it.
     """
-    task, spent, began = run.task, state.spent, time.monotonic()
+    task, spent, began, spared = run.task, state.spent, time.monotonic(), _spared(run)
     stages, examples = training_stages(task, len(run.sites)), len(task.data.train)
     stage, before = stages[spent.stages], _trained(stages[: spent.stages], examples).images
     assert state.graph.module is not task.graph.module, "the task's own network is never trained"
@@ -106,7 +108,8 @@ def train_next(
         phase=stage.phase,
         step=spent.stages,
         after_epoch=None if at_epoch is None else after_epoch,
-        teacher=task.graph.module if stage.settings.distill else None,
+        teacher=run.teacher,
+        features=partial(paired_features, state.graph, task.graph),
         loss_fn=own if loss_fn is None else loss_fn,
         metric=task.metric,
         device=task.device,
@@ -114,14 +117,20 @@ def train_next(
         on_step=on_step,
     )
     assert history.epochs[-1].steps == _steps(stage.settings, examples), "a stage is spent as a whole"
-    note = spent.note
+    note = "; ".join(filter(None, (spent.note, history.note)))
     if stage.phase == "retrain" and task.budget.keep_best and at_epoch is None:  # a soft method has not cut yet
         kept = _keep_best_(run, state, start, history, stage.settings)
         run.journal.once(KeptWeights, lambda: replace(kept, phase=stage.phase, step=spent.stages), step=spent.stages)
         note = "; ".join(filter(None, (note, kept.summary())))
-    seconds = spent.training_seconds + time.monotonic() - began
+    # answers that another row has paid for count: rows are compared at equal time
+    seconds = spent.training_seconds + time.monotonic() - began + _spared(run) - spared
     spent = replace(spent, stages=spent.stages + 1, training_seconds=seconds, note=note)
     return replace(state, momentum=history.momentum, spent=spent)
+
+
+def _spared(run: MethodRun) -> float:
+    """Seconds of the teacher's answers that were there already."""
+    return 0.0 if run.teacher is None else run.teacher.spared
 
 
 def _keep_best_(
@@ -129,7 +138,7 @@ def _keep_best_(
 ) -> KeptWeights:
     """Leave the best of the weights before, after and in between in the network, as a run does."""
     task, module = run.task, state.graph.module
-    teacher = task.graph.module if settings.distill else None
+    teacher = run.teacher
     objective = objective_for(settings, loss_fn=None if task.loss_fn is cross_entropy else task.loss_fn, teacher=teacher)
 
     def measure() -> tuple[float, float | None]:

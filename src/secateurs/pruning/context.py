@@ -167,6 +167,15 @@ class PruningContext:
         """The validation set (the paper's D_val), in the network's type."""
         return self.data.search.ready(self.dtype)
 
+    @cached_property
+    def train(self) -> Examples:
+        """The training set (the paper's D_train), in the network's type.
+
+        Byte images of a float32 network stay bytes, which are scaled batch by batch; for another type they are copied.
+        """
+        stored = self.data.train
+        return stored if stored.scaling is not None and self.dtype == torch.float32 else stored.ready(self.dtype)
+
     @property
     def contract(self) -> Contract:
         """The accuracy contract of this run."""

@@ -10,6 +10,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
 from secateurs.distributed import ALONE, active, join, rank
-from secateurs.errors import InvalidInput, RunError, TrainingError
+from secateurs.errors import Diverged, InvalidInput, RunError, TrainingError
+from secateurs.graph.features import paired_features
+from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
 from secateurs.metrics import cross_entropy, loss
 from secateurs.pruning.budget import AccuracyBudget
@@ -77,7 +80,7 @@ def with_step(train: Callable[..., Any] | None) -> Training | None:
 
 def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkState) -> NetworkState:
     """Recompute BatchNorm's statistics on training examples, if the recipe asks for that."""
-    recipe, train = context.recipe, context.data.train
+    recipe, train = context.recipe, context.train
     if recipe.recalibrate is None:
         return state
     chosen = subset(train, min(recipe.recalibrate, len(train)), seed=derive(recipe.seed, "recalibrate"))
@@ -154,28 +157,61 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
     return state
 
 
-def train_trial(context: PruningContext, graph: Graph, place: int) -> Graph:
-    """Give a network that is tried the training of the run, in place, once: what it ends with is kept by its `place`."""
-    journal, recipe, module = context.journal, context.recipe, graph.module
-    known = context.trained_trials.get(place) or (journal.load_tensors(_TRIAL.format(place)) or (None,))[0]
-    if known is not None:
-        module.load_state_dict(known)
-        return graph
-    state = NetworkState(graph)
-    if context.runtime.finetune is not None:
-        state = _train_by_user(context, state, context.runtime.finetune, place)
-    if recipe.retrain is not None:
-        _train(context, None, state, recipe.retrain, "trial", place)
+def train_trial(context: PruningContext, graph: Graph, place: int, measure: Callable[[Graph], Trial]) -> Trial:
+    """Give a copy of a network that is tried the training of the run, and judge it; what was judged is kept by its `place`.
+
+    Where the training diverges, or is refused and the weights before it are accepted, these are judged, and the record's note
+    says so. The record holds the digest of the file of weights. A training that is killed before it is journaled is repeated.
+    """
+    journal, recipe, kept = context.journal, context.recipe, copied(graph)
+    state, note, found = NetworkState(kept), "", None
+    try:
+        if context.runtime.finetune is not None:
+            # its number, from 1: the places on the frontier have gaps, and steps that a schedule depends on should not
+            number = 1 + len({trial.place for trial in journal.of(Trial) if trial.judge != "steering"})
+            state = _train_by_user(context, state, context.runtime.finetune, number)
+        if recipe.retrain is not None:
+            _train(context, None, state, recipe.retrain, "trial", place)
+        found = measure(kept)
+    except Diverged as error:
+        if active().size > 1:  # one worker may diverge alone, while the others wait for it
+            raise
+        note = str(error)
+    if found is None or not found.accepted:
+        before = measure(graph)
+        if found is not None and before.accepted:
+            note = f"after it the metric is {found.accuracy:.4g} and refused, before it {before.accuracy:.4g} and accepted"
+        if note:
+            kept, found = graph, replace(before, note=f"the training was undone: {note}")
+    assert found is not None
+    name, weights = _TRIAL.format(place), kept.module.state_dict()
     if journal.path is None:
-        context.trained_trials[place] = copy.deepcopy(module.state_dict())
-    journal.save_tensors(_TRIAL.format(place), module.state_dict())
-    journal.delete(CHECKPOINT)
+        context.trained_trials[place] = copy.deepcopy(weights)
+    journal.save_tensors(name, weights, listed=True)
+    return replace(found, files=journal.file_digests(f"{name}.safetensors"))
+
+
+def load_trial(context: PruningContext, graph: Graph, place: int) -> Graph:
+    """Give the network of an allocation, in place, the weights that it was judged with.
+
+    RunError if their file is missing, or is not the one that the journal relies on: another training might end with others.
+    """
+    journal, name = context.journal, _TRIAL.format(place)
+    for known in journal.of(Trial, place=place):
+        journal.check_files(known)
+    found = journal.load_tensors(name)  # by all workers, before what each has in memory
+    weights = context.trained_trials.get(place) if found is None else found[0]
+    if weights is None:
+        raise RunError(
+            f"{journal.path}/{name}.safetensors: the weights that were judged are missing. Restore checkpoints/ from a copy."
+        )
+    graph.module.load_state_dict(weights)
     return graph
 
 
 def take_trial(context: PruningContext, state: NetworkState, place: int) -> NetworkState:
     """The network of the chosen allocation with the weights that it had when it was judged."""
-    return context.measured(replace(state, graph=train_trial(context, state.graph, place)))
+    return context.measured(replace(state, graph=load_trial(context, state.graph, place)))
 
 
 def forget_trials(context: PruningContext, chosen: int) -> None:
@@ -183,6 +219,7 @@ def forget_trials(context: PruningContext, chosen: int) -> None:
     for place in {trial.place for trial in context.journal.of(Trial)} - {chosen}:
         context.trained_trials.pop(place, None)
         context.journal.delete(_TRIAL.format(place))
+    context.journal.delete(CHECKPOINT)
 
 
 def _train_by_user(context: PruningContext, state: NetworkState, train: Callable[..., Any], step: int) -> NetworkState:
@@ -242,7 +279,7 @@ class _Before:
             hooks.update(known)
         wrong = first_non_finite({name: t for name, t in named_tensors(module).items() if name in self.finite})
         if wrong is not None:
-            raise TrainingError(f"finetune left NaN or infinite values in {wrong!r}: lower its learning rate.")
+            raise Diverged(f"finetune left NaN or infinite values in {wrong!r}: lower its learning rate.")
 
     def _refuse_others(self, now: Mapping[str, object], before: Mapping[str, object], what: str) -> None:
         changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -274,13 +311,14 @@ def _train(
         history = train_resumably_(
             context.journal,
             module,
-            context.data.train if runtime.train is None else runtime.train.ready(context.dtype),
+            context.train if runtime.train is None else runtime.train.ready(context.dtype),
             settings,
             phase=phase,
             step=step,
             search=context.validation,
             held_out=held_out,
             teacher=teacher,
+            features=partial(paired_features, state.graph, context.original),
             loss_fn=loss_fn,
             metric=runtime.metric,
             device=runtime.device,

@@ -28,7 +28,7 @@ from secateurs.graph.structure import activations
 from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import HeldOut, PreparedSite, PruningContext
-from secateurs.pruning.finetune import forget_trials, train_trial
+from secateurs.pruning.finetune import forget_trials, load_trial, train_trial
 from secateurs.pruning.latency_target import target_share, timed_allocations
 from secateurs.pruning.results import BranchPrice, ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
 from secateurs.repair import solve_together, write_
@@ -179,19 +179,16 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
     """Try allocations as whole networks."""
     baseline, sets = budget.original, context.acceptance_sets
     values, allocations = baseline.values, allocations_for(context, curves)
-    networks: dict[tuple[int, bool], Graph] = {}
+    networks: dict[int, Graph] = {}
     train = context.recipe.train_trials
 
-    def network(index: int, *, trained: bool) -> Graph:
-        if (index, trained) not in networks:
+    def network(index: int) -> Graph:
+        if index not in networks:
             networks.clear()  # one at a time: they are as large as the user's
-            made = apply_allocation(context, curves, allocations[index])
-            networks[index, trained] = train_trial(context, made, index) if trained else made
-        return networks[index, trained]
+            networks[index] = apply_allocation(context, curves, allocations[index])
+        return networks[index]
 
-    def measure(index: int, *, trained: bool) -> Trial:
-        judge: Literal["trained", "steering"] = "trained" if trained else "steering"
-        graph = network(index, trained=trained)
+    def measure(judge: Literal["trained", "steering"], index: int, graph: Graph) -> Trial:
         if values is None:
             whole = context.runtime.evaluate
             found = context.evaluate(graph, sets.search).accuracy if whole is None else float(whole(graph).mean())
@@ -200,20 +197,32 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
         verdict = context.predicted(graph, values)
         return Trial(judge, index, verdict.accepted, verdict.accuracy, verdict.by_estimate)
 
-    def ask(index: int, answers: Sequence[bool]) -> Trial:
-        assert values is not None
-        verdict = context.certified(network(index, trained=train), values, list(answers))
-        return Trial("certifying", index, verdict.accepted, upper=verdict.upper)
-
     def once(judge: str, index: int, compute: Callable[[], Trial]) -> Trial:
         return context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=judge, place=index)
+
+    def search_trained(index: int) -> Trial:
+        judged = partial(measure, "trained", index)
+        return once("trained", index, lambda: train_trial(context, network(index), index, judged))
+
+    def ask(index: int, answers: Sequence[bool]) -> Trial:
+        assert values is not None
+        graph = load_trial(context, copied(network(index)), index) if train else network(index)
+        verdict = context.certified(graph, values, list(answers))
+        return Trial("certifying", index, verdict.accepted, upper=verdict.upper)
+
+    def certify(index: int, answers: Sequence[bool]) -> Trial | None:
+        if train and not context.journal.of(Trial, judge="certifying", place=index) and not search_trained(index).accepted:
+            tried = context.journal.of(Trial, judge="trained")
+            if any(trial.accepted and trial.place > index for trial in tried):
+                return None  # such as a training that diverged: a refusal here would end the questions
+        return once("certifying", index, lambda: ask(index, answers))
 
     certifies = values is not None and sets.sides is not None
     chosen = choose_allocation(
         allocations,
-        lambda index: once("steering", index, lambda: measure(index, trained=False)),
-        (lambda index, answers: once("certifying", index, lambda: ask(index, answers))) if certifies else None,
-        search_trained=(lambda index: once("trained", index, lambda: measure(index, trained=True))) if train else None,
+        lambda index: once("steering", index, lambda: measure("steering", index, network(index))),
+        certify if certifies else None,
+        search_trained=search_trained if train else None,
         bounded=context.recipe.has_target,
         growth=COARSE if sets.contract.reserve else FINE,
         images=sets.certifying,
@@ -225,7 +234,7 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
 def choose_allocation(
     allocations: Sequence[Allocation],
     search: Callable[[int], Trial],
-    certify: Callable[[int, Sequence[bool]], Trial] | None,
+    certify: Callable[[int, Sequence[bool]], Trial | None] | None,
     *,
     search_trained: Callable[[int], Trial] | None = None,
     bounded: bool = False,
@@ -238,7 +247,8 @@ def choose_allocation(
     `search` measures an allocation, by its index, on the search images. The edge, the largest one that they predict to be
     certified, is found by bisection. The certification images are then asked about ever larger allocations (`to_certify`),
     which were fixed without them; `certify` takes an index and their answers so far. Every acceptance is free, the first
-    refusal is final, and the last accepted allocation is taken. Without `certify` the edge itself is.
+    refusal is final, and the last accepted allocation is taken. Without `certify` the edge itself is. Where it gives None, the
+    search images alone decided not to ask about this allocation, which is passed over.
 
     `search_trained` measures an allocation after its training: first the one at the edge before training, or the last where
     a target is what `bounded` them, and few in all (`to_train`). `certify` is then asked about trained ones.
@@ -269,8 +279,11 @@ def choose_allocation(
         best = 0
         for index in asked:
             on_trial(len(tried) + len(verdicts) + 1, len(tried) + len(asked))
-            verdicts.append(certify(index, [verdict.accepted for verdict in verdicts]))
-            if not verdicts[-1].accepted:
+            verdict = certify(index, [earlier.accepted for earlier in verdicts])
+            if verdict is None:
+                continue
+            verdicts.append(verdict)
+            if not verdict.accepted:
                 break
             best = index
     bounds = [verdict.upper for verdict in verdicts if verdict.accepted]

@@ -204,6 +204,8 @@ class Trial:
     by_estimate: bool | None = None  # the drop seen on the search images is within what is allowed
     upper: float | None = None  # bound on the drop, by the certification images
     seconds: Seconds = 0.0
+    files: Files = field(default_factory=dict)  # of the weights that were judged; nothing where it was not trained
+    note: str = ""  # why the weights before its training were judged; empty: those after it were
 
     def __post_init__(self) -> None:
         if self.judge != "certifying" and self.accuracy is None:

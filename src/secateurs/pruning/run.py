@@ -54,6 +54,7 @@ from secateurs.pruning.results import (
     Start,
     Step,
     TestChange,
+    Trial,
     curve_from,
     curve_tensors,
 )
@@ -207,6 +208,8 @@ class Run:
             self.stopped = "all cuts of the allocation are made"
             if self.recipe.has_target:
                 self.stopped += "; no larger one is within the allowed drop, so the target is not reached"
+        for trial in self.journal.of(Trial, judge="trained", place=self._allocation.place) if self.steps else ():
+            self.stopped += f"; {trial.note}" if trial.note else ""
 
     def _best_shortcut(self) -> Shortcut:
         """The position whose allocation has the least loss, measured, where all save as much; journaled."""

@@ -16,6 +16,7 @@ from secateurs.distributed import active
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import LayerConsumer, SumConsumer, find_consumers
+from secateurs.graph.features import kept_positions, select
 from secateurs.graph.flow import ELSEWHERE
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.layers import mask_channels
@@ -425,24 +426,6 @@ def affine(norm: Any) -> tuple[Tensor, Tensor]:
         gain = gain * norm.weight.detach().cpu().double()
     shift = -gain * norm.running_mean.detach().cpu().double()
     return gain, shift if norm.bias is None else shift + norm.bias.detach().cpu().double()
-
-
-def kept_positions(graph: Graph, original: Graph, node: str) -> Tensor | None:
-    """Return the positions in `original` of the channels that a node of `graph` has; None for all of them."""
-    ours, theirs = graph.ids.get(node), original.ids.get(node)
-    if ours is None or theirs is None:
-        if theirs is not None:
-            raise InvalidInput(f"original has fewer channels at {node!r} than graph: it must be the less cut of the two.")
-        return ours
-    matches = ours[:, None] == theirs
-    if not bool(matches.any(1).all()):
-        raise InvalidInput(f"original lacks channels at {node!r} that graph has: it must be the less cut of the two.")
-    return matches.long().argmax(1)
-
-
-def select(value: Tensor, positions: Tensor | None, axis: int) -> Tensor:
-    """Return the channels at `positions` along `axis`; all of them for None."""
-    return value if positions is None else value.index_select(axis, positions.to(value.device))
 
 
 def layer_fit(graph: Graph, consumer: LayerConsumer, total: Moments | None, held: Moments | None) -> LayerFit:

@@ -18,6 +18,7 @@ from secateurs.distributed import active
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import LastTerm, LayerConsumer, find_layers
+from secateurs.graph.features import kept_positions, select
 from secateurs.graph.masking import network_between
 from secateurs.graph.trace import Graph
 from secateurs.repair.observe import (
@@ -30,9 +31,7 @@ from secateurs.repair.observe import (
     converted,
     find_node,
     gram_size,
-    kept_positions,
     layer_fit,
-    select,
     tally_batches,
     worth_sharing,
 )

@@ -18,9 +18,10 @@ from secateurs.data.dataset import Examples, generator_for
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.consumers import find_layers
+from secateurs.graph.features import kept_positions, select
 from secateurs.graph.masking import network_up_to
 from secateurs.graph.trace import Graph
-from secateurs.repair.observe import channel_axis, converted, find_node, kept_positions, select
+from secateurs.repair.observe import channel_axis, converted, find_node
 
 RATE, PASSES, BATCH = 1e-4, 8, 64
 

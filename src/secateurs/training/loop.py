@@ -18,7 +18,8 @@ from secateurs.config import Optimiser, TrainSettings
 from secateurs.data.dataset import Batch, Examples, generator_for, map_inputs, seeded
 from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.distributed import active
-from secateurs.errors import InvalidInput, TrainingError
+from secateurs.errors import Diverged, InvalidInput, TrainingError
+from secateurs.graph.features import FeaturePairs
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
 from secateurs.training.augment import augment, suitable_augmentation
 from secateurs.training.fake_int8 import fake_int8
@@ -41,6 +42,9 @@ from secateurs.training.state import (
     undone_on_error,
 )
 
+Features = Callable[[], FeaturePairs | None]
+"""Pairs the network that is trained with its teacher; called when both are where they are trained."""
+
 AUTO_RATES: dict[Optimiser, tuple[float, ...]] = {"sgd": (5e-4, 2e-3, 1e-2), "adamw": (5e-5, 2e-4, 1e-3)}
 """What lr "auto" chooses from."""
 
@@ -56,6 +60,7 @@ def train_(
     search: Examples | None = None,
     held_out: Examples | None = None,
     teacher: nn.Module | None = None,
+    features: Features | None = None,
     loss_fn: Measure | None = None,
     metric: Measure | None = None,
     device: Device = None,
@@ -69,7 +74,8 @@ def train_(
 
     The loss is cross-entropy and the metric accuracy unless others are given (with a loss of your own and no metric,
     only losses are recorded). `search` (the validation set) is measured after every epoch and changes nothing; `held_out`
-    chooses the rate where that is "auto" (see `find_rate`). `teacher` runs only where `settings.distill` is above 0.
+    chooses the rate where that is "auto" (see `find_rate`). `teacher` runs only where `settings.distill` is above 0; `features`
+    pairs the module with it where `settings.features` is, and may find nothing to pair.
     `momentum` (by parameter name) starts SGD. Averaged weights are what is measured, and what the training ends with; those of
     the last step are then in `History.last`. After every epoch `save` gets the state that `resume` takes, then `on_epoch`
     its record; `on_step` gets the number of optimiser steps done and of those planned. The user's random state, the module's
@@ -91,12 +97,17 @@ def train_(
             *(module, examples, settings),
             held_out=held_out,
             teacher=teacher,
+            features=features,
             loss_fn=loss_fn,
             device=device,
             momentum=momentum,
         )
         settings = replace(settings, lr=found.lr)
-    objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
+    if settings.features and features is None:
+        raise InvalidInput(
+            f"features = {settings.features:g} needs to know which feature maps are compared: give "
+            f"features=partial(paired_features, graph, original), or set features = 0"
+        )
 
     def measure() -> tuple[float | None, float | None]:
         chosen = cross_entropy if loss_fn is None else loss_fn
@@ -110,12 +121,17 @@ def train_(
         if teacher is not None:
             stack.enter_context(on_device(teacher, place))
             stack.enter_context(eval_mode(teacher))
+        pairs = features() if settings.features and features is not None else None  # of tensors that are where they are trained
+        if pairs is not None:
+            stack.enter_context(on_device(pairs.theirs, place))  # the teacher may be a copy of it
+            stack.enter_context(eval_mode(pairs.theirs))
         stack.enter_context(keeping_modes(module))
         stack.enter_context(torch.enable_grad())
         if settings.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             stack.callback(lambda: module.to(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
-        loop = _Loop(module, examples, settings, objective, shown, place, on_step)
+        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher, pairs=pairs)
+        loop = _Loop(module, examples, settings, objective, pairs, shown, place, on_step)
         records = loop.start(resume, momentum)
         while loop.step < loop.planned:
             with fake_int8(module) if settings.int8 else nullcontext():  # ranges begin anew: a resumed epoch ends the same
@@ -136,6 +152,7 @@ def find_rate(
     *,
     held_out: Examples | None = None,
     teacher: nn.Module | None = None,
+    features: Features | None = None,
     loss_fn: Measure | None = None,
     device: Device = None,
     momentum: Mapping[str, Tensor] | None = None,
@@ -160,17 +177,17 @@ def find_rate(
     before = snapshot(module)
     with undone_on_error(module):
         for rate in AUTO_RATES[settings.optimiser]:
-            options: dict[str, Any] = {"teacher": teacher, "loss_fn": loss_fn, "device": device, "momentum": momentum}
+            options: dict[str, Any] = {"teacher": teacher, "features": features, "loss_fn": loss_fn, "device": device}
             try:
-                train_(module, examples, replace(short, lr=rate), metric=_no_metric, **options)
+                train_(module, examples, replace(short, lr=rate), metric=_no_metric, momentum=momentum, **options)
                 found, _ = held_out_means(module, held_out, objective, teacher=teacher, batch=settings.batch, device=device)
-            except TrainingError:  # it diverged
+            except Diverged:
                 found = inf
             tried.append((rate, found if isfinite(found) else None))
             copy_into_(module, before)
     best = min(tried, key=lambda trial: inf if trial[1] is None else trial[1])
     if best[1] is None:
-        raise TrainingError(
+        raise Diverged(
             f"lr = 'auto': training diverges at all of {', '.join(f'{rate:g}' for rate, _ in tried)}. Check that inputs and "
             f"weights are finite and scaled, or give a lower rate as lr."
         )
@@ -191,19 +208,22 @@ class _Loop:
         examples: Examples | Stream,
         settings: TrainSettings,
         objective: Objective,
+        pairs: FeaturePairs | None,
         metric: Measure | None,
         place: torch.device,
         on_step: Callable[[int, int], None] | None,
     ) -> None:
         self.module, self.examples, self.settings, self.place = module, examples, settings, place
         self.workers = active()
-        self.trained_module = wrapped(module, self.workers, place)
-        self.objective, self.metric, self.on_step = objective, metric, on_step
+        self.trained_module = wrapped(module if pairs is None else pairs.ours, self.workers, place)
+        self.objective, self.paired, self.metric, self.on_step = objective, pairs is not None, metric, on_step
         self.count = examples.length or 0 if isinstance(examples, Stream) else len(examples)
         self.per_epoch = self.count if isinstance(examples, Stream) else steps_in_epoch(self.count, settings.batch)
         self.planned = total_steps(settings, self.per_epoch)
         self.step, self.rate, self.average = 0, settings.rate, dict[str, Tensor]()
         self.precision, self.note = usable_precision(settings.precision, place)
+        if settings.features and pairs is None:
+            self.note = "; ".join(filter(None, (self.note, "there are no feature maps to compare: outputs alone are")))
         if settings.augment == "auto":
             kind, pad = suitable_augmentation(examples)
             self.settings = replace(settings, augment=kind, pad=pad)
@@ -380,10 +400,10 @@ class _Loop:
         self.scaler.step(self.optimiser)
         self.scaler.update()
         self.optimiser.zero_grad(set_to_none=True)
-        return found, outputs
+        return found, outputs[-1] if self.paired else outputs
 
-    def _diverged(self, what: str, number: int) -> TrainingError:
-        return TrainingError(
+    def _diverged(self, what: str, number: int) -> Diverged:
+        return Diverged(
             f"training diverged in epoch {number}, step {self.step} of {self.planned}, at learning rate {self.rate:g}: "
             f"{what}. The weights are those of the start of epoch {number}. "
             f"Lower lr, set clip_norm = 1.0, add warmup epochs, or check that the inputs are finite and scaled."

@@ -14,6 +14,7 @@ from secateurs._util.modules import Device, eval_mode, on_device
 from secateurs.config import Distance, TrainSettings
 from secateurs.data.dataset import Batch, Examples
 from secateurs.errors import InvalidInput
+from secateurs.graph.features import FeaturePairs
 from secateurs.metrics import Measure, by_batch, cross_entropy, logits_of, total
 
 Objective = Callable[[tuple[Tensor, ...], Any, Any], Tensor]
@@ -22,8 +23,13 @@ Objective = Callable[[tuple[Tensor, ...], Any, Any], Tensor]
 _LEAST = 1e-8  # of a standard deviation: constant outputs have no correlation
 
 
-def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None) -> Objective:
-    """The mean loss that `settings` ask for; the teacher runs only where they distil from it."""
+def objective_for(
+    settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None, pairs: FeaturePairs | None = None
+) -> Objective:
+    """The mean loss that `settings` ask for; the teacher runs only where they distil from it.
+
+    With `pairs` the objective takes the outputs of `pairs.ours`, features first, and `settings.features` counts.
+    """
     if loss_fn is not None and settings.label_smoothing:
         raise InvalidInput(f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy")
     smoothed = partial(cross_entropy, label_smoothing=settings.label_smoothing)
@@ -34,13 +40,23 @@ def objective_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: 
         raise InvalidInput(f"distill = {settings.distill} needs a teacher: give teacher=…, or set distill = 0")
     share, temperature, kind = settings.distill, settings.temperature, settings.distance
 
-    def with_teacher(inputs: tuple[Tensor, ...], outputs: Any, targets: Any) -> Tensor:
-        with torch.no_grad():
-            wanted = teacher(*inputs)
+    def apart_from(wanted: Any, outputs: Any, targets: Any) -> Tensor:
         apart = distance(outputs, wanted, temperature, kind)
         return apart if share == 1 else (1 - share) * plain(outputs, targets).mean() + share * apart
 
-    return with_teacher
+    def with_teacher(inputs: tuple[Tensor, ...], outputs: Any, targets: Any) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(*inputs)
+        return apart_from(wanted, outputs, targets)
+
+    def with_features(inputs: tuple[Tensor, ...], outputs: Any, targets: Any) -> Tensor:
+        assert pairs is not None
+        with torch.no_grad():
+            *features, answers = pairs.theirs(*inputs)
+        *own, last = outputs
+        return apart_from(answers, last, targets) + settings.features * pairs.error(own, features)
+
+    return with_teacher if pairs is None else with_features
 
 
 def distance(outputs: Any, wanted: Any, temperature: float, kind: Distance = "kl") -> Tensor:

@@ -37,7 +37,8 @@ def train_resumably_(
     with the momentum unchanged.
     """
     if settings.lr == "auto":
-        own = {name: options[name] for name in ("held_out", "teacher", "loss_fn", "device", "momentum") if name in options}
+        names = ("held_out", "teacher", "features", "loss_fn", "device", "momentum")
+        own = {name: options[name] for name in names if name in options}
         trials = journal.once(
             RateTrials,
             lambda: replace(find_rate(module, examples, settings, **own), phase=phase, step=step),

@@ -194,6 +194,7 @@ class Base:
     weights_sha256: str
     data_sha256: str
     shortcut: str
+    structure_sha256: str = field(default="", kw_only=True)  # of the modules and their calls; empty in rows of earlier releases
 
 
 @dataclass(frozen=True)
@@ -280,12 +281,21 @@ def budgets_of(rows: Iterable[Row]) -> tuple[str, ...]:
 # ---- what can be compared --------------------------------------------------------------------------------------------
 
 
+_WORDS = {
+    "weights_sha256": "weights",
+    "data_sha256": "data or split",
+    "structure_sha256": "code or options of the model",
+}
+
+
 def check_conditions(where: str | Path, base: Base, budgets: Iterable[Budget], wanted: Conditions) -> None:
     """Raise if what was found at `where` was made of another base, or with other settings under the name of a budget."""
     for name in Base.__annotations__:
         started, now = getattr(base, name), getattr(wanted.base, name)
+        if name == "structure_sha256" and "" in (started, now):
+            continue
         if started != now:
-            what = {"weights_sha256": "weights", "data_sha256": "data or split"}.get(name, name)
+            what = _WORDS.get(name, name)
             raise RunError(
                 f"{where}: was made with different {what} ({started:.24}, now {now:.24}), but all rows of a "
                 f"comparison share one base. Give what it was started with, or another --out and --runs."
@@ -298,9 +308,10 @@ def check_conditions(where: str | Path, base: Base, budgets: Iterable[Budget], w
 def check_comparable(rows: Sequence[Row]) -> None:
     """Raise if rows have different networks or data, or if methods were not trained alike under one budget."""
     first = {row.budget.name: row for row in reversed(rows)}
+    base = next((row for row in rows if row.structure_sha256), rows[0]) if rows else None
     for row in rows:
         one = first[row.budget.name]
-        check_conditions(f"the row of {_name(row)}", row, [row.budget], Conditions(rows[0], {one.budget.name: one.budget}))
+        check_conditions(f"the row of {_name(row)}", row, [row.budget], Conditions(base or row, {one.budget.name: one.budget}))
         if row.images_trained != one.images_trained or not isclose(row.rate_sum, one.rate_sum, rel_tol=1e-6):
             raise RunError(
                 f"budget {row.budget.name!r}: {_name(row)} was trained on {row.images_trained:,} images (learning rates add up "

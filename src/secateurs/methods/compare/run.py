@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +21,7 @@ from torch import nn
 
 from secateurs._util.decode import Malformed, decode_json, read_text_file
 from secateurs._util.files import write_text
-from secateurs._util.modules import Device
+from secateurs._util.modules import Device, structure
 from secateurs._util.tensors import digest
 from secateurs.compaction.serialization import load, save
 from secateurs.config import Shortcut
@@ -48,6 +49,7 @@ from secateurs.methods.compare.rows import (
 from secateurs.metrics import Evaluation, evaluate
 from secateurs.pruning.folder import environment, example_for
 
+_LONG = 200  # bytes of a method's name in that of a file, which may have 255
 ROWS, CONDITIONS, NETWORK, WORK = "rows.jsonl", "comparison.json", "pruned.safetensors", "work"
 
 
@@ -79,11 +81,12 @@ class Comparison:
     def base(self) -> Base:
         """What all rows share."""
         name = str(self.names.get("model", type(self.model).__name__))
-        return Base(name, digest(self.model.state_dict()), self.data.digest(), self.shortcut)
+        code = hashlib.sha256(structure(self.graph.module).encode()).hexdigest()
+        return Base(name, digest(self.model.state_dict()), self.data.digest(), self.shortcut, structure_sha256=code)
 
     @cached_property
     def baseline(self) -> tuple[Evaluation, Evaluation]:
-        """The unpruned network on the validation and test sets; read at the end of a row only."""
+        """The unpruned network on the validation and test sets; read for the rows only."""
         return self._evaluate(self.graph, self.data.search), self._evaluate(self.graph, self.data.test_set)
 
     def budgets(self, names: Iterable[str]) -> tuple[Budget, ...]:
@@ -103,7 +106,8 @@ class Comparison:
             except Malformed as error:
                 raise RunError(f"{path}: damaged ({error}). Restore it from a copy, or give another --runs.") from error
         check_conditions(f"{self.runs} (--runs)", known.base, known.budgets.values(), wanted)
-        write_text(path, json.dumps(asdict(replace(known, budgets=known.budgets | wanted.budgets)), indent=1))
+        # an earlier release recorded no structure: ours is the one from now on
+        write_text(path, json.dumps(asdict(Conditions(self.base, known.budgets | wanted.budgets)), indent=1))
 
     def done(self) -> dict[Key, Row]:
         """Return the existing rows that have all that is asked for."""
@@ -123,6 +127,12 @@ class Comparison:
                 graph = load(self.model, folder / NETWORK, example_input=self.graph.example)
                 append_row(self.rows, asdict(row := replace(begun, int8=self._int8(graph))))
                 return row
+            if self.data.digest() != self.base.data_sha256:
+                raise RunError(
+                    "the data are not those that the comparison began with: code that ran here has changed them in place, and "
+                    "rows are no longer comparable. Remove the method that does it, and give the command again."
+                )
+            _ = self.baseline  # measured before code of the user's may change anything
             pruned = method(self._task(entry, folder), watch=watch)
             file = save(pruned.graph, folder / NETWORK)
             row = self._row(entry, pruned, file)
@@ -144,6 +154,7 @@ class Comparison:
             folder=folder / WORK,
             # shared by the targets and budgets of a method, not by methods: else the first pays for the search of the others
             store=stores / f"{_file_name(entry.method)}-seed{entry.seed}.sqlite",
+            answers=stores / "teacher.sqlite",
         )
 
     def _row(self, entry: Entry, pruned: Pruned, file: Path) -> Row:
@@ -237,7 +248,17 @@ def _filters(before: Graph, after: Graph) -> dict[str, tuple[int, int]]:
 
 
 def _file_name(method: str) -> str:
-    return method.replace(":", "-").replace("/", "-")
+    """The method's name as that of a file: ':' of the function's name becomes '-', and no two methods have the same.
+
+    Settings that hold other characters than a file name takes, and long names, end in a hash of the whole name.
+    """
+    base, bracket, settings = method.partition("[")
+    plain = base.replace(":", "-") + bracket + settings
+    usable = re.sub(r"[/:\\\x00-\x1f]", "-", plain)
+    if usable == plain and len(usable.encode()) <= _LONG:
+        return usable
+    end = f"-{hashlib.sha256(method.encode()).hexdigest()[:16]}"
+    return usable.encode()[: _LONG - len(end)].decode(errors="ignore") + end
 
 
 @contextmanager
