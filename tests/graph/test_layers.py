@@ -72,15 +72,17 @@ def side_by_side(x: Tensor) -> bool:
     return x.shape[1] == 1 or x.stride(1) == 1
 
 
-@given(take=takes, extra=st.integers(0, 2), trained=st.booleans(), large=st.sampled_from([0, 10**9]))
+@given(take=takes, extra=st.integers(0, 2), trained=st.booleans(), large=st.sampled_from([0, 10**9]), half=st.booleans())
 @settings(max_examples=80, deadline=None)
 def test_channels_last_changes_no_bit_and_lasts_through_both_passes(
-    take: list[int], extra: int, trained: bool, large: int
+    take: list[int], extra: int, trained: bool, large: int, half: bool
 ) -> None:
-    align = Align(torch.tensor(take), 1)
+    align, kind = Align(torch.tensor(take), 1), torch.bfloat16 if half else torch.float32  # what autocast makes of images
     channels = max(1, align.count + extra)
-    source, wide = torch.randn(2, channels, 3, 5, generator=seeded(0)), torch.randn(2, len(take), 3, 5, generator=seeded(1))
-    upstream = torch.randn(2, len(take), 3, 5, generator=seeded(2))
+    source, wide, upstream = (
+        torch.randn(2, width, 3, 5, generator=seeded(seed)).to(kind)
+        for seed, width in enumerate((channels, len(take), len(take)))
+    )
     # by definition: a channel of the output is one of the input or zero, and its gradient goes where it came from
     selected, back = torch.zeros_like(wide), torch.zeros_like(source)
     for to, come in enumerate(take):
@@ -92,7 +94,9 @@ def test_channels_last_changes_no_bit_and_lasts_through_both_passes(
             continue  # every channel of a narrow term is added somewhere
         x, beside = (t.clone(memory_format=torch.channels_last).requires_grad_(trained) for t in (source, wide))
         layer = (SumInto(align, large) if into else align).train(trained)
-        y = layer(beside, x) if into else layer(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            y = layer(beside, x) if into else layer(x)
+        assert y.dtype == kind
         assert torch.equal(y, wide + selected if into else selected)
         assert align.count < 2 or side_by_side(y)  # of one channel both orders are the same
         if trained and y.requires_grad:

@@ -563,7 +563,7 @@ def test_a_run_that_is_interrupted_while_it_measures_ends_with_the_same_plan(
 
 
 def test_eager_mode_times_layers_and_networks() -> None:
-    graph, engine = trace(small_net((64,)), torch.randn(2, 1, 8, 8)), TorchEngine(batch=4, threads=1)
+    graph, engine = trace(small_net((64,)), torch.randn(2, 1, 8, 8)), TorchEngine(batch=64, threads=1)  # ten times apart
     narrow = compact(graph, {find_sites(graph)[0]: torch.arange(64) < 4})
     found = in_rounds({"wide": engine.network(graph), "narrow": engine.network(narrow)}, rounds=5)
     wide, thin = (float(median(torch.tensor(found[name]))) for name in ("wide", "narrow"))

@@ -183,14 +183,16 @@ def multiplied(*tensors: Tensor) -> bool:
     one is infinite: for training alone, which an infinite value ends anyway.
     """
     first = tensors[0]
+    if torch.is_autocast_enabled("cpu"):  # it rounds factors to its own type
+        exact = first.dtype == torch.bfloat16 == torch.get_autocast_dtype("cpu")
+    else:
+        exact = first.dtype in (torch.float32, torch.float64) and _products_are_exact()
     return (
         torch.is_grad_enabled()
         and any(x.requires_grad for x in tensors)
         and all(x.dtype == first.dtype for x in tensors)
         and first.device.type == "cpu"
-        and first.dtype in (torch.float32, torch.float64)
-        and not torch.is_autocast_enabled("cpu")
-        and _products_are_exact()
+        and exact
     )
 
 
