@@ -305,10 +305,8 @@ def test_an_unknown_criterion_gets_a_suggestion() -> None:
         scored("taylr", one_conv(), find_site(one_conv(), "conv"))
 
 
-def test_a_registered_function_is_a_criterion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("secateurs.criteria._REGISTRY", registry := dict(CRITERIA))
-    monkeypatch.setattr("secateurs.criteria.CRITERIA", registry)
-    monkeypatch.setattr(config, "CRITERIA", [*config.CRITERIA])
+@pytest.mark.usefixtures("own_criteria")
+def test_a_registered_function_is_a_criterion() -> None:
     with pytest.raises(RecipeError, match="by number"):
         Recipe(criterion="by number")
 

@@ -1,0 +1,277 @@
+"""The recipe of a run: which fields it has, what they mean, and which of them exclude each other."""
+
+# ruff: noqa: RUF009 - `setting` returns a dataclasses.field
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from secateurs.config.declared import declarations, setting
+from secateurs.config.scoring import NETWORK_WIDE, PAPER, EnsembleSettings, Scoring
+from secateurs.config.training import Precision, TrainSettings, named_settings
+from secateurs.errors import RecipeError, suggest
+
+Shortcut = Literal["before", "after", "stream", "coupled"]
+ShortcutChoice = Literal["before", "after", "stream", "coupled", "auto"]
+Method = Literal["bisect", "paper", "scan"]
+Direction = Literal["forward", "backward"]
+Budget = Literal["site", "run"]
+Pool = Literal["train", "search"]
+Signal = Literal["loss", "divergence"]
+Repair = Literal["none", "least-squares", "every-layer", "whole-network"]
+Allocation = Literal["sequential", "global"]
+EngineName = Literal["torch", "compile", "onnxruntime"]
+Deploy = Literal["int8"]
+
+REFITTED: tuple[Repair, ...] = ("every-layer", "whole-network")
+"""Repairs that solve every layer again after all cuts."""
+
+CRITERIA = [
+    *("ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "obd", "leave-one-out", "thinet"),
+    *("thinet-pursuit", "maxplus", "maxplus-threshold", "portfolio"),
+]
+PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
+
+TRAININGS = ("finetune", "retrain")
+"""The fields of a recipe that are trainings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(EnsembleSettings):
+    """How a network is pruned: `Recipe.best()`, Algorithm 1 as published by `Recipe.paper()`, or field by field.
+
+    A field that is not given means the fast way: site by site, nothing repaired. Training is off unless asked for. Drops are
+    fractions: 0.005 is half a point.
+    """
+
+    max_drop: float = setting(
+        0.005, "Accuracy on the validation set that may be lost, a fraction: 0.005 is half a point.", "pruning", low=0, high=1
+    )
+    budget: Budget = setting(
+        "run", "The drop counts from the start of the whole run, or from the start of each site (the paper).", "pruning"
+    )
+    confidence: float = setting(
+        0.95,
+        "Confidence that the drop holds on other images too; 0: the point estimate decides, without a guarantee.",
+        "pruning",
+        low=0,
+        high=0.999999,
+    )
+    worst_class: float | None = setting(None, "Accuracy that any single class may lose, a fraction.", "pruning", low=0, high=1)
+    allocation: Allocation = setting(
+        "sequential",
+        "Cut each site in turn as far as possible (the paper), or weigh the cuts of all sites together.",
+        "pruning",
+    )
+    direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
+    shortcut: ShortcutChoice = setting(
+        "before",
+        "Where the last filters of a residual block are masked: before or after the add, or all of a stage's with one mask "
+        "(stream), or all that the model's own code ties together (coupled); auto: where the same saving costs least, with all "
+        "sites weighed together.",
+        "pruning",
+    )
+    head_widths: bool = setting(
+        False, "Also remove features within the heads of attention, the same from every head, besides whole heads.", "pruning"
+    )
+    rounds: int = setting(1, "Largest number of passes over the sites.", "pruning", low=1)
+    sites: tuple[str, ...] = setting((), "Only sites whose names match this pattern, such as 'layer3.*'.", "pruning")
+    target_parameters: float | None = setting(
+        None, "Stop when this share of the parameters is removed.", "pruning", low=0, high=1
+    )
+    target_macs: float | None = setting(
+        None, "Stop when this share of the multiply-accumulates is removed.", "pruning", low=0, high=1
+    )
+    target_memory: float | None = setting(
+        None,
+        "Stop when the activations take, at their peak, this share of what they took in the original network.",
+        "pruning",
+        above=0,
+        below=1,
+    )
+    criterion: str = setting(
+        "ensemble",
+        f"Criterion that ranks the filters: {', '.join(CRITERIA)}, or your own as package.module:function.",
+        "scoring",
+    )
+    portfolio: tuple[str, ...] = setting(PORTFOLIO, "The criteria that criterion 'portfolio' compares.")
+    signal: Signal = setting(
+        "loss",
+        "Score masks by the loss, or by the divergence from the unpruned network's outputs, which needs no labels.",
+        "scoring",
+    )
+    scoring: Pool = setting("train", "Set that masks are scored on; search is the validation set.", "scoring")
+    scoring_examples: int | Literal["all"] | None = setting(
+        None, "Number of its examples, a stratified subset; by default as many as the noise requires.", "scoring", low=2
+    )
+    repair: Repair = setting(
+        "none",
+        "Solve new weights, in closed form: of the layers that read what was cut, or finally of every layer; whole-network: "
+        "then train all layers together to give what they gave, without labels.",
+        "pruning",
+    )
+    repair_examples: int = setting(1024, "Training examples that a repair is solved on.", "pruning", low=1)
+    repaired_masks: bool = setting(False, "Score masks after repair too, with one solution for each.")
+    search: Method = setting(
+        "bisect",
+        "How the number of filters to remove is found: by bisection, one by one upwards, or downwards (paper).",
+        "pruning",
+    )
+    largest_share: float = setting(0.9, "Largest share of a site's filters that one cut may remove.", "pruning", low=0, high=1)
+    branches: bool = setting(
+        True,
+        "Where all sites are weighed together: a branch of a sum may also go as a whole, whatever largest_share says.",
+        "pruning",
+    )
+    round_to: int | Literal["auto"] = setting(
+        "auto",
+        "The number of kept filters is a multiple of this; auto: of 8 or 16, which a short measurement of the engine decides, "
+        "of fewer at narrow sites.",
+        "pruning",
+        low=1,
+    )
+    latency_aware: bool = setting(
+        False, "Keep only numbers of filters that are measurably faster in the engine than any larger one.", "pruning"
+    )
+    engine: EngineName | None = setting(
+        None, "What will run the network: cuts are then weighed by the time that they save in it.", "pruning"
+    )
+    deploy: Deploy | None = setting(
+        None,
+        "The file that will run is an int8 one for ONNX Runtime: cuts are weighed by the time that they save in it, a fifth of "
+        "max_drop is left for quantising, and that file is what is certified.",
+        "pruning",
+    )
+    target_latency: float | None = setting(
+        None, "Stop when the network takes this share of its original time in the engine.", "pruning", above=0, below=1
+    )
+    max_ms: float | None = setting(
+        None, "Stop when the network takes this number of milliseconds in the engine.", "pruning", above=0
+    )
+    latency_batch: int | None = setting(None, "Examples at once where time is measured; by default 1.", "pruning", low=1)
+    latency_threads: int | None = setting(
+        None, "Threads of the engine where time is measured; by default those of torch.", "pruning", low=1
+    )
+    latency_seconds: float | None = setting(
+        None, "Seconds that measuring the times of all layers may take; by default 300.", "pruning", above=0
+    )
+    finetune: TrainSettings | None = setting(None, "After every cut.")
+    retrain: TrainSettings | None = setting(None, "After all cuts.")
+    keep_best: bool = setting(
+        True,
+        "After training, keep the best of the weights before it, after it, averaged, and in between, on held-out examples.",
+        "training",
+    )
+    train_trials: bool = setting(
+        False,
+        "Where all sites are weighed together: train every network that is tried, and judge it after that, so that cuts go as "
+        "deep as the trained network keeps within the drop; takes a training for each.",
+        "training",
+    )
+    recalibrate: int | None = setting(
+        None, "Training examples on which BatchNorm statistics are measured again after every cut.", "training", low=1
+    )
+    batch: int = setting(256, "Examples at once while scoring and searching; fewer where memory runs out.", "scoring", low=1)
+    scoring_precision: Precision = setting(
+        "float32",
+        "Precision of the passes that score masks (autocast); accuracies are measured in the network's own.",
+        "scoring",
+    )
+    seed: int = setting(0, "Seed of everything random.", "scoring")
+
+    @staticmethod
+    def best(**changes: Any) -> Recipe:
+        """The best recipe measured: structured OBS, all cuts allocated together, every layer repaired, no training.
+
+        With a `portfolio` given, or without repair, a portfolio of criteria ranks the filters.
+        """
+        by_repair = "portfolio" not in changes and changes.get("repair") != "none"
+        chosen: dict[str, Any] = {"criterion": "obs" if by_repair else "portfolio", "repair": "every-layer"}
+        if not set(changes) & set(declarations(EnsembleSettings)):
+            chosen |= NETWORK_WIDE
+        return Recipe(**{"max_drop": 0.01, "allocation": "global", **chosen, **changes})
+
+    @staticmethod
+    def paper(**changes: Any) -> Recipe:
+        """Algorithm 1 as published: 10 masks a filter on all training examples, α by point estimate, nothing repaired."""
+        ensemble = {name: getattr(PAPER, name) for name in declarations(EnsembleSettings)}
+        others = {"scoring_examples": PAPER.examples, "budget": "site", "confidence": 0.0, "search": "paper", "round_to": 1}
+        return Recipe(**{**ensemble, **others, "keep_best": False, **changes})
+
+    def __post_init__(self) -> None:
+        for name in TRAININGS:
+            if isinstance(given := getattr(self, name), str):
+                object.__setattr__(self, name, named_settings(given, name))
+        super().__post_init__()
+        for field, name in (("criterion", self.criterion), *(("portfolio", name) for name in self.portfolio)):
+            allowed = [other for other in CRITERIA if other != field]  # a portfolio holds no portfolio
+            if name not in allowed and ":" not in name:  # a function is imported when a run begins
+                raise RecipeError(
+                    f"{field} = {name!r}: wanted one of {', '.join(allowed)}, or package.module:function."
+                    f"{suggest(name, allowed, listed=True)}"
+                )
+        by_repair = self.criterion == "obs" or set(self.portfolio) <= {"obs"}
+        everywhere = self.allocation == "global"
+        if not self.portfolio:
+            raise RecipeError("portfolio = []: wanted at least one criterion to compare.")
+        if 0 < self.confidence <= 0.5:
+            raise RecipeError(
+                f"confidence = {self.confidence!r}: wanted more than 0.5 and less than 1, or 0 for no certificate."
+            )
+        if everywhere and self.budget == "site":
+            raise RecipeError(
+                "budget = 'site' with allocation = 'global': cuts weighed together share one budget: set budget = 'run'."
+            )
+        if everywhere and (self.rounds > 1 or self.direction == "backward"):
+            raise RecipeError("allocation = 'global': all cuts are weighed together: set rounds = 1 and direction = 'forward'.")
+        if self.shortcut == "auto" and not everywhere:
+            raise RecipeError("shortcut = 'auto': allocations are compared: set allocation = 'global', or a shortcut.")
+        if self.repair == "none" and by_repair:
+            raise RecipeError(
+                "criterion = 'obs': it ranks filters by what a repair cannot make up for: set repair = 'least-squares'."
+            )
+        if self.repair in REFITTED and not everywhere:
+            raise RecipeError(
+                f"repair = {self.repair!r}: comes after all cuts: set allocation = 'global', or repair = 'least-squares'."
+            )
+        if self.has_time_target and not everywhere:
+            raise RecipeError("target_latency and max_ms: cuts are weighed by the time they save: set allocation = 'global'.")
+        if self.deploy is not None and (not everywhere or self.engine not in (None, "onnxruntime")):
+            raise RecipeError(
+                f"deploy = {self.deploy!r}: cuts are weighed by the time that they save in ONNX Runtime: set allocation = "
+                f"'global' and no other engine."
+            )
+        if self.train_trials and (not everywhere or self.finetune is not None or self.recalibrate is not None):
+            raise RecipeError(
+                "train_trials = true: networks with all cuts made are trained and judged: set allocation = 'global', and "
+                "retrain in place of finetune and recalibrate."
+            )
+        if self.train_trials and self.repair == "whole-network":
+            raise RecipeError("train_trials = true: a training follows every repair: set repair = 'every-layer'.")
+        if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
+            raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")
+
+    @property
+    def shortcuts(self) -> tuple[Shortcut, ...]:
+        """The positions that are compared, or the one that is taken."""
+        return ("before", "after", "stream") if self.shortcut == "auto" else (self.shortcut,)
+
+    @property
+    def has_time_target(self) -> bool:
+        """Whether the run is to stop at a time."""
+        return self.target_latency is not None or self.max_ms is not None
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the run is to stop at a size or a time."""
+        sizes = (self.target_macs, self.target_parameters, self.target_memory)
+        return self.has_time_target or any(size is not None for size in sizes)
+
+    @property
+    def weighs_time(self) -> bool:
+        """Whether time in an engine counts, not MACs; a function of the user's own that measures it is no part of a recipe."""
+        return self.engine is not None or self.deploy is not None or self.has_time_target or self.latency_aware
+
+    def ensemble_settings(self) -> Scoring:
+        """The part of the recipe that says how an ensemble is made."""
+        return Scoring(examples=self.scoring_examples, **{name: getattr(self, name) for name in declarations(EnsembleSettings)})

@@ -1,0 +1,82 @@
+"""How ensembles of masks rank filters: the settings, the paper's, the fast ones, and those of a whole network at once."""
+
+# ruff: noqa: RUF009 - `setting` returns a dataclasses.field
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from secateurs.config.declared import Checked, setting
+from secateurs.errors import RecipeError
+
+Transform = Literal["linear", "log", "rank"]
+Design = Literal["exact", "bernoulli", "balanced"]
+Estimator = Literal["losses", "gradient", "network"]
+Model = Literal["linear", "pairs"]
+
+MOST_PAIRS = 16_384  # of masks and examples, unless `masks` is given: a slope covers all filters, so wide layers need no more
+
+NETWORK_WIDE: dict[str, Any] = {"estimator": "network", "off": 0.9}
+"""How ensembles rank filters where all sites are ranked in one network."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnsembleSettings(Checked):
+    """How an ensemble of masks ranks the filters of a site."""
+
+    estimator: Estimator = setting(
+        "gradient",
+        "Fit the linear model to losses at masks (the paper), or to their slopes along the masks; network: one for each "
+        "example, to slopes at masks of all sites at once.",
+        "scoring",
+    )
+    adaptive: bool = setting(True, "Stop scoring a site when the set of its least important filters is stable.", "scoring")
+    masks_per_filter: int = setting(256, "Largest number of masks for each filter of a site.", "scoring", low=1)
+    masks: int | None = setting(None, "Number of masks at every site, whatever its width.", "scoring", low=4)
+    off: float = setting(
+        0.3,
+        "Share of a site's filters that a mask switches off (the paper's P, 0.3); estimator network: spread over all sites.",
+        "scoring",
+        above=0,
+        below=1,
+    )
+    design: Design = setting(
+        "exact", "How masks are drawn: exactly the share off, each filter by chance, or every filter off equally often."
+    )
+    transform: Transform = setting("linear", "Transform of the losses before the fit; not for slopes.")
+    model: Model = setting("linear", "The model of the scores: linear, or with terms for pairs of filters.")
+    ridge: float = setting(0.0, "Ridge penalty of the fit.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.estimator == "network" and self.masks is not None:
+            raise RecipeError(
+                f"masks = {self.masks} with estimator = 'network', where every example has one mask at all sites: set "
+                f"scoring_examples."
+            )
+        if self.estimator != "losses" and (self.model, self.transform, self.ridge) != ("linear", "linear", 0.0):
+            raise RecipeError(
+                f"estimator {self.estimator!r} fits the linear model to slopes of the loss: model={self.model!r}, "
+                f"transform={self.transform!r}, ridge={self.ridge:g} belong to estimator='losses'."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring(EnsembleSettings):
+    """How filters are ranked. `masks` and `masks_per_filter` bound the number of masks; `adaptive` may stop before it."""
+
+    agreement: float = setting(
+        0.85, "Share of resampled sets of least important filters that must agree, beyond chance.", above=0, high=1
+    )
+    examples: int | Literal["all"] | None = setting(None, "Number of examples; None: as many as the noise requires.", low=2)
+
+    def bound(self, channels: int) -> int:
+        """Largest number of masks for a site of `channels` filters."""
+        if self.masks is not None:
+            return self.masks
+        masks = self.masks_per_filter * channels
+        return min(masks, MOST_PAIRS) if self.estimator == "gradient" else masks
+
+
+PAPER = Scoring(estimator="losses", adaptive=False, masks_per_filter=10, examples="all")
+FAST = Scoring()
