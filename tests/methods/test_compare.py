@@ -30,6 +30,7 @@ from secateurs.errors import InvalidInput, RecipeError, RunError, SecateursError
 from secateurs.methods import NO_TRAINING, Budget, Pruned, Task, Trained, method
 from secateurs.methods.compare import run as comparing
 from secateurs.methods.compare.figures import comparison_of_methods, render
+from secateurs.methods.compare.paired import right_answers
 from secateurs.methods.compare.rows import (
     Count,
     Row,
@@ -113,9 +114,11 @@ def test_a_network_reloads_and_gives_the_reported_number_right(finished: Path) -
         budget, method = row.budget_name, row.method.replace(":", "-")
         file = finished / "runs" / budget / f"{method}-{row.target:g}-seed{row.seed}" / "pruned.safetensors"
         with torch.no_grad():
-            right = int((load(build("mlp", hidden=HIDDEN), file).module.eval()(x).argmax(1) == y).sum())
+            answers = load(build("mlp", hidden=HIDDEN), file).module.eval()(x).argmax(1) == y
+        right = int(answers.sum())
         assert row.test.right_after == right
         assert row.test.after == right / 150
+        assert torch.equal(torch.from_numpy(right_answers(row)), answers)
         assert row.test.count == 150
 
 

@@ -246,6 +246,7 @@ class Row(Entry, Base):
     training_seconds: float
     network_sha256: str  # of the file that holds the smaller network
     note: str = ""
+    right_answers: str = ""  # on the test set, by `paired.packed_answers`; empty in rows of earlier releases
     int8: Answers | None = None  # on the test set, of the smaller network before and after quantising; None: not asked for
     convention: str = CONVENTION
     versions: dict[str, str] = field(default_factory=dict)

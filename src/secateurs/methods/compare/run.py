@@ -33,6 +33,7 @@ from secateurs.graph.sites import find_sites
 from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import Graph, trace
 from secateurs.methods import UNTOUCHED, Budget, Method, Pruned, Task, Watch
+from secateurs.methods.compare.paired import packed_answers
 from secateurs.methods.compare.rows import (
     Answers,
     Base,
@@ -163,7 +164,7 @@ class Comparison:
         before, after = cost(self.graph), cost(smaller)
         paper_before, paper_after = (cost(graph, convention="paper") for graph in (self.graph, smaller))
         about = environment()
-        search_before, test_before = self.baseline
+        (search_before, test_before), test = self.baseline, self._evaluate(smaller, self.data.test_set)
         return Row(
             **vars(self.base),
             **vars(entry),
@@ -176,7 +177,7 @@ class Comparison:
             counted_weights=Count(paper_before.parameters, paper_after.parameters),
             filters=_filters(self.graph, smaller),
             search=_answers(search_before, self._evaluate(smaller, self.data.search)),
-            test=_answers(test_before, self._evaluate(smaller, self.data.test_set)),
+            test=_answers(test_before, test),
             images_trained=pruned.trained.images,
             rate_sum=pruned.trained.rate_sum,
             passes=pruned.passes,
@@ -184,6 +185,7 @@ class Comparison:
             training_seconds=round(pruned.training_seconds, 3),
             network_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
             note=pruned.note,
+            right_answers=packed_answers(test.values),
             int8=self._int8(smaller) if self.int8 else None,
             versions=about["versions"],
             machine=about["machine"],

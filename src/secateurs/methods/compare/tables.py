@@ -8,6 +8,7 @@ from statistics import mean, stdev
 
 from secateurs._util.format import NOTHING
 from secateurs._util.tables import Sheet
+from secateurs.methods.compare.paired import lead_of
 from secateurs.methods.compare.rows import AT, Row, budget_words, budgets_of, check_comparable, methods_of
 from secateurs.report.comparison import Summary
 
@@ -74,20 +75,48 @@ def _target_sheet(
 
 def own_rate_sheet(rows: Sequence[Row], stem: str) -> Sheet | None:
     """Test accuracy of each method at its own best learning rate, by the validation set; None where all rows have one rate."""
-    here = [row for row in rows if row.budget.name.partition(AT)[0] == stem]
-    if len({row.budget.name for row in here}) < 2:
+    best = _at_own_rates(rows, stem)
+    if len({row.budget.name for row in rows if row.budget.name.partition(AT)[0] == stem}) < 2:
         return None
-    best: list[Row] = []
-    words: dict[tuple[str, float], str] = {}
-    for key, group in by_target(here).items():
-        rates = {name: [row for row in group if row.budget.name == name] for name in budgets_of(group)}
-        most = max(len(found) for found in rates.values())  # seeds: a rate that some have not run is not compared
-        whole = {name: found for name, found in rates.items() if len(found) == most}
-        chosen = max(whole, key=lambda name: mean(row.search.after for row in whole[name]))
-        best += whole[chosen]
-        words[key] = f" @ {_rate(whole[chosen][0]):g} of {len(whole)}"
+    words = {key: f" @ {_rate(group[0]):g} of {tried}" for key, (group, tried) in best.items()}
     title = f"Test accuracy (%), every method at the best of its learning rates by the validation set; budget {stem}"
-    return _target_sheet(best, title, lambda row: row.test.after, lambda group: words[group[0].method, group[0].target])
+    shown = [row for group, _ in best.values() for row in group]
+    return _target_sheet(shown, title, lambda row: row.test.after, lambda group: words[group[0].method, group[0].target])
+
+
+def _at_own_rates(rows: Sequence[Row], stem: str) -> dict[tuple[str, float], tuple[list[Row], int]]:
+    """Return by method and target the rows at the rate that the validation set chooses, and how many rates it chose from."""
+    found = {}
+    for key, group in by_target(row for row in rows if row.budget.name.partition(AT)[0] == stem).items():
+        rates = {name: [row for row in group if row.budget.name == name] for name in budgets_of(group)}
+        most = max(len(same) for same in rates.values())  # seeds: a rate that some have not run is not compared
+        whole = {name: same for name, same in rates.items() if len(same) == most}
+        chosen = max(whole, key=lambda name: mean(row.search.after for row in whole[name]))
+        found[key] = whole[chosen], len(whole)
+    return found
+
+
+def leads_sheet(rows: Sequence[Row]) -> Sheet | None:
+    """By how much the best method is ahead of every other on the same test examples; None where no rows say which are right.
+
+    The best by mean test accuracy at each budget and target; each at its own best rate where there are several.
+    """
+    lines = []
+    for stem in dict.fromkeys(name.partition(AT)[0] for name in budgets_of(rows)):
+        best = {key: group for key, (group, _) in _at_own_rates(rows, stem).items()}
+        for target in sorted({target for _, target in best if target}):
+            ranked = [group for (_, share), group in best.items() if share == target and all(row.reached for row in group)]
+            ranked.sort(key=lambda group: -mean(row.test.after for row in group))
+            for other in ranked[1:]:
+                lead = lead_of(ranked[0], other)
+                if lead is not None:
+                    ahead = f"{100 * lead.difference:.2f} ± {100 * lead.error:.2f}"
+                    only = (f"{lead.only_first:,}", f"{lead.only_second:,}")
+                    methods = ranked[0][0].method, other[0].method
+                    lines.append((stem, f"{100 * target:g} %", *methods, str(lead.seeds), *only, ahead))
+    columns = ("budget", "MACs ↓", "best", "other", "seeds", "right in the best alone", "in the other alone", "ahead, points")
+    title = "Lead of the best method on the same test images, all seeds together, ± standard error over the images"
+    return Sheet(title, columns, tuple(lines)) if lines else None
 
 
 def _rate(row: Row) -> float:
@@ -207,7 +236,7 @@ def tables_text(rows: Sequence[Row]) -> str:
 
 
 def across_budgets(rows: Sequence[Row]) -> list[Sheet]:
-    """Return the tables that several budgets make together: each method at its own best rate, and at equal minutes."""
+    """Return the tables of all budgets together: leads, each method at its own best rate, and at equal minutes."""
     stems = dict.fromkeys(name.partition(AT)[0] for name in budgets_of(rows))
-    found = [*(own_rate_sheet(rows, stem) for stem in stems), minutes_sheet(rows)]
+    found = [leads_sheet(rows), *(own_rate_sheet(rows, stem) for stem in stems), minutes_sheet(rows)]
     return [sheet for sheet in found if sheet is not None]
