@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from nets import assert_same_bits, random_tensor, randomise_, seeded
 from secateurs import compact, find_sites, load, masked, save, trace
+from secateurs.config import TrainSettings
 from secateurs.criteria import score_filters
 from secateurs.criteria.maxplus import wins
 from secateurs.criteria.obd import curvature_roots, weight_curvatures
@@ -20,7 +23,7 @@ from secateurs.data import Examples
 from secateurs.errors import InvalidInput
 from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
-from secateurs.methods import METHODS, Pruned, Task, method
+from secateurs.methods import METHODS, Budget, Pruned, Task, method, training
 from secateurs.methods.base import opened, recipe_for
 from secateurs.methods.l0 import chance_open, fold, gated, sample, typical
 from secateurs.methods.obs_weights import delete_weight, inverse_hessian, output_slopes
@@ -32,6 +35,7 @@ from secateurs.repair import observe, prepare
 from secateurs.reproduce.xor_nets import Nets, Points
 from secateurs.reproduce.xor_weights import flat, shaped, slopes
 from secateurs.scoring.evaluator import SiteEvaluator
+from secateurs.training import train_
 
 SYSTEMS = ("thinet", "thinet-pursuit", "ssl", "l0", "han[share=0.6]", "obd-weights[share=0.6]")
 
@@ -324,6 +328,58 @@ def test_a_branch_of_zeros_vanishes() -> None:
         smaller = without_dead(run, net)
     assert "conv2" in weights_of(net)
     assert not {"conv1", "conv2"} & set(weights_of(smaller))
+
+
+# ---- penalties -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("distill", [0.0, 0.5, 1.0])
+def test_a_penalty_is_added_as_a_whole_whatever_is_distilled(distill: float) -> None:
+    """By hand: on inputs of zero the loss has no slope, and a step moves every weight by rate times strength."""
+    net = nn.Linear(3, 2, bias=False)
+    nn.init.ones_(net.weight)
+    teacher, examples = copy.deepcopy(net), Examples(torch.zeros(4, 3), torch.arange(4) % 2)
+    once = TrainSettings(steps=1, batch=4, lr=0.1, momentum=0, weight_decay=0, schedule="constant", distill=distill)
+    history = train_(net, examples, once, teacher=teacher, penalty=lambda: 0.5 * net.weight.abs().sum())
+    torch.testing.assert_close(net.weight.detach(), torch.full((2, 3), 1 - 0.1 * 0.5))
+    assert history.epochs[0].loss == pytest.approx((1 - distill) * math.log(2) + 0.5 * 6)
+
+
+def test_a_group_lasso_makes_filters_small_where_only_answers_are_distilled() -> None:
+    """By hand: 15 steps take 0.05 · 2 off a filter's norm each, 1.5 in all, and swing by 0.1 around zero then."""
+    after = TrainSettings(epochs=3, batch=24, lr=0.05, momentum=0, schedule="constant", distill=1.0)
+    found = method("ssl[filters=2;channels=0]")(task(budget=Budget("answers", after=after)))
+    norms = torch.cat(
+        [weights_of(found.graph)[site.layers[0]].detach().flatten(1).norm(dim=1) for site in find_sites(found.graph)]
+    )
+    assert norms.max() < 0.15
+
+
+def test_gates_close_where_only_answers_are_distilled() -> None:
+    after = TrainSettings(epochs=3, batch=24, lr=0.05, distill=1.0)
+    free, dear = (
+        int(method(f"l0[price={price}]")(task(budget=Budget("answers", after=after))).note.split(": ")[1].split()[0])
+        for price in (0, 50)
+    )
+    assert free < dear
+
+
+@pytest.mark.parametrize("name", ["ssl", "l0"])
+@pytest.mark.parametrize("between", [None, BUDGET.between])
+def test_the_best_weights_are_kept_only_of_a_training_behind_the_cut(name: str, between: TrainSettings | None) -> None:
+    after = TrainSettings(epochs=2, batch=24, lr=0.01, distill=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        widths = list[int]()  # of the networks that weights are chosen for
+        guard = training._keep_best_
+
+        def seen(run: Any, state: Any, *rest: Any) -> Any:
+            widths.append(sum(map(len, weights_of(state.graph).values())))
+            return guard(run, state, *rest)
+
+        patch.setattr(training, "_keep_best_", seen)
+        method(name)(task(budget=Budget("guarded", between, after, keep_best=True)))
+    whole = sum(map(len, weights_of(graph()).values()))
+    assert widths == [] if between is None else widths[0] < whole
 
 
 # ---- max-plus ------------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Budget:
     name: str
     between: TrainSettings | None = None  # at a constant rate, so that its stages add up to the whole
     after: TrainSettings | None = None
-    keep_best: bool = False  # of the weights before, after and along `after`, by held-out examples; not by soft methods
+    keep_best: bool = False  # of the weights before, after and along `after`, by held-out examples; not where the cut follows
 
     def __post_init__(self) -> None:
         if self.between is not None and (self.between.schedule != "constant" or self.between.steps is None):

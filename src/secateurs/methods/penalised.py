@@ -14,29 +14,24 @@ from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.methods.base import MethodRun, MethodState, Spent
 from secateurs.methods.training import train_next, training_stages
-from secateurs.metrics import Measure
+from secateurs.training.objective import Penalty
 from secateurs.training.resumable import CHECKPOINT
 from secateurs.training.state import StateMeta
 
 
 def train_penalised(
-    run: MethodRun, graph: Graph, penalty: Callable[[], Tensor], after_step: Callable[[], None] | None = None
+    run: MethodRun, graph: Graph, penalty: Penalty, after_step: Callable[[], None] | None = None
 ) -> MethodState:
-    """Train with a penalty on top of the task's loss, through all stages of the budget before the last, or that one if alone.
+    """Train with a penalty on top of what the budget minimises, through all its stages before the last, or that one if alone.
 
     What is trained is not the task's network, so that a killed method resumes from the checkpoint of the training alone.
     """
     stages = training_stages(run.task, len(run.sites))
     last = sum(stage.phase == "finetune" for stage in stages) or len(stages)
-    plain, found = run.task.loss_fn, run.journal.load_tensors(CHECKPOINT, StateMeta)
-
-    def penalised(outputs: object, targets: object) -> Tensor:
-        return plain(outputs, targets) + penalty()
-
-    loss_fn: Measure = penalised
+    found = run.journal.load_tensors(CHECKPOINT, StateMeta)
     state = MethodState(graph, Spent(stages=min(found[1]["step"], last - 1) if found and last else 0))
     while state.spent.stages < last:
-        state = train_next(run, state, after_step=after_step, loss_fn=loss_fn)
+        state = train_next(run, state, after_step=after_step, penalty=penalty)
     return state
 
 

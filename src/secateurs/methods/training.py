@@ -21,9 +21,9 @@ from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.graph.features import paired_features
 from secateurs.methods.base import ROUNDING, MethodRun, MethodState, Pruned, Task, Trained
-from secateurs.metrics import Measure, cross_entropy
+from secateurs.metrics import cross_entropy
 from secateurs.training import EpochRecord, History, KeptWeights, candidates, keep_best_, learning_rate
-from secateurs.training.objective import held_out_means, objective_for
+from secateurs.training.objective import Penalty, held_out_means, objective_for
 from secateurs.training.resumable import train_resumably_
 from secateurs.training.schedule import steps_in_epoch, total_steps
 from secateurs.training.state import snapshot
@@ -76,12 +76,12 @@ def train_next(
     at_epoch: AtEpoch | None = None,
     *,
     after_step: Callable[[], None] | None = None,
-    loss_fn: Measure | None = None,
+    penalty: Penalty | None = None,
 ) -> MethodState:
     """The state after the next stage of the budget, resumed after its last saved epoch; the network is trained in place.
 
     `at_epoch` may change the weights after every epoch, `after_step` after every step: training continues from what they
-    leave, the momentum unchanged. `loss_fn` replaces the task's loss, for a penalty that is added to it.
+    leave, the momentum unchanged. `penalty` is added to what the budget's settings minimise.
     """
     task, spent, began, spared = run.task, state.spent, time.monotonic(), _spared(run)
     stages, examples = training_stages(task, len(run.sites)), len(task.data.train)
@@ -99,7 +99,6 @@ def train_next(
             after_step()
         run.report(stage.phase, done, planned)
 
-    own = None if task.loss_fn is cross_entropy else task.loss_fn
     history = train_resumably_(
         run.journal,
         state.graph.module,
@@ -110,7 +109,8 @@ def train_next(
         after_epoch=None if at_epoch is None else after_epoch,
         teacher=run.teacher,
         features=partial(paired_features, state.graph, task.graph),
-        loss_fn=own if loss_fn is None else loss_fn,
+        loss_fn=None if task.loss_fn is cross_entropy else task.loss_fn,
+        penalty=penalty,
         metric=task.metric,
         device=task.device,
         momentum=state.momentum,
@@ -118,7 +118,8 @@ def train_next(
     )
     assert history.epochs[-1].steps == _steps(stage.settings, examples), "a stage is spent as a whole"
     note = "; ".join(filter(None, (spent.note, history.note)))
-    if stage.phase == "retrain" and task.budget.keep_best and at_epoch is None:  # a soft method has not cut yet
+    cut = at_epoch is None and penalty is None  # else the cut is still to come, and nothing is lost before it
+    if stage.phase == "retrain" and task.budget.keep_best and cut:
         kept = _keep_best_(run, state, start, history, stage.settings)
         run.journal.once(KeptWeights, lambda: replace(kept, phase=stage.phase, step=spent.stages), step=spent.stages)
         note = "; ".join(filter(None, (note, kept.summary())))

@@ -23,7 +23,7 @@ from secateurs.graph.features import FeaturePairs
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
 from secateurs.training.augment import augment, suitable_augmentation
 from secateurs.training.fake_int8 import fake_int8
-from secateurs.training.objective import Objective, held_out_means, objective_for
+from secateurs.training.objective import Objective, Penalty, held_out_means, objective_for
 from secateurs.training.parallel import own_part, summed, synchronised, wrapped
 from secateurs.training.precision import usable_precision
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
@@ -62,6 +62,7 @@ def train_(
     teacher: nn.Module | None = None,
     features: Features | None = None,
     loss_fn: Measure | None = None,
+    penalty: Penalty | None = None,
     metric: Measure | None = None,
     device: Device = None,
     momentum: Mapping[str, Tensor] | None = None,
@@ -75,7 +76,7 @@ def train_(
     The loss is cross-entropy and the metric accuracy unless others are given (with a loss of your own and no metric,
     only losses are recorded). `search` (the validation set) is measured after every epoch and changes nothing; `held_out`
     chooses the rate where that is "auto" (see `find_rate`). `teacher` runs only where `settings.distill` is above 0; `features`
-    pairs the module with it where `settings.features` is, and may find nothing to pair.
+    pairs the module with it where `settings.features` is, and may find nothing to pair. `penalty` is added to all of it.
     `momentum` (by parameter name) starts SGD. Averaged weights are what is measured, and what the training ends with; those of
     the last step are then in `History.last`. After every epoch `save` gets the state that `resume` takes, then `on_epoch`
     its record; `on_step` gets the number of optimiser steps done and of those planned. The user's random state, the module's
@@ -99,6 +100,7 @@ def train_(
             teacher=teacher,
             features=features,
             loss_fn=loss_fn,
+            penalty=penalty,
             device=device,
             momentum=momentum,
         )
@@ -130,7 +132,7 @@ def train_(
         if settings.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             stack.callback(lambda: module.to(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
-        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher, pairs=pairs)
+        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher, pairs=pairs, penalty=penalty)
         loop = _Loop(module, examples, settings, objective, pairs, shown, place, on_step)
         records = loop.start(resume, momentum)
         while loop.step < loop.planned:
@@ -154,6 +156,7 @@ def find_rate(
     teacher: nn.Module | None = None,
     features: Features | None = None,
     loss_fn: Measure | None = None,
+    penalty: Penalty | None = None,
     device: Device = None,
     momentum: Mapping[str, Tensor] | None = None,
 ) -> RateTrials:
@@ -179,7 +182,9 @@ def find_rate(
         for rate in AUTO_RATES[settings.optimiser]:
             options: dict[str, Any] = {"teacher": teacher, "features": features, "loss_fn": loss_fn, "device": device}
             try:
-                train_(module, examples, replace(short, lr=rate), metric=_no_metric, momentum=momentum, **options)
+                train_(
+                    module, examples, replace(short, lr=rate), metric=_no_metric, penalty=penalty, momentum=momentum, **options
+                )
                 found, _ = held_out_means(module, held_out, objective, teacher=teacher, batch=settings.batch, device=device)
             except Diverged:
                 found = inf

@@ -20,16 +20,32 @@ from secateurs.metrics import Measure, by_batch, cross_entropy, logits_of, total
 Objective = Callable[[tuple[Tensor, ...], Any, Any], Tensor]
 """Takes the network's arguments, the network's outputs and targets; gives the scalar to minimise."""
 
+Penalty = Callable[[], Tensor]
+"""A scalar of the weights alone, called once for every batch."""
+
 _LEAST = 1e-8  # of a standard deviation: constant outputs have no correlation
 
 
 def objective_for(
-    settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None, pairs: FeaturePairs | None = None
+    settings: TrainSettings,
+    *,
+    loss_fn: Measure | None,
+    teacher: nn.Module | None,
+    pairs: FeaturePairs | None = None,
+    penalty: Penalty | None = None,
 ) -> Objective:
     """The mean loss that `settings` ask for; the teacher runs only where they distil from it.
 
-    With `pairs` the objective takes the outputs of `pairs.ours`, features first, and `settings.features` counts.
+    With `pairs` the objective takes the outputs of `pairs.ours`, features first, and `settings.features` counts. `penalty` is
+    added as a whole, whatever the share of the loss that is distilled.
     """
+    aim = _aim(settings, loss_fn, teacher, pairs)
+    if penalty is None:
+        return aim
+    return lambda inputs, outputs, targets: aim(inputs, outputs, targets) + penalty()
+
+
+def _aim(settings: TrainSettings, loss_fn: Measure | None, teacher: nn.Module | None, pairs: FeaturePairs | None) -> Objective:
     if loss_fn is not None and settings.label_smoothing:
         raise InvalidInput(f"label_smoothing = {settings.label_smoothing} with a loss of your own: it is for cross-entropy")
     smoothed = partial(cross_entropy, label_smoothing=settings.label_smoothing)

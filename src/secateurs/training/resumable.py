@@ -37,7 +37,7 @@ def train_resumably_(
     with the momentum unchanged.
     """
     if settings.lr == "auto":
-        names = ("held_out", "teacher", "features", "loss_fn", "device", "momentum")
+        names = ("held_out", "teacher", "features", "loss_fn", "penalty", "device", "momentum")
         own = {name: options[name] for name in names if name in options}
         trials = journal.once(
             RateTrials,
