@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from nets import assert_same_bits, weights_of
 from secateurs import Graph, compact, find_sites, load, masked, save, trace
+from secateurs._util.journal import Journal, record_from
 from secateurs.config import CRITERIA, TrainSettings
 from secateurs.data import Data, Examples, load_cifar10, load_digits, subset
 from secateurs.data.dataset import derive
@@ -26,8 +28,8 @@ from secateurs.errors import InvalidInput, RunError, TrainingError
 from secateurs.graph.cost import cost
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site
-from secateurs.methods import METHODS, NO_TRAINING, Budget, Pruned, Task, Trained, method, sfp
-from secateurs.methods.base import MethodState, opened, recipe_for
+from secateurs.methods import METHODS, NO_TRAINING, Budget, Pruned, Task, Trained, algorithm1, method, sfp, training
+from secateurs.methods.base import EpochSeconds, MethodState, StepCost, opened, recipe_for
 from secateurs.methods.one_shot import advances, ranked
 from secateurs.methods.sfp import Zeroing, zero_filters_
 from secateurs.methods.training import finished, tally, total, train_rest, training_stages
@@ -459,6 +461,51 @@ def test_a_killed_training_whose_best_weights_are_kept_resumes_to_the_same_bits(
     assert_same_bits(whole.graph.module.state_dict(), again.graph.module.state_dict())
     assert again.note == whole.note
     assert "kept" in again.note
+
+
+@pytest.mark.parametrize(
+    ("name", "kills"),
+    [
+        ("l1:uniform", [("retrain", 8), ("retrain", 5)]),
+        ("ssl", [("finetune", 3), ("retrain", 8)]),
+        ("paper", [("finetune", 2), ("retrain", 8)]),
+    ],
+)
+def test_seconds_of_training_add_up_over_kills(name: str, kills: list[tuple[str, int]], tmp_path: Path) -> None:
+    """A clock that ticks once a step: 5 steps between the cuts and 10 behind them, however often the method was killed.
+
+    Steps of an epoch that was not saved are done again, and count once.
+    """
+    ticks = [0]
+
+    def ticking(kill: Callable[[Progress], None] | None) -> Callable[[Progress], None]:
+        def watch(progress: Progress) -> None:
+            ticks[0] += progress.phase in ("finetune", "retrain")
+            if kill is not None:
+                kill(progress)
+
+        return watch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (training, algorithm1):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(ticks[0])))
+        asked = task(budget=BUDGET, folder=tmp_path)
+        for kill in kills:
+            with pytest.raises(Killed):
+                generous(name)(asked, watch=ticking(killer(*kill)))
+        assert generous(name)(asked, watch=ticking(None)).training_seconds == 15
+    assert ticks[0] > 15
+
+
+def test_a_folder_of_an_earlier_version_resumes_without_the_seconds_of_its_epochs(tmp_path: Path) -> None:
+    asked, append = task(budget=BUDGET, folder=tmp_path), Journal.append
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "append", lambda self, each: None if isinstance(each, EpochSeconds) else append(self, each))
+        with pytest.raises(Killed):
+            method("l1:uniform")(asked, watch=killer("retrain", 8))
+    assert method("l1:uniform")(asked).trained.images == 5 * 24 + 2 * 121
+    before: dict[str, Any] = {"step": 0, "passes": 1, "training_seconds": 2.0, "trained": True}
+    assert record_from(before, StepCost) == StepCost(0, 1, 2.0, trained=True, elsewhere=0.0)
 
 
 def test_training_stages_add_up_to_the_budget() -> None:

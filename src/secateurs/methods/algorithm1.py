@@ -55,12 +55,13 @@ class TargetRun(Run):
             pass
         costs, steps = self.journal.of(StepCost), self.steps
         training = sum(cost.training_seconds for cost in costs)
+        elsewhere = sum(cost.elsewhere for cost in costs)
         rounds, cuts = len(steps) / max(len(self.method.sites), 1), sum(bool(step.removed) for step in steps)
         spent = Spent(
             self._stages(),
             sum(cost.passes for cost in costs),
             sum(step.seconds for step in steps) - training,
-            training,
+            training + elsewhere,
             f"{cuts} cuts in {rounds:.1f} rounds, each within a drop of {self.budget.max_drop:g}",
         )
         return MethodState(self.graph, spent, self.state.momentum)
@@ -113,8 +114,10 @@ class TargetRun(Run):
         self._loss_cut, began, done = self.state.loss, time.monotonic(), self._stages()
         stages = training_stages(self.method.task, len(self.method.sites))
         trained = bool(cut.m) and done < len(stages) and stages[done].phase == "finetune"
+        elsewhere = 0.0
         if trained:
             after = train_next(self.method, MethodState(self.graph, Spent(done), self.state.momentum))
+            elsewhere = after.spent.training_seconds - (time.monotonic() - began)
             self.state = self.context.measured(replace(self.state, momentum=dict(after.momentum)))
         number, seconds = self.step_number, time.monotonic() - began
-        self.journal.once(StepCost, lambda: StepCost(number, self._passes, seconds, trained), step=number)
+        self.journal.once(StepCost, lambda: StepCost(number, self._passes, seconds, trained, elsewhere), step=number)

@@ -206,9 +206,19 @@ class StepCost:
     passes: int
     training_seconds: float
     trained: bool  # False: no cut, or no stage of the budget left
+    elsewhere: float = 0.0  # seconds of training that the step's clock misses: before a kill, or in another row
 
 
-METHOD_KINDS = {**KINDS, "task": TaskRecord, "profile": SiteProfile, "cost": StepCost}
+@dataclass(frozen=True)
+class EpochSeconds:
+    """What an epoch of training took; of several with one stage and epoch the last counts."""
+
+    step: int  # stage of the budget, from 0
+    epoch: int
+    seconds: float
+
+
+METHOD_KINDS = {**KINDS, "task": TaskRecord, "profile": SiteProfile, "cost": StepCost, "seconds": EpochSeconds}
 """The records of a method's journal: those of a run, and its own."""
 
 

@@ -13,7 +13,7 @@ from secateurs.errors import InvalidInput
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.methods.base import MethodRun, MethodState, Spent
-from secateurs.methods.training import train_next, training_stages
+from secateurs.methods.training import epoch_seconds, train_next, training_stages
 from secateurs.training.objective import Penalty
 from secateurs.training.resumable import CHECKPOINT
 from secateurs.training.state import StateMeta
@@ -29,7 +29,9 @@ def train_penalised(
     stages = training_stages(run.task, len(run.sites))
     last = sum(stage.phase == "finetune" for stage in stages) or len(stages)
     found = run.journal.load_tensors(CHECKPOINT, StateMeta)
-    state = MethodState(graph, Spent(stages=min(found[1]["step"], last - 1) if found and last else 0))
+    done = min(found[1]["step"], last - 1) if found and last else 0
+    seconds = sum(sum(epoch_seconds(run, stage).values()) for stage in range(done))
+    state = MethodState(graph, Spent(stages=done, training_seconds=seconds))
     while state.spent.stages < last:
         state = train_next(run, state, after_step=after_step, penalty=penalty)
     return state

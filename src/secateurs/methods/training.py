@@ -20,7 +20,7 @@ from secateurs.config import TrainSettings
 from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.graph.features import paired_features
-from secateurs.methods.base import ROUNDING, MethodRun, MethodState, Pruned, Task, Trained
+from secateurs.methods.base import ROUNDING, EpochSeconds, MethodRun, MethodState, Pruned, Task, Trained
 from secateurs.metrics import cross_entropy
 from secateurs.training import EpochRecord, History, KeptWeights, candidates, keep_best_, learning_rate
 from secateurs.training.objective import Penalty, held_out_means, objective_for
@@ -81,18 +81,26 @@ def train_next(
     """The state after the next stage of the budget, resumed after its last saved epoch; the network is trained in place.
 
     `at_epoch` may change the weights after every epoch, `after_step` after every step: training continues from what they
-    leave, the momentum unchanged. `penalty` is added to what the budget's settings minimise.
+    leave, the momentum unchanged. `penalty` is added to what the budget's settings minimise. Of a stage that was killed the
+    seconds of its saved epochs count.
     """
-    task, spent, began, spared = run.task, state.spent, time.monotonic(), _spared(run)
+    task, spent = run.task, state.spent
+    began = marked = _now(run)
+    earlier = epoch_seconds(run, spent.stages)
     stages, examples = training_stages(task, len(run.sites)), len(task.data.train)
     stage, before = stages[spent.stages], _trained(stages[: spent.stages], examples).images
     assert state.graph.module is not task.graph.module, "the task's own network is never trained"
     start = snapshot(state.graph.module)  # also of a resumed stage, whose checkpoint is not loaded yet
 
     def after_epoch(records: list[EpochRecord]) -> None:
-        seen = [0, *(tally(stage.settings, examples, record.steps).images for record in records[-2:])]
-        assert at_epoch is not None
-        at_epoch(before + seen[-2], before + seen[-1])
+        nonlocal marked
+        if at_epoch is not None:
+            seen = [0, *(tally(stage.settings, examples, record.steps).images for record in records[-2:])]
+            at_epoch(before + seen[-2], before + seen[-1])
+        number, now = records[-1].epoch, _now(run)
+        earlier.pop(number, None)  # killed before its checkpoint was written: the epoch was done again
+        run.journal.append(EpochSeconds(spent.stages, number, now - marked))
+        marked = now
 
     def on_step(done: int, planned: int) -> None:
         if after_step is not None:
@@ -106,7 +114,7 @@ def train_next(
         stage.settings,
         phase=stage.phase,
         step=spent.stages,
-        after_epoch=None if at_epoch is None else after_epoch,
+        after_epoch=after_epoch,
         teacher=run.teacher,
         features=partial(paired_features, state.graph, task.graph),
         loss_fn=None if task.loss_fn is cross_entropy else task.loss_fn,
@@ -123,15 +131,19 @@ def train_next(
         kept = _keep_best_(run, state, start, history, stage.settings)
         run.journal.once(KeptWeights, lambda: replace(kept, phase=stage.phase, step=spent.stages), step=spent.stages)
         note = "; ".join(filter(None, (note, kept.summary())))
-    # answers that another row has paid for count: rows are compared at equal time
-    seconds = spent.training_seconds + time.monotonic() - began + _spared(run) - spared
+    seconds = spent.training_seconds + sum(earlier.values()) + _now(run) - began
     spent = replace(spent, stages=spent.stages + 1, training_seconds=seconds, note=note)
     return replace(state, momentum=history.momentum, spent=spent)
 
 
-def _spared(run: MethodRun) -> float:
-    """Seconds of the teacher's answers that were there already."""
-    return 0.0 if run.teacher is None else run.teacher.spared
+def epoch_seconds(run: MethodRun, stage: int) -> dict[int, float]:
+    """Seconds of the journaled epochs of a stage, by epoch."""
+    return {record.epoch: record.seconds for record in run.journal.of(EpochSeconds, step=stage)}
+
+
+def _now(run: MethodRun) -> float:
+    """A clock that also counts answers that another row has paid for: rows are compared at equal time."""
+    return time.monotonic() + (0.0 if run.teacher is None else run.teacher.spared)
 
 
 def _keep_best_(
