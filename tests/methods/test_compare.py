@@ -481,6 +481,12 @@ def test_budgets_in_words_and_from_files(tmp_path: Path) -> None:
         "3 steps of 50 between the cuts at learning rate 0.05, 1 epoch after the cuts from learning rate 0.1 (cosine)"
     )
     assert budget_words(NO_TRAINING) == "no training"
+    aims = TrainSettings(epochs=2, lr=0.01, distill=1.0, features=25.0, average=0.99, optimiser="adamw", precision="bfloat16")
+    assert budget_words(Budget("aims", between=replace(aims, steps=9, schedule="constant"), after=aims)) == (
+        "9 steps of 128 between the cuts at learning rate 0.01, 2 epochs after the cuts from learning rate 0.01 (cosine), "
+        "100% of the loss the distance to the original network, 25 times the error of feature maps added, AdamW, "
+        "weights averaged with decay 0.99, computed in bfloat16"
+    )
     for text, message in (("[during]\nlr = 1.0\n", "wanted the tables"), ("[after]\nrate = 1\n", "'rate'"), ("x", "not TOML")):
         path.write_text(text)
         with pytest.raises(RecipeError, match=message):

@@ -144,11 +144,14 @@ def budget_words(budget: Budget) -> str:
         epochs = f"{after.epochs} epoch{'s' if after.epochs != 1 else ''}"
         length = epochs if after.steps is None else f"at most {after.steps:,} steps"
         parts.append(f"{length} after the cuts from learning rate {after.lr:g} ({after.schedule})")
-    distilled = {
-        f"{s.distill:.0%} of the loss the distance to the original network" for s in (between, after) if s and s.distill
-    }
-    parts += [*sorted(distilled), *(["the best weights kept"] if budget.keep_best else [])]
-    augment = {settings.augment for settings in (between, after) if settings} - {"none"}
+    both = [settings for settings in (between, after) if settings]
+    said = [f"{s.distill:.0%} of the loss the distance to the original network" for s in both if s.distill]
+    said += [f"{s.features:g} times the error of feature maps added" for s in both if s.features]
+    said += ["AdamW" for s in both if s.optimiser == "adamw"]
+    said += [f"weights averaged with decay {s.average:g}" for s in both if s.average]
+    said += [f"computed in {s.precision}" for s in both if s.precision != "float32"]
+    parts += [*dict.fromkeys(said), *(["the best weights kept"] if budget.keep_best else [])]
+    augment = {settings.augment for settings in both} - {"none"}
     tail = f"; images augmented by {' and '.join(sorted(augment))}" if augment else ""
     return ", ".join(parts) + tail if parts else "no training"
 
