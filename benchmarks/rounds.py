@@ -46,6 +46,12 @@ class Plan:
     precision: Precision
     examples: int | None  # of each set; None: all
 
+    @property
+    def folder(self) -> Path:
+        """Where its rounds are kept: another for every plan."""
+        cut = f"{self.network}-{self.method}-{self.target:g}-{self.rounds}-{self.seed}"
+        return Path(cut) / f"{self.examples or 'all'}-{self.epochs:g}-{self.rate:g}-{self.precision}"
+
 
 @dataclass(frozen=True)
 class Row(Plan):
@@ -78,8 +84,7 @@ def run(subject: Subject, plan: Plan) -> Row:
     for number in range(plan.rounds):
         left = (1 - plan.target) ** ((number + 1) / plan.rounds)  # of the MACs, after this round
         target = 1 - left * cost(subject.graph).macs / cost(graph).macs
-        folder = subject.runs / "rounds" / f"{plan.network}-{plan.method}-{plan.target:g}-{plan.rounds}-{plan.seed}"
-        folder = folder / f"{plan.examples or 'all'}-{plan.epochs:g}-{plan.rate:g}-{number}"
+        folder = subject.runs / "rounds" / plan.folder / str(number)
         found = method(plan.method)(Task(graph, subject.data, target, seed=plan.seed, folder=folder))
         smaller, steps = copied(found.graph), bounds[number + 1] - bounds[number]
         searched += found.search_seconds
@@ -112,17 +117,24 @@ def _again(graph: Graph) -> Graph:
 
 def table(rows: Sequence[Row]) -> str:
     """Accuracy by number of rounds as Markdown."""
-    lines = ["| network | MACs ↓ | epochs in all | rounds | seeds | validation, % | test, % | search, s | training, core s |"]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]
+    heads = ("network", "MACs ↓", "method", "epochs in all", "rate", "precision", "rounds", "seeds")
+    heads += ("validation, %", "test, %", "search, s", "training, core s")
+    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     groups: dict[Plan, list[Row]] = {}
     for row in rows:
         groups.setdefault(replace(row.plan, seed=0), []).append(row)
-    for plan, group in sorted(groups.items(), key=lambda item: (item[0].network, item[0].target, item[0].rounds)):
+
+    def place(plan: Plan) -> tuple[str | float, ...]:  # plans that differ in their rounds alone stand together
+        return plan.network, plan.examples or 0, plan.target, plan.method, plan.epochs, plan.rate, plan.precision, plan.rounds
+
+    for plan in sorted(groups, key=place):
+        group = groups[plan]
         shown = [100 * mean(row.validation_after for row in group), 100 * mean(row.test_after for row in group)]
         times = [mean(row.search_seconds for row in group), mean(row.training_seconds for row in group)]
         name = plan.network + (f", {plan.examples} images" if plan.examples else "")
-        found = f"{shown[0]:.2f} | {shown[1]:.2f} | {times[0]:.0f} | {times[1]:.0f}"
-        lines.append(f"| {name} | {plan.target:.0%} | {plan.epochs:g} | {plan.rounds} | {len(group)} | {found} |")
+        columns = [name, f"{plan.target:.0%}", plan.method, f"{plan.epochs:g}", f"{plan.rate:g}", plan.precision]
+        columns += [str(plan.rounds), str(len(group)), *(f"{each:.2f}" for each in shown), *(f"{each:.0f}" for each in times)]
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
 
 
