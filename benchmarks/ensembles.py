@@ -7,17 +7,16 @@ of the loss on complementary masks of the filters with the smallest activations,
 
 Then the same share is removed at every site, or cuts are allocated by loss per MAC; nothing is repaired or trained. Accuracies
 are on validation images that no curve is measured on; the orders that one can ask for are measured on the test set too, which
-chooses nothing. Rows go to results/ensembles.jsonl; `--render` prints their tables.
+chooses nothing. Rows go to results/ensembles.jsonl, and one that is there is not made again; `--render` prints their tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from math import nan
 from pathlib import Path
@@ -39,7 +38,8 @@ from secateurs.data.splits import subset
 from secateurs.graph.masking import masked
 from secateurs.graph.sites import Site
 from secateurs.methods import Task, method
-from secateurs.metrics import Measure, accuracy, cross_entropy, log_odds
+from secateurs.methods.compare.rows import append_row, read_rows
+from secateurs.metrics import accuracy, cross_entropy, log_odds
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import order_by_sets, rank_correlation
 from secateurs.scoring.network import network_slopes, with_factors
@@ -47,6 +47,7 @@ from secateurs.scoring.network import network_slopes, with_factors
 RESULTS = Path(__file__).parent / "results" / "ensembles.jsonl"
 OURS = "ensemble"  # log odds by sets
 RIVALS = ("l1", "fpgm")
+MODELS = {"loss": cross_entropy, "log odds": log_odds}
 RIDGES = tuple(10.0**power for power in range(-3, 4))
 FOLDS = 5
 Orders = Mapping[str, Tensor]
@@ -54,25 +55,41 @@ Removed = Literal["filters", "MACs"]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One order of all filters, and what it leaves. Accuracies and shares are fractions."""
+class Case:
+    """One order of all filters, and how much goes. Shares are fractions."""
 
     network: str
     order: str
     removed: Removed  # filters: the same share at every site; MACs: cuts are allocated by loss per MAC
     share: float  # that is removed; of the MACs, at least
-    off: float  # filters that masks switch off, a share of one site's, spread over all sites
-    images: int  # that the slopes are from
+    off: float | None  # filters that masks switch off, a share of one site's, spread over all sites; None: as a method does
+    images: int | None  # that the slopes are from; None: as a method does
+    curve_images: int
+    validation: int  # images
+    test_images: int
+
+
+@dataclass(frozen=True)
+class Row(Case):
+    """What an order leaves. Accuracies are fractions."""
+
     split_half: float  # rank correlation of halves of the images, median of the sites
     carried: float  # by the 1 % of the images with the largest slopes: share of all sizes
     cpu_seconds: float  # for the order of all filters; with MACs, for the curves too, and all cuts up to this one
-    curve_images: int
-    validation: int  # images
     accuracy: float
     dense: float
     test: float | None
-    test_images: int
     conditions: str
+
+    @property
+    def case(self) -> Case:
+        return Case(**{name: getattr(self, name) for name in Case.__dataclass_fields__})
+
+
+def read_ensembles() -> list[Row]:
+    """The rows of all runs, in order; those of MACs once recorded `--off` and `--images`, which a method does not get."""
+    rows: list[Row] = read_rows(RESULTS, Row)
+    return [replace(row, off=None, images=None) if row.removed == "MACs" else row for row in rows]
 
 
 @dataclass(frozen=True)
@@ -99,20 +116,28 @@ class Setup:
         assert self.data.test is not None
         self.test = subset(self.data.test, min(given.test, len(self.data.test)), seed=0).ready(torch.float32)
         self.few = subset(self.data.train, given.images, seed=1).ready(torch.float32)
-        self.dense = self.accuracy(self.graph.module, self.validation)
+
+    @cached_property
+    def dense(self) -> float:
+        return self.accuracy(self.graph.module, self.validation)
 
     def accuracy(self, module: nn.Module, examples: Examples) -> float:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return accuracy(module, examples, batch=BATCH)
 
-    def row(self, order: str, removed: Removed, share: float, found: Found, module: nn.Module) -> Row:
-        asked_for = order in (OURS, *RIVALS)
+    def case(self, order: str, removed: Removed, share: float) -> Case:
+        own = (self.off, self.images, 0) if removed == "filters" else (None, None, self.curve_images)
+        return Case(self.subject.network, order, removed, share, *own, len(self.validation), len(self.test))
+
+    def row(self, case: Case, found: Found, module: nn.Module) -> Row:
         return Row(
-            **{"network": self.subject.network, "order": order, "removed": removed, "share": share},
-            **{"off": self.off, "images": self.images, "split_half": found.split_half, "carried": found.carried},
-            **{"cpu_seconds": round(found.seconds, 1), "curve_images": self.curve_images if removed == "MACs" else 0},
-            **{"validation": len(self.validation), "accuracy": self.accuracy(module, self.validation), "dense": self.dense},
-            **{"test": self.accuracy(module, self.test) if asked_for else None, "test_images": len(self.test)},
+            **asdict(case),
+            split_half=found.split_half,
+            carried=found.carried,
+            cpu_seconds=round(found.seconds, 1),
+            accuracy=self.accuracy(module, self.validation),
+            dense=self.dense,
+            test=self.accuracy(module, self.test) if case.order in (OURS, *RIVALS) else None,
             conditions=conditions().sentence(),
         )
 
@@ -126,25 +151,40 @@ def by_criterion(name: str, setup: Setup) -> Found:
     return Found({name: each.argsort(stable=True) for name, each in scores.items()}, process_time() - began)
 
 
-def by_slopes(measure: Measure, setup: Setup) -> Iterator[tuple[str, Found]]:
-    """The orders that the slopes of a measure give: by their signed mean, their mean size, and by sets."""
+def by_sign(slopes: Tensor) -> Tensor:
+    return slopes.mean(0).argsort(stable=True)
+
+
+def by_size(slopes: Tensor) -> Tensor:
+    return slopes.abs().mean(0).argsort(stable=True)
+
+
+def slope_orders(of: str) -> dict[str, Callable[[Tensor], Tensor]]:
+    """What makes an order of slopes (images, C), by name: their signed mean, their mean size, or sets."""
+    sets = OURS if of == "log odds" else f"{of}, sets"
+    return {f"{of}, signed": by_sign, f"{of}, size": by_size, sets: order_by_sets}
+
+
+ORDERS = (*RIVALS, *(name for of in MODELS for name in slope_orders(of)), "bonsai")
+
+
+def by_slopes(of: str, setup: Setup, wanted: Container[str]) -> Iterator[tuple[str, Found]]:
+    """The orders that the slopes of a measure give; the seconds of the slopes count for each."""
+    ways, measure = {name: order for name, order in slope_orders(of).items() if name in wanted}, MODELS[of]
+    if not ways:
+        return
     began, sign = process_time(), -1 if measure is cross_entropy else 1
     batches = [slopes for _, slopes in network_slopes(setup.graph, setup.sites, setup.few, measure, off=setup.off)]
     slopes = {site.name: sign * torch.cat([each[site.name] for each in batches]).double() for site in setup.sites}
     seconds = process_time() - began
     sizes = torch.cat(list(slopes.values()), 1).abs().sum(1).sort(descending=True).values
     carried = float(sizes[: len(sizes) // 100].sum() / sizes.sum())
-    ways = {
-        "signed": lambda each: each.mean(0).argsort(stable=True),
-        "size": lambda each: each.abs().mean(0).argsort(stable=True),
-        "sets": order_by_sets,
-    }
-    what = "loss" if measure is cross_entropy else "log odds"
-    for way, order in ways.items():
+    for name, order in ways.items():
+        began = process_time()
+        orders = {site: order(each) for site, each in slopes.items()}
+        spent = seconds + process_time() - began
         halves = [rank_correlation(order(each[::2]).argsort(), order(each[1::2]).argsort()) for each in slopes.values()]
-        orders = {name: order(each) for name, each in slopes.items()}
-        name = OURS if (what, way) == ("log odds", "sets") else f"{what}, {way}"
-        yield name, Found(orders, seconds, median(map(float, halves)), carried)
+        yield name, Found(orders, spent, median(map(float, halves)), carried)
 
 
 def bonsai(setup: Setup, share: float) -> Found:
@@ -217,46 +257,50 @@ def agreement(x: Tensor, y: Tensor, penalty: float) -> float:
 # ---- what orders leave --------------------------------------------------------------------------------------------------
 
 
-def uniform(setup: Setup, shares: Sequence[float], wanted: Sequence[str]) -> Iterator[Row]:
-    """The same share of every site's filters removed."""
+def uniform(setup: Setup, shares: Sequence[float], wanted: Sequence[str], known: Container[Case]) -> Iterator[Row]:
+    """The same share of every site's filters removed; no order is made that only rows which are there need."""
 
-    def orders() -> Iterator[tuple[str, Found]]:
+    def orders(share: float, names: Container[str]) -> Iterator[tuple[str, Found]]:
         for name in RIVALS:
-            yield name, by_criterion(name, setup)
-        yield from by_slopes(cross_entropy, setup)
-        yield from by_slopes(log_odds, setup)
+            if name in names:
+                yield name, by_criterion(name, setup)
+        for of in MODELS:
+            yield from by_slopes(of, setup, names)
+        if "bonsai" in names:
+            yield "bonsai", bonsai(setup, share)
 
     for share in shares:
-        for name, found in (*orders(), ("bonsai", bonsai(setup, share))):
-            if name not in wanted:
-                continue
+        missing = {name: case for name in wanted if (case := setup.case(name, "filters", share)) not in known}
+        for name, found in orders(share, missing):
             masks: dict[str | Site, Tensor] = {}
             for site in setup.sites:
                 masks[site.name] = torch.ones(site.channels, dtype=torch.bool)
                 masks[site.name][found.orders[site.name][: round(share * site.channels)]] = False
-            yield setup.row(name, "filters", share, found, masked(setup.graph, masks))
+            yield setup.row(missing[name], found, masked(setup.graph, masks))
 
 
-def allocated(setup: Setup, targets: Sequence[float], wanted: Sequence[str]) -> Iterator[Row]:
+def allocated(setup: Setup, targets: Sequence[float], wanted: Sequence[str], known: Container[Case]) -> Iterator[Row]:
     """Cuts allocated by loss per MAC, along curves that are measured once for all targets."""
     data = replace(setup.data, search=setup.curves)
     for name in wanted:
+        missing = {target: case for target in targets if (case := setup.case(name, "MACs", target)) not in known}
         with TemporaryDirectory() as folder:
             spent = 0.0
-            for target in sorted(targets):
+            for target in sorted(target for target in targets if target <= max(missing, default=-1)):  # seconds add up
                 began = process_time()
                 made = method(name)(Task(setup.graph, data, target, store=Path(folder) / "store.sqlite"))
                 spent += process_time() - began
                 gone = 1 - cost(made.graph).macs / cost(setup.graph).macs
                 assert gone >= target, (name, gone)
-                yield setup.row(name, "MACs", target, Found({}, spent), made.graph.module)
+                if target in missing:
+                    yield setup.row(missing[target], Found({}, spent), made.graph.module)
 
 
 # ---- tables -------------------------------------------------------------------------------------------------------------
 
 
 def rendered() -> str:
-    rows = [Row(**json.loads(line)) for line in RESULTS.read_text().splitlines()]
+    rows = read_ensembles()
     places = {network: place for place, network in enumerate(NETWORKS)}
     rows.sort(key=lambda row: (places[row.network], row.share))
     percent, number = (lambda value: "–" if value is None else f"{100 * value:.1f}"), (lambda v: "–" if v != v else f"{v:.2f}")
@@ -293,23 +337,16 @@ def main() -> int:
     parser.add_argument("--curves", type=int, default=256, help="validation images that curves are measured on")
     parser.add_argument("--shares", type=float, nargs="*", default=[0.25], help="of the filters of every site")
     parser.add_argument("--targets", type=float, nargs="*", default=[0.1, 0.3], help="of the MACs")
-    parser.add_argument("--orders", nargs="+", default=[], help="only these")
+    parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=ORDERS, metavar="ORDER", help="only these")
     parser.add_argument("--off", type=float, default=0.9)
     parser.add_argument("--render", action="store_true", help="only print the tables of the rows")
     given = parser.parse_args()
     for network in [] if given.render else given.networks:
-        setup = Setup(network, given)
-        every = [
-            *RIVALS,
-            OURS,
-            "bonsai",
-            *(f"{of}, {way}" for of in ("loss", "log odds") for way in ("signed", "size", "sets")),
-        ]
-        wanted = given.orders or every
-        asked_for = [name for name in (*RIVALS, OURS) if name in wanted]
-        for row in chain(uniform(setup, given.shares, wanted), allocated(setup, given.targets, asked_for)):
-            with RESULTS.open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+        setup, known = Setup(network, given), {row.case for row in read_ensembles()}
+        asked_for = [name for name in (*RIVALS, OURS) if name in given.orders]
+        made = uniform(setup, given.shares, given.orders, known), allocated(setup, given.targets, asked_for, known)
+        for row in chain(*made):
+            append_row(RESULTS, asdict(row))
             sys.stdout.write(f"{row.network} {row.order}: {row.share:.1%} of the {row.removed} removed, {row.accuracy:.2%}\n")
             sys.stdout.flush()
     sys.stdout.write(rendered() + "\n")

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import rounds
 from test_methods import data, graph
 
 from secateurs import Graph
+from secateurs.data import load_digits, subset
 from secateurs.methods.compare.rows import append_row, read_rows
 from secateurs.metrics import accuracy
+
+with pytest.MonkeyPatch.context() as path:
+    path.syspath_prepend(str(Path(__file__).parents[2]))
+    from benchmarks import ensembles, rounds
 
 PLAN = rounds.Plan("small", "l1:uniform", 0.3, 1, 1.0, 0.01, 0, "bfloat16", None)
 OTHERS: dict[str, Any] = {
@@ -22,7 +26,9 @@ OTHERS: dict[str, Any] = {
 
 
 class SmallSubject:
-    """What `rounds.run` asks of a network and its data."""
+    """What benchmarks ask of a network and its data."""
+
+    network = "resnet20"
 
     def __init__(self, runs: Path) -> None:
         self.graph, self.data, self.runs = graph(), data(), runs
@@ -68,3 +74,68 @@ def test_the_table_of_rounds_shows_what_differs(tmp_path: Path) -> None:
     assert rounds.table([again]).splitlines()[2] == (
         "| small | 30% | l1:uniform | 1 | 0.01 | bfloat16 | 1 | 1 | 90.00 | 88.00 | 2 | 3 |"
     )
+
+
+def small_subject(*_: object) -> SmallSubject:
+    found = SmallSubject(Path())
+    found.data = replace(found.data, test=subset(load_digits().test, 20, seed=0))
+    return found
+
+
+SMALL = [
+    *("--networks", "resnet20", "--images", "40", "--validation", "30", "--test", "20", "--curves", "20"),
+    *("--shares", "0.3", "--targets", "0.2", "0.3"),
+]
+
+
+def run_ensembles(monkeypatch: pytest.MonkeyPatch, results: Path, *options: str) -> list[Any]:
+    """The rows after the command on a small network; the network's name is one that the table knows."""
+    monkeypatch.setattr(ensembles, "RESULTS", results)
+    monkeypatch.setattr(ensembles, "Subject", small_subject)
+    monkeypatch.setattr("sys.argv", ["ensembles", *SMALL, *options])
+    assert ensembles.main() == 0
+    return ensembles.read_ensembles()
+
+
+def test_a_second_run_of_ensembles_makes_only_the_rows_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = tmp_path / "rows.jsonl"
+    slopes = ("loss, signed", "loss, size")
+    first = run_ensembles(monkeypatch, results, "--orders", "l1", *slopes, "bonsai", "--off", "0.8")
+    made = [(row.order, row.removed, row.share) for row in first]
+    filters = [(name, "filters", 0.3) for name in ("l1", *slopes, "bonsai")]
+    assert made == [*filters, ("l1", "MACs", 0.2), ("l1", "MACs", 0.3)]
+    assert {(row.removed, row.off, row.images) for row in first} == {("filters", 0.8, 40), ("MACs", None, None)}
+    results.write_text("".join(line + "\n" for line in results.read_text().splitlines() if '"order": "loss, size"' not in line))
+    for dear in ("bonsai", "by_criterion", "method"):
+        monkeypatch.setattr(ensembles, dear, None)
+    again = run_ensembles(monkeypatch, results, "--orders", "l1", *slopes, "bonsai", "--off", "0.8")
+    assert [row.order for row in again] == ["l1", "loss, signed", "bonsai", "l1", "l1", "loss, size"]
+
+
+def test_seconds_of_an_order_are_those_of_its_slopes_and_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by hand: all slopes take 100 s, the sets of a site 10 s; this network has three sites."""
+    clock, slopes, sets = [0.0], ensembles.network_slopes, ensembles.order_by_sets
+
+    def slow_slopes(*given: Any, **options: Any) -> Any:
+        clock[0] += 100
+        return slopes(*given, **options)
+
+    def slow_sets(each: Any) -> Any:
+        clock[0] += 10
+        return sets(each)
+
+    monkeypatch.setattr(ensembles, "process_time", lambda: clock[0])
+    monkeypatch.setattr(ensembles, "network_slopes", slow_slopes)
+    monkeypatch.setattr(ensembles, "order_by_sets", slow_sets)
+    rows = run_ensembles(monkeypatch, tmp_path / "rows.jsonl", "--orders", "loss, signed", "loss, size", "loss, sets")
+    assert {row.order: row.cpu_seconds for row in rows} == {"loss, signed": 100, "loss, size": 100, "loss, sets": 130}
+
+
+def test_rows_of_ensembles_made_before_are_read() -> None:
+    rows = ensembles.read_ensembles()
+    assert {row.network for row in rows} <= set(ensembles.NETWORKS)
+    assert {row.order for row in rows} <= set(ensembles.ORDERS)
+    assert len({row.case for row in rows}) == len(rows) > 0
+    assert "| resnet20 |" in ensembles.rendered()
