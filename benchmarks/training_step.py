@@ -51,6 +51,7 @@ def main() -> int:
     parser.add_argument("--network", default="resnet20")
     parser.add_argument("--share", type=float, default=0.3, help="of the filters of every site that go")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--half", action="store_true", help="also in bfloat16, by autocast")
     given = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -65,12 +66,16 @@ def main() -> int:
     batch = images, torch.randint(10, (BATCH,))
     sys.stdout.write(f"{conditions().sentence()}; {1 - cost(smaller).macs / cost(graph).macs:.1%} of the MACs removed\n")
     for name, run in (("training", trained), ("inference", evaluated)):
-        seconds: dict[str, list[float]] = {"whole": [], "cut": [], "cut, plain selections": []}
+        ways = ["whole", "cut", "cut, plain selections", *(["whole, bfloat16", "cut, bfloat16"] if given.half else [])]
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(given.rounds + 1):
             seconds["whole"].append(timed(run, whole, *batch))
             seconds["cut"].append(timed(run, cut, *batch))
             with plain_selections():
                 seconds["cut, plain selections"].append(timed(run, cut, *batch))
+            for way, module in (("whole", whole), ("cut", cut)) if given.half else ():
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    seconds[f"{way}, bfloat16"].append(timed(run, module, *batch))
         middle = {way: median(found[1:]) for way, found in seconds.items()}  # the first round warms up
         for way, found in middle.items():
             ratios = sorted(one / other for one, other in zip(seconds["whole"][1:], seconds[way][1:], strict=True))

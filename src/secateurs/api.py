@@ -39,7 +39,7 @@ from secateurs.metrics import Measure, check_targets, correct, cross_entropy, di
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.estimate import Estimate, estimate, within_time
-from secateurs.pruning.finetune import with_step
+from secateurs.pruning.finetune import check_training, with_step
 from secateurs.pruning.folder import (
     check_origin,
     create_folder,
@@ -59,6 +59,7 @@ from secateurs.report import Plots, plots, write_report
 from secateurs.report.progress import RunWatcher, display
 from secateurs.report.result import Result
 from secateurs.scoring.cache import MeasurementCache
+from secateurs.training.guard import START, KeptWeights
 
 Ignored = str | nn.Module | type[nn.Module]
 Ignore = Ignored | Sequence[Ignored]
@@ -157,6 +158,8 @@ class Pruner(Run):
             form.measure(metric, correct),
         )
         _check_data(graph, seen, loss_fn, metric_fn, evaluate)
+        for settings in filter(None, (asked.finetune, asked.retrain)):
+            check_training(graph, settings, seen.train, streams.get("train"), loss_fn=loss_fn)
         with workers.active():
             whole = None if evaluate is None else WholeMetric.of(evaluate, graph)
         if whole is not None and whole.count is None and asked.confidence:
@@ -250,12 +253,19 @@ class Pruner(Run):
             **known,
             max_drop=self.recipe.max_drop,
             confidence=self.recipe.confidence,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self._undone()),
             folder=self.journal.path,
             records=tuple(self.journal.records),
             recipe=self.recipe,
             context=self.context,
         )
+
+    def _undone(self) -> list[str]:
+        """A note on trainings whose weights were not kept; those of trials are in the record of the trial."""
+        undone = [kept for kept in self.journal.of(KeptWeights) if kept.kept == START and kept.phase != "trial"]
+        if len(undone) < 2:
+            return [f"training was undone: {kept.summary()}" for kept in undone]
+        return [f"{len(undone)} trainings were undone: the weights before them are kept, as the report shows"]
 
     def report(self) -> Path | None:
         """Write the report of the run so far into its folder; None for a run without a folder."""

@@ -5,7 +5,7 @@ Those with loaders and labels are in test_loaders.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from digit_loaders import ONE_CUT, RECIPE, build, digits, loader, loaders, right, trained
-from torch import nn
+from torch import Tensor, nn
 
 import secateurs as sc
 from secateurs.config import CRITERIA
@@ -34,6 +34,19 @@ def broken_weights() -> nn.Module:
 
 def three_channels() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 10))
+
+
+def one_output() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs[:, 0] - targets).square()
+
+
+class NoLength:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loaders()[0])
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -123,6 +136,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a forward without the model": (
         lambda path: prune(forward=lambda model, batch: batch[0]),
         r"forward\(model, batch\) did not call the model: wanted exactly one call",
+    ),
+    "a training that no loss fits": (
+        lambda path: prune(model=one_output(), retrain="gentle", loss=squares, metric=squares, folder=path / "run"),
+        "distillation compares probabilities of classes.* Set distill = 0 to train by the loss",
+    ),
+    "a training on a loader without length": (
+        lambda path: sc.prune(trained(), NoLength(), loaders()[1], retrain="gentle", folder=path / "run"),
+        "training on the train loader, which has no length: give a loader with one",
     ),
     "a file for a folder": (
         lambda path: prune(folder=path / "notes.txt" / "run"),

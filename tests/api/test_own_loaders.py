@@ -12,7 +12,7 @@ import pytest
 import torch
 from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loader, loaders, pruned, right, trained
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import secateurs as sc
 from secateurs.data import Examples
@@ -44,6 +44,30 @@ def test_the_same_loaders_and_seed_give_the_same_network_though_they_shuffle() -
     assert one.plan == other.plan
     for name, tensor in one.model.state_dict().items():
         assert torch.equal(tensor, other.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("owner", ["loader", "sampler"])
+def test_a_loader_with_a_generator_of_its_own_is_resumed_to_the_same_network(owner: str, tmp_path: Path) -> None:
+    def train() -> DataLoader[Any]:
+        rows, own = TensorDataset(digits()[0].inputs, digits()[0].targets), torch.Generator().manual_seed(5)
+        if owner == "loader":
+            return DataLoader(rows, 64, shuffle=True, generator=own)
+        return DataLoader(rows, 64, sampler=RandomSampler(rows, generator=own))
+
+    recipe = replace(ONE_CUT["recipe"], confidence=0.0, retrain=sc.TrainSettings(epochs=3, batch=64, lr=0.01), keep_best=False)
+    whole = sc.prune(trained(), train(), loaders()[1], recipe=recipe, progress=False)
+    seen: list[str] = []
+
+    def stop(event: Any) -> None:
+        seen.append(event.phase)
+        if seen.count("retrain") == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sc.prune(trained(), train(), loaders()[1], recipe=recipe, folder=tmp_path / "run", callback=stop, progress=False)
+    resumed = sc.resume(tmp_path / "run", build(), train()).finish()
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):

@@ -59,6 +59,7 @@ def test_training_that_costs_more_than_allowed_is_rolled_back() -> None:
 
     result = sc.prune(trained(), *loaders(), finetune=ruin, recipe=replace(RECIPE, confidence=0.0), progress=False)
     assert result.macs.removed > 0
+    assert "Note: training was undone: the weights before it are kept: metric" in str(result)
     assert result.search.before - result.search.after <= 0.05 + 1e-9
 
 
@@ -118,6 +119,10 @@ def weight_norm(model: Any) -> None:
     nn.utils.parametrizations.weight_norm(model.get_submodule("8"))
 
 
+def other_settings(model: Any) -> None:
+    model.get_submodule("1").eps = 0.5
+
+
 def lost(model: Any) -> None:
     model.to("meta")
 
@@ -134,6 +139,7 @@ def another(model: Any) -> nn.Module:
         (other_shape, "finetune changed the parameters 8.weight.* wanted the same names and shapes. Train the network"),
         (other_layer, "finetune changed the layers 2 of the network: wanted the same"),
         (weight_norm, "finetune changed the layers 8"),
+        (other_settings, r"finetune changed the settings of '1': got BatchNorm2d\(.*eps=0.5.*wanted .*eps=1e-05"),
         (lost, "finetune left '0.weight' on the meta device, which holds no values.* Move the network with"),
         (another, r"finetune returned another network \(a Sequential\): wanted the given one trained in place"),
     ],
@@ -169,6 +175,13 @@ def stays_in_train_mode(model: Any) -> None:
     model.train()
 
 
+def changes_what_counts_in_training_alone(model: Any) -> None:
+    my_training(model)
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.momentum = None
+
+
 def leaves_hooks(model: Any) -> None:
     my_training(model)
     for part in model.modules():
@@ -180,13 +193,24 @@ def plain() -> nn.Module:
     return sc.prune(trained(), *loaders(), finetune=my_training, **ONE_CUT).model
 
 
-@pytest.mark.parametrize("loop", [replaces_parameters, changes_type, freezes, stays_in_train_mode, leaves_hooks])
+HARMLESS = [
+    replaces_parameters,
+    changes_type,
+    freezes,
+    stays_in_train_mode,
+    leaves_hooks,
+    changes_what_counts_in_training_alone,
+]
+
+
+@pytest.mark.parametrize("loop", HARMLESS)
 def test_what_is_harmless_is_put_right(loop: Any, plain: nn.Module) -> None:
     """The same network as after the plain training, ready to be trained further."""
     model = sc.prune(trained(), *loaders(), finetune=loop, **ONE_CUT).model
     for (name, wanted), (_, got) in zip(plain.state_dict().items(), model.state_dict().items(), strict=True):
         torch.testing.assert_close(got, wanted, msg=name)
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert str(model) == str(plain)
     assert [part.training for part in model.modules()] == [part.training for part in plain.modules()]
     assert right(model, digits()[1]) > 0.9
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kill_driver import RECIPE
 from nets import assert_same_bits, seeded, weights_of
-from secateurs import load, read_recipe
+from secateurs import load, prune, read_recipe
 from secateurs.api import Pruner, resume
 from secateurs.config import Recipe, TrainSettings
 from secateurs.data import Data, Examples
@@ -399,3 +399,26 @@ def test_training_images_that_are_right_already_are_not_copied() -> None:
     assert Pruner(perceptron(), DATA, recipe=QUICK).context.train is stored
     ready = replace(DATA, train=stored.ready())
     assert Pruner(perceptron(), ready, recipe=QUICK).context.train is ready.train
+
+
+class Unread(nn.Module):
+    """An auxiliary head whose output goes nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.aux = nn.Linear(64, 12), nn.Linear(12, 10), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.body(x.flatten(1)))
+        self.aux(hidden)
+        out: Tensor = self.head(hidden)
+        return out
+
+
+def test_layers_that_nothing_reads_are_left_alone() -> None:
+    data = few_digits(60)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Unread()
+    result = prune(model, data.train, data.search, recipe=Recipe.best(target_macs=0.3, confidence=0, max_drop=1.0))
+    assert {step.site for step in result.steps} == {"body"}

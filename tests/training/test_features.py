@@ -192,8 +192,49 @@ def test_without_feature_maps_outputs_alone_are_compared_and_that_is_said() -> N
                 features=partial(paired_features, student, graph),
             )
             ends.append(weights_of(student.module))
-        assert history.note == "there are no feature maps to compare: outputs alone are"
+        assert history.note == (
+            "feature maps are compared in networks that give one tensor, behind sums or layers: here outputs alone are"
+        )
         assert_same_bits(*ends)
+
+
+class Ensemble(nn.Module):
+    """Two branches, whose sum is the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) + self.other(x)
+
+
+def test_where_the_only_sum_is_the_output_layers_are_compared() -> None:
+    graph = trace(seeded_net(Ensemble).eval(), torch.randn(2, 4))
+    # two layers of each branch: behind the ReLU of the first, and the second
+    assert len(pairs_of(cut(graph), graph).kept) == 4
+
+
+def test_features_of_another_network_than_the_one_trained_are_refused() -> None:
+    graph = resnet()
+    small, other = cut(graph), cut(graph)
+    for pair, message in (
+        (partial(paired_features, other, graph), "features pair another network than the one that is trained"),
+        (partial(paired_features, small, small), "features pair the network with itself"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            train_(small.module, images(), ASKED, teacher=graph.module, features=pair)
+
+
+def test_maps_whose_energy_exceeds_half_precision_have_the_error_of_full_precision() -> None:
+    graph = resnet()
+    pairs, x = pairs_of(cut(graph), graph), images().inputs
+    with torch.no_grad():
+        found = [[*each(x)][:-1] for each in (pairs.ours, pairs.theirs)]
+    found = [[100 / part.abs().max() * part for part in parts] for parts in found]  # squares add up to more than 65,504
+    halves = [[part.half() for part in parts] for parts in found]
+    assert all(float(part.square().sum()) > 65_504 for part in found[1])
+    assert float(pairs.error(*halves)) == pytest.approx(float(pairs.error(*found)), rel=1e-2)
 
 
 def test_settings_and_arguments_that_are_missing_are_named() -> None:

@@ -315,6 +315,26 @@ def test_bfloat16_is_tried_in_a_process_of_its_own_and_given_up_where_that_crash
     assert_same_bits(weights_of(fallen), weights_of(plain))
 
 
+@pytest.mark.parametrize(("first", "then"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_training_goes_on_in_the_precision_that_it_began_in(first: str, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processor can: a machine without bfloat16 goes on in float32 and says so."""
+    asked = TrainSettings(epochs=2, batch=16, precision="bfloat16")
+
+    def able(kind: str) -> None:
+        monkeypatch.setattr(precision, "bfloat16_works", lambda: kind == "bfloat16")
+
+    states: list[TrainState] = []
+    whole, resumed = small_net(), small_net()
+    able(first)
+    train_(whole, small_images(), asked, save=states.append)
+    able(then)
+    history = train_(resumed, small_images(), asked, resume=states[0])
+    if first == "float32":
+        assert_same_bits(weights_of(resumed), weights_of(whole))
+    else:
+        assert history.note == "bfloat16 fails on this processor: trained in float32, after 1 epochs in bfloat16 elsewhere"
+
+
 # the guard
 
 
@@ -371,6 +391,9 @@ def test_weights_between_start_and_end_lie_on_the_line() -> None:
     assert found["end"]["w"].tolist() == [9, 9]
     assert found["75 % of the way"]["w"].tolist() == [3, 1]
     assert found["75 % of the way"]["n"] == 7
+    mask = torch.tensor([0.0, -math.inf])  # of attention
+    moved = candidates({"w": torch.zeros(1), "mask": mask}, {"w": torch.ones(1), "mask": mask})["25 % of the way"]
+    assert (moved["w"].tolist(), moved["mask"].tolist()) == ([0.25], [0.0, -math.inf])
 
 
 # within runs

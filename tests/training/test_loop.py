@@ -351,6 +351,16 @@ def test_channels_last_gives_the_weights_back_in_the_usual_order() -> None:
         torch.testing.assert_close(net.state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
 
 
+def test_channels_last_is_for_images_and_stays_where_it_was() -> None:
+    video = nn.Sequential(nn.Conv3d(1, 2, 2), nn.Flatten(), nn.Linear(2, 3))
+    examples = Examples(torch.randn(8, 1, 2, 2, 2), torch.arange(8) % 3)
+    train_(video, examples, TrainSettings(epochs=1, batch=4, channels_last=True))
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 3)).to(memory_format=torch.channels_last)
+    images = Examples(torch.randn(8, 4, 3, 3), torch.arange(8) % 3)
+    train_(net, images, TrainSettings(epochs=1, batch=4, channels_last=True))
+    assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_mixed_precision_trains_nearly_the_same_and_resumes_exactly(precision: str) -> None:
     asked = replace(LONG, epochs=2, lr=0.01, precision=precision)

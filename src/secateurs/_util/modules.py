@@ -69,6 +69,19 @@ def keeping_modes(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def channels_last(module: nn.Module) -> Iterator[None]:
+    """Lay out weights of four axes with channels last inside the block, and as they were after it."""
+    moved = [t for t in (*module.parameters(), *module.buffers()) if t.dim() == 4 and t.is_contiguous()]
+    for tensor in moved:
+        tensor.data = tensor.data.contiguous(memory_format=torch.channels_last)
+    try:
+        yield
+    finally:
+        for tensor in moved:
+            tensor.data = tensor.data.contiguous()
+
+
+@contextmanager
 def eval_mode(*modules: nn.Module) -> Iterator[None]:
     """Use eval mode without gradients inside the block; restore every submodule's mode, even after an error."""
     with keeping_modes(*modules), torch.no_grad():

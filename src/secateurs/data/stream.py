@@ -234,16 +234,32 @@ def rows_of(source: Any) -> tuple[object, list[int] | None]:
     return (dataset.tensors[0] if isinstance(dataset, TensorDataset) else dataset), rows
 
 
+def _generators(loader: Any) -> list[torch.Generator]:
+    """The random generators that a `DataLoader` and its samplers have of their own."""
+    batches = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [generator for part in parts if isinstance(generator := getattr(part, "generator", None), torch.Generator)]
+    return list({id(generator): generator for generator in found}.values())
+
+
 @contextmanager
-def seeded_everywhere(seed: int, *purpose: str | int) -> Iterator[None]:
-    """Seed the random states of torch, numpy and Python, which transforms may use, and restore them."""
+def seeded_everywhere(seed: int, *purpose: str | int, loader: Any = None) -> Iterator[None]:
+    """Seed the random states of torch, numpy and Python, which transforms may use, and restore them.
+
+    Those of a `DataLoader` and its samplers, too.
+    """
     states = random.getstate(), np.random.get_state()  # noqa: NPY002
     value = derive(seed, *purpose)
     random.seed(value)
     np.random.seed(value % 2**32)  # noqa: NPY002  # the state that transforms draw from
+    owned = [(generator, generator.get_state()) for generator in _generators(loader)]
+    for generator, _ in owned:
+        generator.manual_seed(value)
     try:
         with seeded(seed, *purpose):
             yield
     finally:
+        for generator, state in owned:
+            generator.set_state(state)
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002

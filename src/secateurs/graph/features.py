@@ -39,6 +39,8 @@ class FeaturePairs:
         errors = []
         for one, other, (positions, axis) in zip(own, wanted, self.kept, strict=True):
             target = select(other, positions, axis)
+            if torch.float16 in (one.dtype, target.dtype):  # a sum of squares exceeds its range
+                one, target = one.float(), target.float()
             energy = target.square().sum()
             errors.append((one - target).square().sum() / torch.where(energy > 0, energy, 1.0))
         return torch.stack(errors).mean()
@@ -55,8 +57,8 @@ def paired_features(graph: Graph, original: Graph) -> FeaturePairs | None:
     ours, theirs = ({node.name: node for node in each.module.graph.nodes} for each in (graph, original))
     pairs: list[tuple[fx.Node, fx.Node]] = []
     kept: list[tuple[Tensor | None, int]] = []
-    for name, axis in _places(original).items():
-        if name not in ours or name not in theirs or theirs[name] is ends[1]:
+    for name, axis in _places(original, ends[1].name).items():
+        if name not in ours or name not in theirs:
             continue
         positions, wanted = kept_positions(graph, original, name), list(shape_of(theirs[name]).dims or ())
         if positions is not None and wanted:
@@ -72,18 +74,17 @@ def paired_features(graph: Graph, original: Graph) -> FeaturePairs | None:
     )
 
 
-def _places(graph: Graph) -> dict[str, int]:
-    """The names of the places to compare at, in network order, with the axes of their channels."""
+def _places(graph: Graph, output: str) -> dict[str, int]:
+    """The names of the places to compare at, in network order, with the axes of their channels; the output is none."""
     flows = find_flows(spread_sums(graph.module))
     sums = [node for node, flow in flows.of.items() if isinstance(flow, Join) and node.target in SUMS]
     layers = [node for node, flow in flows.of.items() if isinstance(flow, Layer)]
-    found = {}
-    for node in sums or layers:
-        end = activation_behind(flows, node)
-        axis = flows.of[end].axis
-        if axis is not None:
-            found[end.name] = axis
-    return found
+    for nodes in (sums, layers):
+        ends = {end.name: flows.of[end].axis for end in (activation_behind(flows, node) for node in nodes)}
+        found = {name: axis for name, axis in ends.items() if axis is not None and name != output}
+        if found:
+            return found
+    return {}
 
 
 def _output(module: fx.GraphModule) -> fx.Node | None:

@@ -11,28 +11,33 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
-from secateurs._util.modules import device_of, keeping_modes
+from secateurs._util.modules import device_of, eval_mode, keeping_modes
 from secateurs._util.tensors import digest, first_non_finite
 from secateurs.config import TrainSettings
-from secateurs.data.dataset import derive
+from secateurs.data.dataset import Examples, derive
 from secateurs.data.splits import subset
+from secateurs.data.stream import Stream
 from secateurs.distributed import ALONE, active, join, rank
 from secateurs.errors import Diverged, InvalidInput, RunError, TrainingError
 from secateurs.graph.features import paired_features
 from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
-from secateurs.metrics import cross_entropy, loss
+from secateurs.metrics import Measure, cross_entropy, loss
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PruningContext
 from secateurs.pruning.results import Retrained, Trial
 from secateurs.repair import reconstruct_
 from secateurs.training import History, KeptWeights, candidates, keep_best_, recalibrate_
-from secateurs.training.guard import AVERAGE, END, START
+from secateurs.training.guard import AVERAGE, END, START, Candidate
+from secateurs.training.loop import check_length
 from secateurs.training.objective import held_out_means, objective_for
 from secateurs.training.resumable import CHECKPOINT, train_resumably_
 from secateurs.training.state import named_tensors, snapshot
@@ -76,6 +81,23 @@ def with_step(train: Callable[..., Any] | None) -> Training | None:
     if takes(0, 0):
         return train
     raise InvalidInput(f"finetune takes {signature}: wanted (model), or (model, step); rank and world_size may be taken, too.")
+
+
+def check_training(
+    graph: Graph, settings: TrainSettings, examples: Examples, stream: Stream | None, *, loss_fn: Measure
+) -> None:
+    """Refuse a training that the network, its loss or its loader cannot have, before hours of scoring.
+
+    The objective is computed once, of the network against itself.
+    """
+    if stream is not None:
+        check_length(stream)
+    own = None if loss_fn is cross_entropy else loss_fn
+    objective, place = objective_for(settings, loss_fn=own, teacher=graph.module), device_of(graph.module)
+    few = examples.batch(slice(0, 2)).mapped(lambda part: part.to(place))
+    args = tuple(part.to(like) for part, like in zip(few.args, graph.example, strict=True))
+    with eval_mode(graph.module), torch.no_grad():
+        objective(args, graph.module(*args), few.targets)
 
 
 def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkState) -> NetworkState:
@@ -131,9 +153,25 @@ def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkStat
         train = context.runtime.finetune
         if context.recipe.budget == "site":
             return _train_by_user(context, state, train, step)
-        return _rollback_if_over_budget(budget, state, lambda: _train_by_user(context, state, train, step))
+        trained: list[NetworkState] = []
+
+        def by_user() -> NetworkState:
+            trained.append(_train_by_user(context, state, train, step))
+            return trained[0]
+
+        result = _rollback_if_over_budget(budget, state, by_user)
+        if result is state:
+            tried = (_candidate(START, state), _candidate(END, trained[0]))
+            note = "the weights after it are not within the allowed drop"
+            _journal_kept(context, [KeptWeights(START, "metric", tried, "finetune", step, note)], refused=False)
+        return result
     settings = context.recipe.finetune
     return state if settings is None else _train(context, budget, state, settings, "finetune", step)
+
+
+def _candidate(name: str, state: NetworkState) -> Candidate:
+    loss, metric = (value if isfinite(value) else None for value in (state.loss, state.accuracy))
+    return Candidate(name, loss, metric)
 
 
 def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
@@ -253,13 +291,26 @@ class _Before:
         self.layers = {name: type(part) for name, part in module.named_modules()}
         self.tensors = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(module).items()}
         self.finite = {name for name, t in named_tensors(module).items() if first_non_finite({name: t}) is None}
+        self.settings = {name: part.extra_repr() for name, part in module.named_modules()}
+        self.in_training = [(part, name, getattr(part, name)) for part in module.modules() for name in _trains_by(part)]
         self.flags = {name: p.requires_grad for name, p in module.named_parameters()}
         self.hooks = [(hooks, dict(hooks)) for part in module.modules() for hooks in _hooks_of(part)]
 
     def restore_or_refuse_(self) -> None:
-        """Restore device, types, gradients and hooks; TrainingError for other layers, shapes, or values that are lost."""
+        """Restore device, types, gradients, hooks, and settings that count in training alone.
+
+        TrainingError for other layers, settings, shapes, or values that are lost.
+        """
         module = self.module
         self._refuse_others({name: type(part) for name, part in module.named_modules()}, self.layers, "layers")
+        for part, name, value in self.in_training:
+            setattr(part, name, value)
+        for name, part in module.named_modules():
+            if part.extra_repr() != self.settings[name]:
+                raise TrainingError(
+                    f"finetune changed the settings of {name!r}: got {type(part).__name__}({part.extra_repr()}), wanted "
+                    f"({self.settings[name]}), since a saved network holds weights alone. Change the model before pruning it."
+                )
         now = named_tensors(module)
         shapes = {name: shape for name, (shape, _) in self.tensors.items()}
         self._refuse_others({name: tuple(t.shape) for name, t in now.items()}, shapes, "parameters")
@@ -288,6 +339,13 @@ class _Before:
                 f"finetune changed the {what} {', '.join(changed[:3])} of the network: wanted the same names and shapes. Train "
                 f"the network that is given in place."
             )
+
+
+def _trains_by(part: nn.Module) -> tuple[str, ...]:
+    """The settings of a module that change nothing in eval mode."""
+    if isinstance(part, _BatchNorm):
+        return ("momentum",)
+    return ("p", "inplace") if isinstance(part, _DropoutNd) else ()
 
 
 def _hooks_of(part: nn.Module) -> list[dict[int, Any]]:

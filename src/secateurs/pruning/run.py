@@ -22,6 +22,7 @@ from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.graph.cost import cost
 from secateurs.graph.engine import TorchEngine, at_batch
+from secateurs.graph.node_info import info
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import display_name
@@ -68,14 +69,12 @@ _MEASUREMENTS = 3  # at the end: on the test set, on the validation set, of the 
 def chosen_sites(recipe: Recipe, graph: Graph, shortcut: Shortcut | None = None) -> list[str]:
     """The sites of `graph` that the recipe's patterns fit, in network order; without patterns, all.
 
-    Of all positions that the recipe compares, or of one.
+    Of all positions that the recipe compares, or of one. A layer whose output nothing reads has nothing to be measured by.
     """
     positions = recipe.shortcuts if shortcut is None else (shortcut,)
-    names = list(
-        dict.fromkeys(
-            site.name for position in positions for site in find_sites(graph, position, head_widths=recipe.head_widths)
-        )
-    )
+    unread = {node.name for node in graph.module.graph.nodes if info(node).get("unused")}
+    found = (site for position in positions for site in find_sites(graph, position, head_widths=recipe.head_widths))
+    names = list(dict.fromkeys(site.name for site in found if not unread.issuperset(point.node for point in site.points)))
     chosen = [name for name in names if not recipe.sites or any(fnmatch(name, pattern) for pattern in recipe.sites)]
     if recipe.sites and not chosen:
         wanted = ", ".join(recipe.sites)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from secateurs.training.state import copy_into_
@@ -54,12 +55,15 @@ class KeptWeights:
 def candidates(start: Weights, end: Weights, last: Weights | None = None) -> dict[str, Weights]:
     """The weights to choose from, the start first; `last` are those of the last step where `end` is an average.
 
-    Between start and end everything that is a floating-point number lies on the straight line; the rest is the end's.
+    Between start and end everything that is a floating-point number lies on the straight line; what did not move (an
+    infinite value of an attention mask, say), and the rest, is the end's.
     """
     found = {START: start, END: {**end, **last}, AVERAGE: end} if last else {START: start, END: end}
     for share in _BETWEEN:
         found[f"{100 * share:.0f} % of the way"] = {
-            name: start[name] + share * (tensor - start[name]) if tensor.is_floating_point() else tensor
+            name: torch.where(start[name] == tensor, tensor, start[name] + share * (tensor - start[name]))
+            if tensor.is_floating_point()
+            else tensor
             for name, tensor in end.items()
         }
     return found

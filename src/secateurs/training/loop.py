@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from secateurs._util.modules import Device, eval_mode, keeping_modes, on_device
-from secateurs.config import Optimiser, TrainSettings
+from secateurs._util.modules import Device, channels_last, eval_mode, keeping_modes, on_device
+from secateurs.config import Optimiser, Precision, TrainSettings
 from secateurs.data.dataset import Batch, Examples, generator_for, map_inputs, seeded
 from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.distributed import active
@@ -84,10 +84,7 @@ def train_(
     """
     if teacher is module:
         raise InvalidInput("the teacher is the network that is trained: give a copy of it from before")
-    if isinstance(examples, Stream) and examples.length is None:
-        raise InvalidInput(
-            f"training on the {examples.name} loader, which has no length: give a loader with one, or a finetune of your own."
-        )
+    check_length(examples)
     if isinstance(examples, Examples) and len(examples) == 0:
         raise InvalidInput("training on no examples: wanted at least one")
     shown = metric if metric is not None or loss_fn is not None else correct
@@ -127,11 +124,11 @@ def train_(
         if pairs is not None:
             stack.enter_context(on_device(pairs.theirs, place))  # the teacher may be a copy of it
             stack.enter_context(eval_mode(pairs.theirs))
+            _check_paired(module, pairs)
         stack.enter_context(keeping_modes(module))
         stack.enter_context(torch.enable_grad())
         if settings.channels_last:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-            stack.callback(lambda: module.to(memory_format=torch.contiguous_format))  # type: ignore[call-overload]
+            stack.enter_context(channels_last(module))
         objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher, pairs=pairs, penalty=penalty)
         loop = _Loop(module, examples, settings, objective, pairs, shown, place, on_step)
         records = loop.start(resume, momentum)
@@ -145,6 +142,14 @@ def train_(
                 on_epoch(record)
         last = loop.take_average_()
         return History(tuple(records), loop.momentum(), last, loop.note)
+
+
+def check_length(examples: Examples | Stream) -> None:
+    """InvalidInput for a loader without a length, from which no schedule can be made."""
+    if isinstance(examples, Stream) and examples.length is None:
+        raise InvalidInput(
+            f"training on the {examples.name} loader, which has no length: give a loader with one, or a finetune of your own."
+        )
 
 
 def find_rate(
@@ -228,7 +233,8 @@ class _Loop:
         self.step, self.rate, self.average = 0, settings.rate, dict[str, Tensor]()
         self.precision, self.note = usable_precision(settings.precision, place)
         if settings.features and pairs is None:
-            self.note = "; ".join(filter(None, (self.note, "there are no feature maps to compare: outputs alone are")))
+            why = "feature maps are compared in networks that give one tensor, behind sums or layers: here outputs alone are"
+            self.note = "; ".join(filter(None, (self.note, why)))
         if settings.augment == "auto":
             kind, pad = suitable_augmentation(examples)
             self.settings = replace(settings, augment=kind, pad=pad)
@@ -258,6 +264,7 @@ class _Loop:
         if resume is not None:
             check_fits(resume, self.settings, examples=self.count)
             restore_(self.module, resume)
+            self._keep_precision(resume.meta.get("precision", self.precision), len(resume.records()))
             momentum, records = resume.momentum(), resume.records()
             if resume.meta["scaler"]:
                 self.scaler.load_state_dict(resume.meta["scaler"])
@@ -273,6 +280,13 @@ class _Loop:
                 raise TrainingError(f"momentum of shape {tuple(buffer.shape)} for {name!r}: the network has {found}")
             self.optimiser.state[weight]["momentum_buffer"] = buffer.to(weight).clone()
         return records
+
+    def _keep_precision(self, before: Precision, epochs: int) -> None:
+        """Go on in the precision of the epochs before, where this processor can; the note says where it cannot."""
+        if before == "float32":
+            self.precision = before
+        elif before != self.precision:
+            self.note = f"{self.note}, after {epochs} epochs in {before} elsewhere"
 
     def epoch(self, number: int, measure: Callable[[], tuple[float | None, float | None]]) -> EpochRecord:
         """Train for one pass over the examples; after an error the weights are those before it."""
@@ -340,6 +354,7 @@ class _Loop:
             "epochs": [asdict(record) for record in records],
             "settings": settings_record(self.settings),
             "examples": self.count,
+            "precision": self.precision,
             "scaler": self.scaler.state_dict(),
         }
         moments = {} if self.settings.optimiser == "sgd" else {key: self._moments(key) for key in _ADAMW}
@@ -354,7 +369,7 @@ class _Loop:
         steps = min(self.per_epoch, self.planned - number * self.per_epoch)
         if isinstance(examples, Stream):  # the user's loader augments and shuffles
             shuffle = generator_for(settings.seed, "order", number)
-            with seeded_everywhere(settings.seed, "stream", number):
+            with seeded_everywhere(settings.seed, "stream", number, loader=examples.loader):
                 for part, factor in islice(self._streamed(examples, shuffle), steps):
                     yield Batch(map_inputs(self._laid_out, part.inputs), part.targets), factor
             return
@@ -413,6 +428,18 @@ class _Loop:
             f"{what}. The weights are those of the start of epoch {number}. "
             f"Lower lr, set clip_norm = 1.0, add warmup epochs, or check that the inputs are finite and scaled."
         )
+
+
+def _check_paired(module: nn.Module, pairs: FeaturePairs) -> None:
+    """InvalidInput unless the network that is compared with the teacher is the one that is trained, and not the teacher."""
+    ours, theirs = ({id(weight) for weight in each.parameters()} for each in (pairs.ours, pairs.theirs))
+    if not ours <= {id(weight) for weight in module.parameters()}:
+        raise InvalidInput(
+            "features pair another network than the one that is trained: give partial(paired_features, graph, original) with "
+            "graph.module the network that is trained"
+        )
+    if ours & theirs:
+        raise InvalidInput("features pair the network with itself: give the network that it was cut from as original")
 
 
 def _finite(module: nn.Module) -> set[str]:

@@ -19,7 +19,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
 loss.backward()
 raise SystemExit(not bool(torch.isfinite(loss)))
 """
-_PATIENCE = 120  # seconds: importing torch on a busy machine
+_PATIENCE = 600  # seconds: importing torch on a busy machine
 
 
 @cache
