@@ -83,7 +83,10 @@ def distance(outputs: Any, wanted: Any, temperature: float, kind: Distance = "kl
     """
     outputs, wanted = _full_precision(logits_of(outputs)), _full_precision(logits_of(wanted))
     if not isinstance(outputs, Tensor) or not isinstance(wanted, Tensor) or outputs.shape != wanted.shape:
-        raise InvalidInput("distillation needs one tensor of class logits, of the same shape, from network and teacher")
+        raise InvalidInput(
+            "distillation needs one tensor of class logits, of the same shape, from network and teacher. Set distill = 0 to "
+            "train by the loss."
+        )
     if outputs.ndim < 2 or outputs.shape[1] < 2:  # the probabilities of one class are always equal: nothing would be trained
         raise InvalidInput(
             f"distillation compares probabilities of classes; the network gives outputs of shape {tuple(outputs.shape)}: "
