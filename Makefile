@@ -9,10 +9,10 @@ PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 LINTED := $(wildcard src tests tools benchmarks examples docs)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo format check test docs test-docs wheel coverage test-slow test-real test-browser bench bench-scoring bench-quality limits torture clean
+.PHONY: help venv demo format check test docs test-docs wheel coverage test-slow test-real test-browser bench bench-scoring bench-quality bench-training limits torture clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## Make .venv with the pinned versions (PYTHON=python3.12 picks another Python)
 
@@ -85,6 +85,19 @@ bench-scoring: $(STAMP) ## Time and judge the scoring of filters on the real CIF
 
 bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accuracy, on CIFAR-10 (what has no row yet; RESULTS=folder: all anew, hours)
 	@QUALITY_RESULTS="$(RESULTS)" $(BIN)/python -m benchmarks.quality --all
+
+# Rows that exist are not made again, and a row that was killed goes on: stop it and give it again as often as you like.
+BUDGETS := recipes/budgets
+TABLE3 := $(BIN)/secateurs reproduce table3 --only
+bench-training: $(STAMP) ## Make the rows of docs/notes/training.md that are missing, on CIFAR-10 (a day of a core)
+	@$(TABLE3) --depth 20 --targets 0.45 0.30 --budget $(BUDGETS)/3.7-epochs-features-bfloat16.toml --methods obs+refit fpgm:uniform li --seeds 0 1 2
+	@$(TABLE3) --depth 20 --targets 0.45 --budget $(BUDGETS)/3.7-epochs-features-bfloat16.toml@0.01 --methods obs+refit fpgm:uniform li
+	@$(TABLE3) --depth 20 --targets 0.45 --budget $(BUDGETS)/27-epochs.toml --methods obs+refit fpgm:uniform li sfp paper
+	@$(TABLE3) --depth 20 --targets 0.5 0.6 --budget $(BUDGETS)/10-epochs.toml --methods obs+refit fpgm:uniform li
+	@$(TABLE3) --depth 56 --targets 0.5 --budget $(BUDGETS)/10-epochs.toml --methods obs+refit
+	@$(BIN)/python -m benchmarks.rounds
+	@$(BIN)/python -m benchmarks.ensembles --networks resnet32 resnet56 --orders ensemble l1 fpgm --shares --targets 0.1 0.3
+	@$(BIN)/python -m benchmarks.finetuning --precision bfloat16
 
 limits: $(STAMP) .venv-integrations/.installed ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits
