@@ -24,7 +24,7 @@ from nets import assert_same_bits, seeded, weights_of
 from secateurs.config import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
 from secateurs.data import Examples, Scaling
 from secateurs.data import load as load_data
-from secateurs.errors import InvalidInput, TrainingError
+from secateurs.errors import InvalidInput, RecipeError, TrainingError
 from secateurs.metrics import accuracy, evaluate, outputs
 from secateurs.training import (
     EpochRecord,
@@ -36,7 +36,7 @@ from secateurs.training import (
     restore_,
     train_,
 )
-from secateurs.training.augment import augment, crop_at, random_crop, random_flip
+from secateurs.training.augment import augment, crop_at, mix, random_crop, random_flip
 from secateurs.training.objective import distance
 from secateurs.training.schedule import steps_in_epoch
 
@@ -176,6 +176,45 @@ def test_kinds_of_augmentation() -> None:
     assert torch.equal(augment(images, "crop", pad=0, generator=generator), images)
     with pytest.raises(InvalidInput, match=r"augment = 'crop' for inputs of shape \(2, 16\)"):
         augment(images.flatten(1), "crop", pad=1, generator=generator)
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_mixtures_lie_between_two_examples(share: float) -> None:
+    """One-hot inputs show the partner and its part; a second input has the same ones, rows in another shape."""
+    count = 2000
+    one, rows = torch.eye(count), torch.arange(count).float()
+    mixed, other = mix((one, rows[:, None, None]), share, generator=seeded(0))
+    torch.testing.assert_close(mixed.sum(1), torch.ones(count))
+    torch.testing.assert_close(other[:, 0, 0], mixed @ rows, rtol=1e-4, atol=1e-2)
+    own = mixed.diagonal()
+    assert bool((1 - own <= share + 1e-6).all())
+    assert 1 - float(own.mean()) == pytest.approx(share / 2, abs=0.02 * share)  # uniform between 0 and the share
+    assert bool(((mixed > 0).sum(1) <= 2).all())
+    assert bool(((mixed > 0).sum(0) <= 2).all()), "every example is the partner of one"
+    assert mix(one, 0.0, generator=seeded(0)) is one
+    with pytest.raises(InvalidInput, match=r"mixup = 1 for inputs of type torch.int64: wanted floating-point numbers"):
+        mix(torch.arange(4), 1.0, generator=seeded(0))
+
+
+def test_mixtures_are_of_scaled_images_and_resume_to_the_same_bits() -> None:
+    teacher, states, seen = seeded_net(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), 7), [], []
+    asked = replace(LONG, label_smoothing=0.0, distill=1.0, mixup=1.0, epochs=3)
+    net = small_net()
+    net.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    train_(net, small_images(), asked, teacher=teacher, save=lambda state: states.append(on_disk(state)))
+    assert max(float(batch.abs().max()) for batch in seen) <= 2.0  # (0 - 0.5) / 0.25 and (1 - 0.5) / 0.25
+    for state in states:
+        other = small_net(99)
+        train_(other, small_images(), asked, teacher=teacher, resume=state)
+        assert_same_bits(weights_of(other), weights_of(net))
+    plain = small_net()
+    train_(plain, small_images(), replace(asked, mixup=0.0), teacher=teacher)
+    assert any(not torch.equal(weights_of(plain)[name], tensor) for name, tensor in weights_of(net).items())
+
+
+def test_mixtures_have_no_labels() -> None:
+    with pytest.raises(RecipeError, match=r"mixup = 0.5 with distill = 0.9: a mixture has no label"):
+        TrainSettings(mixup=0.5, distill=0.9)
 
 
 def test_padding_is_black_before_scaling() -> None:

@@ -45,6 +45,9 @@ class TrainSettings(Checked):
         "none", "Random crops, and flips, of the training images; auto: both for colour images, else none.", "training"
     )
     pad: int = setting(4, "Crops: pixels of zero padding on each side.", low=0, high=1024)
+    mixup: float = setting(
+        0.0, "Largest share of another example of the batch that is mixed into each; for distillation alone.", low=0, high=1
+    )
     label_smoothing: float = setting(
         0.0, "Share of the target that is spread over all classes.", "training", low=0, high=0.9999
     )
@@ -87,6 +90,10 @@ class TrainSettings(Checked):
             raise RecipeError(f"warmup = {self.warmup} of epochs = {self.epochs}: wanted fewer warm-up epochs than epochs.")
         if self.features > 0 and self.distill == 0:
             raise RecipeError(f"features = {self.features:g} with distill = 0: feature maps are a teacher's, set distill too.")
+        if self.mixup > 0 and self.distill < 1:
+            raise RecipeError(
+                f"mixup = {self.mixup:g} with distill = {self.distill:g}: a mixture has no label, set distill = 1 or mixup = 0."
+            )
         if self.nesterov and (self.momentum == 0 or self.optimiser != "sgd"):
             raise RecipeError(
                 f"nesterov = true with momentum = {self.momentum:g}, optimiser = {self.optimiser!r}: it needs momentum of SGD."

@@ -1,4 +1,4 @@
-"""Random crops and flips of training images, drawn on the CPU so that every device sees the same ones."""
+"""Random crops, flips and mixtures of training examples, drawn on the CPU so that every device sees the same ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from secateurs.config import Augment
-from secateurs.data.dataset import Examples, Inputs, input_parts
+from secateurs.data.dataset import Examples, Inputs, input_parts, map_inputs
 from secateurs.data.stream import Stream
 from secateurs.errors import InvalidInput
 
@@ -56,3 +56,24 @@ def random_flip(images: Tensor, *, generator: torch.Generator) -> Tensor:
     """Mirror each image left to right with probability 1/2."""
     mirrored = torch.randint(2, (len(images),), generator=generator).bool().to(images.device)
     return torch.where(mirrored[:, None, None, None], images.flip(3), images)
+
+
+def mix(inputs: Inputs, share: float, *, generator: torch.Generator) -> Inputs:
+    """Replace a part of each example, drawn between 0 and `share`, by as much of another one; 0 returns them unchanged.
+
+    All inputs of an example have the same partner and part. A teacher that knows its training examples by heart answers
+    mixtures with doubts, which tell more of it (Beyer 2022).
+    """
+    if share == 0:
+        return inputs
+    for part in input_parts(inputs):
+        if not part.is_floating_point():
+            raise InvalidInput(f"mixup = {share:g} for inputs of type {part.dtype}: wanted floating-point numbers, or 0")
+    count = len(input_parts(inputs)[0])
+    partners, parts = torch.randperm(count, generator=generator), share * torch.rand(count, generator=generator)
+
+    def mixed(each: Tensor) -> Tensor:
+        weights = parts.to(each).view(-1, *[1] * (each.ndim - 1))
+        return torch.lerp(each, each[partners.to(each.device)], weights)
+
+    return map_inputs(mixed, inputs)

@@ -21,7 +21,7 @@ from secateurs.distributed import active
 from secateurs.errors import Diverged, InvalidInput, TrainingError
 from secateurs.graph.features import FeaturePairs
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
-from secateurs.training.augment import augment, suitable_augmentation
+from secateurs.training.augment import augment, mix, suitable_augmentation
 from secateurs.training.fake_int8 import fake_int8
 from secateurs.training.objective import Objective, Penalty, held_out_means, objective_for
 from secateurs.training.parallel import own_part, summed, synchronised, wrapped
@@ -363,15 +363,17 @@ class _Loop:
     def _batches(self, number: int) -> Iterator[tuple[Batch, float]]:
         """The examples of one epoch in its own order, augmented; a function of seed and epoch alone.
 
-        Of several workers each has its part of every batch, with its factor.
+        Of several workers each has its part of every batch, with its factor; batches of a loader are mixed within the parts.
         """
         settings, examples = self.settings, self.examples
         steps = min(self.per_epoch, self.planned - number * self.per_epoch)
+        mixtures = generator_for(settings.seed, "mixup", number)
         if isinstance(examples, Stream):  # the user's loader augments and shuffles
             shuffle = generator_for(settings.seed, "order", number)
             with seeded_everywhere(settings.seed, "stream", number, loader=examples.loader):
                 for part, factor in islice(self._streamed(examples, shuffle), steps):
-                    yield Batch(map_inputs(self._laid_out, part.inputs), part.targets), factor
+                    inputs = mix(part.inputs, settings.mixup, generator=mixtures)
+                    yield Batch(map_inputs(self._laid_out, inputs), part.targets), factor
             return
         order = torch.randperm(len(examples), generator=generator_for(settings.seed, "order", number))
         crops = generator_for(settings.seed, "augment", number)
@@ -381,9 +383,12 @@ class _Loop:
             rows = order[start:end].to(examples.place)
             chosen = examples.stored.mapped(lambda part, rows=rows: part[rows])  # type: ignore[misc]
             stored = augment(chosen.inputs, settings.augment, pad=settings.pad, generator=crops)
+            if settings.mixup:  # before the batch is shared out: the number of workers changes no mixture
+                stored = mix(examples.scaled(stored), settings.mixup, generator=mixtures)
             part, factor = own_part(Batch(stored, chosen.targets), self.workers)
             moved = part.mapped(lambda part: part.to(self.place))
-            yield Batch(map_inputs(self._laid_out, examples.scaled(moved.inputs)), moved.targets), factor
+            inputs = moved.inputs if settings.mixup else examples.scaled(moved.inputs)
+            yield Batch(map_inputs(self._laid_out, inputs), moved.targets), factor
 
     def _streamed(self, stream: Stream, order: torch.Generator) -> Iterator[tuple[Batch, float]]:
         """This worker's part of every batch of the user's loader; where its sampler is known, only that part is read."""

@@ -147,6 +147,7 @@ def budget_words(budget: Budget) -> str:
     both = [settings for settings in (between, after) if settings]
     said = [f"{s.distill:.0%} of the loss the distance to the original network" for s in both if s.distill]
     said += [f"{s.features:g} times the error of feature maps added" for s in both if s.features]
+    said += [f"up to {s.mixup:.0%} of another image mixed in" for s in both if s.mixup]
     said += ["AdamW" for s in both if s.optimiser == "adamw"]
     said += [f"weights averaged with decay {s.average:g}" for s in both if s.average]
     said += [f"computed in {s.precision}" for s in both if s.precision != "float32"]
