@@ -1,8 +1,8 @@
 """What one epoch of training does to a cut network, and by which settings: `python -m benchmarks.finetuning` (hours).
 
 Cross-entropy, distillation from the untouched network's answers, from its answers and feature maps, or from both to mixtures
-of two images; BatchNorm live or frozen; three learning rates; averaged weights or those of the last step: from our repaired network, from those that L1 norms
-and the geometric median leave without repair, and from the untouched one.
+of two images; BatchNorm live or frozen; three learning rates; averaged weights or those of the last step: from our repaired
+network, from those that L1 norms and the geometric median leave without repair, and from the untouched one.
 Every cell is a row of results/finetuning/rows.jsonl: give the same command again after a crash and it goes on. The validation
 set chooses the best cell; test accuracies are measured once and choose nothing. `--render` writes the table to
 docs/notes/training.md, and trains nothing.
