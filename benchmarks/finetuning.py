@@ -1,8 +1,8 @@
 """What one epoch of training does to a cut network, and by which settings: `python -m benchmarks.finetuning` (hours).
 
-Cross-entropy, distillation from the untouched network's answers, or from its answers and feature maps; BatchNorm live or
-frozen; three learning rates; averaged weights or those of the last step: from our repaired network, from those that L1 norms
-and the geometric median leave without repair, and from the untouched one.
+Cross-entropy, distillation from the untouched network's answers, from its answers and feature maps, or from both to mixtures
+of two images; BatchNorm live or frozen; three learning rates; averaged weights or those of the last step: from our repaired
+network, from those that L1 norms and the geometric median leave without repair, and from the untouched one.
 Every cell is a row of results/finetuning/rows.jsonl: give the same command again after a crash and it goes on. The validation
 set chooses the best cell; test accuracies are measured once and choose nothing. `--render` writes the table to
 docs/notes/training.md, and trains nothing.
@@ -21,7 +21,7 @@ from math import isnan, nan
 from os import getloadavg
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -58,7 +58,10 @@ DECAY = 0.99  # of the average
 TEMPERATURE, WITH_FEATURES = 2.0, 4.0  # of distillation
 BATCH = 64  # images at once while measuring: faster than 256 on one core
 
-Loss = Literal["cross-entropy", "distillation", "features"]
+MIXED = 0.5  # largest share of another image in a mixture
+
+Loss = Literal["cross-entropy", "distillation", "features", "mixtures"]
+LOSSES = get_args(Loss)
 BatchNorm = Literal["live", "frozen"]
 
 
@@ -78,7 +81,7 @@ class Cell:
     examples: int | None  # of each set; None: all
 
     def settings(self) -> TrainSettings:
-        distilled, features = self.loss != "cross-entropy", self.loss == "features"
+        distilled, features = self.loss != "cross-entropy", self.loss in ("features", "mixtures")
         return TrainSettings(
             epochs=self.epochs,
             lr=self.rate,
@@ -88,6 +91,7 @@ class Cell:
             distill=1.0 if distilled else 0.0,
             temperature=WITH_FEATURES if features else TEMPERATURE,
             features=GENTLE.features if features else 0.0,
+            mixup=MIXED if self.loss == "mixtures" else 0.0,
             freeze_batchnorm=self.batchnorm == "frozen",
             average=DECAY,
             precision=self.precision,
@@ -232,7 +236,7 @@ def table(rows: Sequence[Row]) -> str:
     for (network, target, start, examples, epochs, precision), group in sorted(groups.items(), key=lambda item: str(item[0])):
         means = [_mean([row.validation_after for row in cell]) for cell in _cells(group).values()]
         best = max((value for value in means if not isnan(value)), default=nan)
-        for loss, norm, averaged in product(("cross-entropy", "distillation", "features"), ("live", "frozen"), (False, True)):
+        for loss, norm, averaged in product(LOSSES, ("live", "frozen"), (False, True)):
             here = [row for row in group if (row.loss, row.batchnorm, row.averaged) == (loss, norm, averaged)]
             if not here:
                 continue
@@ -277,7 +281,7 @@ def main() -> int:
     parser.add_argument("--networks", nargs="+", default=["resnet20", "resnet56"], choices=sorted(NETWORKS))
     parser.add_argument("--targets", nargs="+", type=float, default=[0.3, 0.45])
     parser.add_argument("--starts", nargs="+", default=list(STARTS), help="methods of secateurs compare, each also with +whole")
-    parser.add_argument("--losses", nargs="+", default=["cross-entropy", "distillation", "features"])
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES), choices=LOSSES)
     parser.add_argument("--batchnorm", nargs="+", default=["live", "frozen"])
     parser.add_argument("--rates", nargs="+", type=float, default=list(RATES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])

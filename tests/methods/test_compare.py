@@ -37,6 +37,7 @@ from secateurs.methods.compare.rows import (
     budget_words,
     comparison_rows,
     named_budget,
+    read_rows,
 )
 from secateurs.methods.compare.run import ROWS, Comparison, entries
 from secateurs.methods.compare.tables import (
@@ -425,6 +426,7 @@ def test_a_budget_at_another_rate_has_a_name_of_its_own() -> None:
         ("none@0.1", "nothing is trained"),
         ("gentle@fast", "wanted a learning rate"),
         ("short@-1", "wanted"),
+        ("gentle@", "wanted a learning rate"),
     ):
         with pytest.raises(InvalidInput, match=message):
             named_budget(wrong, cifar, sites=19)
@@ -455,6 +457,10 @@ def test_the_own_best_rate_is_chosen_by_the_validation_set() -> None:
     }
     assert sheet.columns == ("method", "30 % gone")
     assert own_rate_sheet(rows[:1], "short") is None
+    plain = Budget("short", after=TrainSettings(epochs=1, lr=0.01))
+    again = own_rate_sheet([*rows, replace(rows[0], budget=plain)], "short")
+    assert again is not None
+    assert dict(again.lines)["l1"] == "80.00 @ 0.01 of 2", "one rate by two names is one rate"
 
 
 def test_at_equal_minutes_a_method_is_shown_by_the_best_budget_that_fits() -> None:
@@ -470,6 +476,20 @@ def test_at_equal_minutes_a_method_is_shown_by_the_best_budget_that_fits() -> No
     l1, ours = sheet.lines
     assert l1[2:6] == ("88.00 (short)",) * 4  # the longer training fits, and is worse
     assert ours[2:5] == ("–", "86.00 (none)", "90.00 (short)")
+
+
+def test_at_equal_minutes_a_budget_fits_with_all_its_seeds_and_its_whole_search() -> None:
+    def row(target: float, seed: int, seconds: float, after: float, name: str = "none") -> Row:
+        budget = NO_TRAINING if name == "none" else Budget(name, after=TrainSettings(epochs=1))
+        return made_up_row("l1", target, after, seed=seed, budget=budget, search_seconds=seconds, training_seconds=0.0)
+
+    rows = [row(0.3, 0, 294, 0.9, "short"), row(0.3, 1, 306, 0.6, "short"), row(0.3, 0, 1, 0.7), row(0.3, 1, 1, 0.7)]
+    rows += [row(0.05, 0, 2, 0.8), row(0.05, 1, 2, 0.8)]  # found with what the search at 30 % had measured
+    sheet = minutes_sheet(rows)
+    assert sheet is not None
+    assert [line[0] for line in sheet.lines] == ["5 %", "30 %"]
+    assert sheet.columns[2] == "10 min", "nothing fits into five"
+    assert [line[2] for line in sheet.lines] == ["80.00 ± 0.00 (none)", "75.00 ± 21.21 (short)"]
 
 
 def test_budgets_in_words_and_from_files(tmp_path: Path) -> None:
@@ -491,8 +511,40 @@ def test_budgets_in_words_and_from_files(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(RecipeError, match=message):
             named_budget(str(path), images(100, 2), sites=1)
+    path.write_text("keep_best = 1\n[after]\nlr = 1.0\n")
+    with pytest.raises(RecipeError, match=r"got keep_best = 1, wanted"):
+        named_budget(str(path), images(100, 2), sites=1)
     with pytest.raises(RecipeError, match="cannot be read"):
         named_budget(str(tmp_path / "absent.toml"), images(100, 2), sites=1)
+
+
+def test_files_of_budgets_may_lie_anywhere_and_have_names_of_their_own(tmp_path: Path) -> None:
+    for folder, rate in (("me@home", 0.01), ("other", 0.02)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.toml").write_text(f"[after]\nlr = {rate}\n")
+    first, second = (str(tmp_path / folder / "mine.toml") for folder in ("me@home", "other"))
+    assert named_budget(first, images(100, 2), sites=1).name == "mine"
+    assert named_budget(f"{first}@0.5", images(100, 2), sites=1).name == "mine@0.5"
+    comparison = Comparison(build("mlp", hidden=HIDDEN), load_data("digits"), tmp_path / "out", tmp_path / "runs")
+    assert len(comparison.budgets([first, first])) == 1
+    with pytest.raises(InvalidInput, match="two of them are called 'mine'"):
+        comparison.budgets([first, second])
+    (tmp_path / "a@b.toml").write_text("[after]\nlr = 0.1\n")
+    with pytest.raises(RecipeError, match="'@' in the name of a budget"):
+        named_budget(str(tmp_path / "a@b.toml"), images(100, 2), sites=1)
+
+
+def test_a_row_is_appended_where_another_process_has_just_removed_half_a_line(tmp_path: Path) -> None:
+    """Four processes append to a file that ends in half a line: all their rows are there, and the half line is not."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"number": 0}\n{"num')
+    code = (
+        "import sys; from pathlib import Path; from secateurs.methods.compare.rows import append_row\n"
+        "for number in range(25): append_row(Path(sys.argv[1]), {'number': int(sys.argv[2]) + number})"
+    )
+    started = [subprocess.Popen([sys.executable, "-c", code, str(path), str(1 + 25 * each)]) for each in range(4)]
+    assert [process.wait() for process in started] == [0] * 4
+    assert sorted(row["number"] for row in read_rows(path)) == list(range(101))
 
 
 # ---- tables, figures and the page ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from secateurs.pruning.results import Progress
 from secateurs.selection.allocation import Curve
 from secateurs.training import train_
 from secateurs.training.objective import held_out_means, objective_for
+from torture.journals import entries_of, write_entries
 from torture.runs import ResidualNet
 
 
@@ -262,9 +264,25 @@ def test_all_targets_and_budgets_of_a_method_share_what_it_finds_at_the_sites(
     monkeypatch.setattr(PruningContext, "rank", refuse)
     shared = method(name)(task(target_macs=0.5, budget=BUDGET, store=store))
     assert shared.passes == alone.passes
+    assert shared.search_seconds >= 0.5 * alone.search_seconds, "what another row has measured counts in full"
     assert_same_bits(alone.graph.module.state_dict(), shared.graph.module.state_dict())
     with pytest.raises(AssertionError, match="ranked again"):
         method(name)(task(target_macs=0.5, seed=1, store=store))
+
+
+def test_a_folder_of_a_release_with_fewer_settings_goes_on_and_another_budget_is_refused(tmp_path: Path) -> None:
+    asked = task(budget=BUDGET, folder=tmp_path)
+    expected = method("l1:uniform")(asked)
+    first, *_ = entries_of(tmp_path)
+    budget = first["asked"]["budget"]
+    assert budget["after"].pop("mixup") == 0.0
+    del budget["keep_best"]
+    shutil.rmtree(tmp_path / "checkpoints")  # killed before anything was found
+    write_entries(tmp_path, [first])
+    again = method("l1:uniform")(asked)
+    assert_same_bits(expected.graph.module.state_dict(), again.graph.module.state_dict())
+    with pytest.raises(RunError, match="was started with another budget"):
+        method("l1:uniform")(replace(asked, budget=replace(BUDGET, keep_best=True)))
 
 
 # ---- names and mistakes --------------------------------------------------------------------------------------------------

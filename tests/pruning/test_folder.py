@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from kill_driver import RECIPE
+from nets import assert_same_bits
 from secateurs.api import Pruner, resume
-from secateurs.config import Recipe, TrainSettings
+from secateurs.config import Recipe, TrainSettings, files, recipe_fields
 from secateurs.data import Examples
 from secateurs.errors import InvalidInput, RunError, TrainingError
+from secateurs.pruning import folder
 from secateurs.pruning.results import Progress, Step
 from secateurs.report import read_run, write_report
 from torture.journals import entries_of, write_entries
@@ -66,6 +68,26 @@ def test_a_changed_recipe_is_refused(tmp_path: Path) -> None:
     recipe.write_text(recipe.read_text().replace("max_drop = 0.1", "max_drop = 0.2"))
     with pytest.raises(RunError, match="was changed since the run started"):
         resume(tmp_path, perceptron(), DATA)
+
+
+def test_a_run_of_a_release_with_fewer_settings_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a release neither wrote the settings that came later, nor counted them in the digest of the recipe."""
+    retrained = replace(QUICK, retrain=TrainSettings(epochs=1, batch=64))
+    expected = Pruner(perceptron(), DATA, recipe=retrained, folder=tmp_path / "whole").finish()
+
+    def fewer(recipe: Recipe) -> dict[str, Any]:
+        found = recipe_fields(recipe)
+        for name in ("mixup", "features"):
+            del found["retrain"][name]
+        return found
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(files, "recipe_fields", fewer)
+        earlier.setattr(folder, "recipe_fields", fewer)
+        started(tmp_path / "run", retrained)
+    assert "mixup" not in (tmp_path / "run" / "recipe.toml").read_text()
+    found = resume(tmp_path / "run", perceptron(), DATA).finish()
+    assert_same_bits(found.model.state_dict(), expected.model.state_dict())
 
 
 def test_changed_data_is_refused(tmp_path: Path) -> None:

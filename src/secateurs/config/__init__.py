@@ -6,7 +6,15 @@ Each field is declared once: its type, default, meaning and range. Its checks an
 from __future__ import annotations
 
 from secateurs.config.declared import declarations, setting
-from secateurs.config.files import read_recipe, read_settings, recipe_fields, recipe_from, settings_from, write_recipe
+from secateurs.config.files import (
+    read_fields,
+    read_recipe,
+    read_settings,
+    recipe_fields,
+    recipe_from,
+    settings_from,
+    write_recipe,
+)
 from secateurs.config.recipe import (
     CRITERIA,
     PORTFOLIO,
@@ -80,6 +88,7 @@ __all__ = [
     "TrainSettings",
     "Transform",
     "declarations",
+    "read_fields",
     "read_recipe",
     "read_settings",
     "recipe_fields",

@@ -20,12 +20,12 @@ from secateurs.errors import InvalidInput, RecipeError
 
 def read_recipe(path: str | Path, **overrides: Any) -> Recipe:
     """Read a recipe from a TOML file, with single fields overridden ("finetune.epochs" is a field of a table)."""
-    return recipe_from(_read_toml(Path(path)), where=str(path), **overrides)
+    return recipe_from(read_fields(Path(path)), where=str(path), **overrides)
 
 
 def read_settings(path: str | Path, **overrides: Any) -> TrainSettings:
     """Read the settings of a training from a TOML file, with single fields overridden."""
-    return settings_from(_read_toml(Path(path)), where=str(path), **overrides)
+    return settings_from(read_fields(Path(path)), where=str(path), **overrides)
 
 
 def recipe_from(fields: dict[str, Any], *, where: str = "recipe", **overrides: Any) -> Recipe:
@@ -56,7 +56,8 @@ def write_recipe(path: Path, recipe: Recipe) -> None:
     write_text(path, tomli_w.dumps(recipe_fields(recipe)))
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_fields(path: Path) -> dict[str, Any]:
+    """The values of a TOML file as they stand there; RecipeError if it cannot be read."""
     try:
         return decode_toml(read_text_file(path, max_bytes=MAX_TOML_BYTES))
     except OSError as error:

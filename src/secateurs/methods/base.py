@@ -299,7 +299,7 @@ def opened(
         "train": task.data.train.digest(),
         "search": task.data.search.digest(),
         "target_macs": task.target_macs,
-        "budget": _recorded(asdict(task.budget)),
+        "budget": asdict(task.budget),
         "shortcut": task.shortcut,
         "seed": task.seed,
         "batch": task.batch,
@@ -314,10 +314,10 @@ def opened(
     with Journal(task.folder, METHOD_KINDS) as journal:
         method = "" if task.own is None else task.own.name
         known = journal.once(TaskRecord, lambda: TaskRecord(asked, fingerprints(measures), method))
-        compared = asked
+        compared, before = asked, {**known.asked, "budget": _completed(known.asked.get("budget", {}))}
         if own is not None and not follows_helpers(known.fingerprints):
             compared = {**asked, "criterion": fingerprint(own, helpers=False)}
-        others = [key for key in asked if key not in measures and known.asked.get(key) != compared[key]]
+        others = [key for key in asked if key not in measures and before.get(key) != compared[key]]
         others += changed(measures, known.asked, known.fingerprints)
         others += [f"method ({known.method}, now {method})"] if known.method and method not in ("", known.method) else []
         if others:
@@ -337,11 +337,11 @@ def opened(
             yield MethodRun(task, context, teacher, asked, given)
 
 
-def _recorded(budget: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a budget without those that are off and that older folders, which go on, do not name."""
-    later = ("keep_best", "features")
-    kept = {name: value for name, value in budget.items() if name not in later or value}
-    return {name: _recorded(value) if isinstance(value, dict) else value for name, value in kept.items()}
+def _completed(budget: dict[str, Any]) -> dict[str, Any]:
+    """A recorded budget with the defaults of all settings that the release which recorded it did not have."""
+    every: dict[str, Any] = json.loads(json.dumps(asdict(TrainSettings())))
+    found = {name: every | value if isinstance(value, dict) else value for name, value in budget.items()}
+    return {"keep_best": False, **found}
 
 
 def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe:

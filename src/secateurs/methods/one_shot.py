@@ -83,7 +83,7 @@ def cut_once(
 def profile_sites(run: MethodRun, choice: Choice) -> dict[str, SiteProfile]:
     """What the choice measures at every site, in network order; not measured again where it was before.
 
-    Passes are those of the measurement, seconds those spent now.
+    Passes and seconds are those of the measurement, whichever row made it: rows are compared at equal time.
     """
     found: dict[str, SiteProfile] = {}
     for number, site in enumerate(run.sites, 1):
@@ -94,18 +94,20 @@ def profile_sites(run: MethodRun, choice: Choice) -> dict[str, SiteProfile]:
 
 def _profiled(run: MethodRun, choice: Choice, site: Site, number: int) -> SiteProfile:
     """The profile from the store, if it has one; else measured and stored."""
-    cache, key, began, module = run.context.runtime.cache, site.name.encode(), time.monotonic(), run.task.graph.module
+    cache, key, module = run.context.runtime.cache, site.name.encode(), run.task.graph.module
     # all that a profile depends on besides the site: neither the target nor the training that follows
     asked = {name: value for name, value in run.asked.items() if name not in _NOT_OF_A_PROFILE}
     measures, versions = (fingerprint(run.task.loss_fn), fingerprint(run.task.metric)), environment()["versions"]
     context = context_of(
-        "profiles of surveyed sites", json.dumps([asked, versions], sort_keys=True), f"{module.code}{module}", *measures
+        "profiles and their seconds", json.dumps([asked, versions], sort_keys=True), f"{module.code}{module}", *measures
     )
     kept = cache.get_fields(context, key)
-    found = choice.profile(run, site, number) if kept is None else record_from(kept, SiteProfile)
-    if kept is None:
-        cache.put_fields(context, key, plain(found))
-    return replace(found, seconds=time.monotonic() - began)
+    if kept is not None:
+        return record_from(kept, SiteProfile)
+    began = time.monotonic()
+    found = replace(choice.profile(run, site, number), seconds=time.monotonic() - began)
+    cache.put_fields(context, key, plain(found))
+    return found
 
 
 def loss_profile(run: MethodRun, site: Site, number: int) -> SiteProfile:

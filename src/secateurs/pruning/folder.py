@@ -21,7 +21,7 @@ from secateurs._util.journal import JOURNAL, PROVENANCE, Journal, changed_files,
 from secateurs._util.tensors import digest, dump, parse
 from secateurs.compaction import replay
 from secateurs.compaction.serialization import load, read, save
-from secateurs.config import Recipe, read_recipe, recipe_fields, write_recipe
+from secateurs.config import Recipe, read_fields, recipe_fields, recipe_from, write_recipe
 from secateurs.criteria.ranking import Ranking
 from secateurs.data.splits import Data
 from secateurs.distributed import ALONE, Workers
@@ -164,7 +164,11 @@ def read_provenance(path: Path) -> dict[str, Any]:
 
 def recipe_digest(recipe: Recipe) -> str:
     """SHA-256 of all fields of the recipe."""
-    return hashlib.sha256(json.dumps(recipe_fields(recipe), sort_keys=True).encode()).hexdigest()
+    return _fields_digest(recipe_fields(recipe))
+
+
+def _fields_digest(fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 # ---- opening -------------------------------------------------------------------------------------------------------------
@@ -211,8 +215,10 @@ def open_folder(path: Path, workers: Workers = ALONE) -> tuple[Journal, Recipe, 
         raise RunError(f"{path / PROVENANCE}: damaged (no {', '.join(missing)}). Restore it from a copy, or start a new run.")
     journal = Journal(path, KINDS, workers)
     try:
-        recipe = read_recipe(path / RECIPE)
-        if recipe_digest(recipe) != known.get("recipe_sha256"):
+        fields = read_fields(path / RECIPE)
+        recipe = recipe_from(fields, where=str(path / RECIPE))
+        # of the fields in the file: a release with more settings, at their defaults, resumes the run
+        if _fields_digest(fields) != known.get("recipe_sha256"):
             raise RunError(
                 f"{path / RECIPE}: was changed since the run started, so its earlier steps would not fit the later ones. Undo "
                 f"the change, or start a new run with the changed recipe."

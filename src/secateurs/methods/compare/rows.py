@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,12 +47,13 @@ def read_rows(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
 
 
 def append_row(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one row as a JSON line and sync it to disk. Processes may share the file: a line is one write."""
+    """Append one row as a JSON line and sync it to disk. Processes may share the file: each has it for itself meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = path.read_bytes() if path.exists() else b""
-    if content and not content.endswith(b"\n"):  # a killed run left half a line
-        os.truncate(path, content.rfind(b"\n") + 1)
     with path.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):  # a killed run left half a line
+            file.truncate(content.rfind(b"\n") + 1)
         file.write(json.dumps(row, sort_keys=True).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
@@ -75,11 +77,11 @@ def named_budget(name: str, examples: Examples, *, sites: int) -> Budget:
     cores; "paper" (or "full"): 10 epochs for each of the network's `sites`, and 80 at the end. Colour images are cropped and
     flipped at random. "gentle@0.002" is the same budget at another learning rate, by a name of its own.
     """
-    name, _, rate = name.partition(AT)
-    if rate:
-        return at_rate(named_budget(name, examples, sites=sites), rate)
     if name.endswith(".toml"):
         return _read_budget(Path(name))
+    stem, at, rate = name.rpartition(AT)
+    if at:
+        return at_rate(named_budget(stem, examples, sites=sites), rate)
     name = SYNONYMS.get(name, name)
     if name not in NAMES:
         raise InvalidInput(f"no budget {name!r}.{suggest(name, (*NAMES, *SYNONYMS))} A file of your own ends in .toml.")
@@ -122,12 +124,14 @@ def _read_budget(path: Path) -> Budget:
         raise RecipeError(f"{path}: cannot be read ({error.strerror}).") from error
     except Malformed as error:
         raise RecipeError(f"{path}: {error}.") from error
+    if AT in path.stem:
+        raise RecipeError(f"{path}: {AT!r} in the name of a budget stands before a learning rate. Give the file another name.")
     keep_best = tables.pop("keep_best", False)
-    unknown = [name for name in tables if name not in ("between", "after")]
-    if unknown or not all(isinstance(table, dict) for table in tables.values()) or not isinstance(keep_best, bool):
+    wrong = [name for name, table in tables.items() if name not in ("between", "after") or not isinstance(table, dict)]
+    wrong += [] if isinstance(keep_best, bool) else [f"keep_best = {keep_best!r}"]
+    if wrong:
         raise RecipeError(
-            f"{path}: got {brief(', '.join(map(repr, unknown or tables)))}, wanted the tables 'between' and 'after', and "
-            f"keep_best = true or false."
+            f"{path}: got {brief(', '.join(wrong))}, wanted the tables 'between' and 'after', and keep_best = true or false."
         )
     if "between" in tables:  # its steps decide when it ends
         tables["between"] = {"schedule": "constant", "epochs": tables["between"].get("steps", 1), **tables["between"]}

@@ -91,9 +91,14 @@ class Comparison:
         return self._evaluate(self.graph, self.data.search), self._evaluate(self.graph, self.data.test_set)
 
     def budgets(self, names: Iterable[str]) -> tuple[Budget, ...]:
-        """Return the budgets of those names, scaled to this network and data."""
+        """Return the budgets of those names, scaled to this network and data; rows know them by name, so names differ."""
         sites = len(find_sites(self.graph, self.shortcut))
-        return tuple(dict.fromkeys(named_budget(name, self.data.train, sites=sites) for name in names))
+        found: dict[str, Budget] = {}
+        for name in names:
+            budget = named_budget(name, self.data.train, sites=sites)
+            if found.setdefault(budget.name, budget) != budget:
+                raise InvalidInput(f"budgets: two of them are called {budget.name!r}. Give one of the files another name.")
+        return tuple(found.values())
 
     def check(self, budgets: Sequence[Budget]) -> None:
         """Raise if existing rows or runs have another network, other data, or other settings of a budget; record ours."""

@@ -92,7 +92,7 @@ def _at_own_rates(rows: Sequence[Row], stem: str) -> dict[tuple[str, float], tup
         most = max(len(same) for same in rates.values())  # seeds: a rate that some have not run is not compared
         whole = {name: same for name, same in rates.items() if len(same) == most}
         chosen = max(whole, key=lambda name: mean(row.search.after for row in whole[name]))
-        found[key] = whole[chosen], len(whole)
+        found[key] = whole[chosen], len({_rate(same[0]) for same in whole.values()})
     return found
 
 
@@ -125,21 +125,28 @@ def _rate(row: Row) -> float:
 
 
 def minutes_sheet(rows: Sequence[Row], minutes: Sequence[float] = (5, 10, 15, 30, 60, 120)) -> Sheet | None:
-    """Test accuracy within a number of minutes of search and training: of all rows that fit, the best by the validation set."""
-    lines = []
-    for (method, target), group in by_target(rows).items():
+    """Test accuracy within a number of minutes of search and training: of all budgets that fit, the best by the validation set.
+
+    A budget fits if all its seeds do. A seed's search counts as that of its dearest row, as targets may share measurements.
+    """
+    lines, searched = [], dict[tuple[str, int], float]()
+    for row in rows:
+        searched[row.method, row.seed] = max(row.search_seconds, searched.get((row.method, row.seed), 0.0))
+    for (method, target), group in sorted(by_target(rows).items(), key=lambda found: found[0][1]):
         cells = []
         for bound in minutes:
-            fitting = [row for row in group if row.search_seconds + row.training_seconds <= 60 * bound]
-            runs = [[row for row in fitting if row.budget.name == name] for name in budgets_of(fitting)]
-            best = max(runs, key=lambda found: mean(row.search.after for row in found), default=[])
+            runs = [[row for row in group if row.budget.name == name] for name in budgets_of(group)]
+            fitting = [
+                run for run in runs if all(searched[method, row.seed] + row.training_seconds <= 60 * bound for row in run)
+            ]
+            best = max(fitting, key=lambda found: mean(row.search.after for row in found), default=[])
             cells.append(f"{mean_spread([row.test.after for row in best])} ({best[0].budget.name})" if best else NOTHING)
         lines.append((f"{100 * target:g} %", method, *cells))
     used = [place for place in range(len(minutes)) if len({line[place + 2] for line in lines} - {NOTHING})]
     if not used or len({row.budget.name for row in rows}) < 2:
         return None
     columns = ("MACs ↓", "method", *(f"{minutes[place]:g} min" for place in used))
-    kept = sorted(((line[0], line[1], *(line[place + 2] for place in used)) for line in lines), key=lambda line: line[0])
+    kept = [(line[0], line[1], *(line[place + 2] for place in used)) for line in lines]
     title = "Test accuracy (%) within minutes of search and training together: the best budget that fits, by the validation set"
     return Sheet(title, columns, tuple(kept))
 
