@@ -82,17 +82,17 @@ def _summed_tensor(own: Tensor) -> Tensor:
     return found
 
 
-def _forward(norm: Any, x: Tensor) -> Tensor:
+def _forward(norm: Any, input: Tensor) -> Tensor:  # as BatchNorm's own forward names it
     """BatchNorm over the examples of all workers; torch's own SyncBatchNorm needs a GPU."""
     if not norm.training:
-        found: Tensor = type(norm).forward(norm, x)
+        found: Tensor = type(norm).forward(norm, input)
         return found
-    axes, shape = [axis for axis in range(x.ndim) if axis != 1], [1, -1] + [1] * (x.ndim - 2)
-    count = x.new_tensor(x.numel() / x.shape[1])
-    sums: Tensor = _Sum.apply(torch.cat([x.sum(axes), count[None]]))  # type: ignore[no-untyped-call]  # untyped in torch
+    axes, shape = [axis for axis in range(input.ndim) if axis != 1], [1, -1] + [1] * (input.ndim - 2)
+    count = input.new_tensor(input.numel() / input.shape[1])
+    sums: Tensor = _Sum.apply(torch.cat([input.sum(axes), count[None]]))  # type: ignore[no-untyped-call]  # untyped in torch
     total = sums[-1].detach()
     mean = sums[:-1] / total
-    centred = x - mean.view(shape)
+    centred = input - mean.view(shape)
     variance: Tensor = _Sum.apply(centred.square().sum(axes)) / total  # type: ignore[no-untyped-call]  # untyped in torch
     with torch.no_grad():
         norm.num_batches_tracked += 1
