@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 import secateurs
 from nets import assert_same_bits, seeded, weights_of
-from secateurs.config import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
+from secateurs.config import GENTLE, PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
 from secateurs.data import Examples, Scaling
 from secateurs.data import load as load_data
+from secateurs.data.stream import stream_of
 from secateurs.errors import InvalidInput, RecipeError, TrainingError
 from secateurs.metrics import accuracy, evaluate, outputs
 from secateurs.training import (
@@ -725,3 +726,58 @@ def test_an_optimiser_is_not_carried_through_two_cuts_at_once() -> None:
     with pytest.raises(TrainingError, match="cut several times: carry the optimiser through every cut"):
         carry_optimizer(optimiser, graph.module, twice)
     carry_optimizer(carry_optimizer(optimiser, graph.module, smaller), smaller.module, twice)
+
+
+# what is done otherwise than asked for
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_float64_stays_float64_and_a_note_says_so(precision: str) -> None:
+    asked, images = TrainSettings(epochs=1, batch=16, lr=0.01, precision=precision), small_images().ready(torch.float64)
+    net, plain = small_net().double(), small_net().double()
+    history = train_(net, images, asked)
+    train_(plain, images, replace(asked, precision="float32"))
+    assert history.note == f"a network of float64 cannot compute in {precision}: trained in float64"
+    assert_same_bits(weights_of(net), weights_of(plain))
+
+
+@pytest.mark.parametrize(
+    ("asked", "ignored"),
+    [
+        (TrainSettings(), ""),
+        (replace(GENTLE, lr=0.01, features=0.0), ""),
+        (TrainSettings(batch=8), "batch = 8"),
+        (TrainSettings(augment="crop"), "augment = 'crop'"),
+        (TrainSettings(batch=8, augment="crop-flip"), "batch = 8 and augment = 'crop-flip'"),
+    ],
+)
+def test_settings_that_a_loader_leaves_without_effect_are_noted(asked: TrainSettings, ignored: str) -> None:
+    stream, asked = stream_of(list(small_images().ready().batches(10)), "train"), replace(asked, epochs=1)
+    history = train_(small_net(), stream, asked, teacher=small_net(1))
+    assert history.epochs[0].steps == 5, "batches are the loader's"
+    note = f"the train loader's own batches and augmentation are used, not {ignored}"
+    assert history.note == (note if ignored else "")
+    assert not train_(small_net(), small_images(), asked, teacher=small_net(1)).note
+
+
+def test_all_norms_with_running_statistics_are_frozen() -> None:
+    net = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.BatchNorm2d(4)),
+        *(nn.Flatten(), nn.Linear(16, 3)),
+    )
+    train_(net, small_images(), TrainSettings(epochs=1, batch=10))  # statistics that are not those of fresh layers
+    before = weights_of(net)
+    train_(net, small_images(), TrainSettings(epochs=1, batch=10, freeze_batchnorm=True))
+    after = weights_of(net)
+    assert {name for name in before if torch.equal(before[name], after[name])} == set(dict(net.named_buffers()))
+
+
+def test_the_users_gradients_come_back_even_after_an_error() -> None:
+    net = small_net()
+    net[5].weight.grad = given = torch.full_like(net[5].weight, 7.0)
+    train_(net, small_images(), TrainSettings(epochs=1, batch=10))
+    with pytest.raises(TrainingError):
+        train_(net, small_images(), TrainSettings(epochs=1, batch=10, lr=1e30, schedule="constant"))
+    assert net[5].weight.grad is given
+    assert bool((given == 7).all())
+    assert all(weight.grad is None for weight in (net[0].weight, net[5].bias))

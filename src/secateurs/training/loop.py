@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from secateurs._util.modules import Device, channels_last, eval_mode, keeping_modes, on_device
+from secateurs._util.modules import Device, channels_last, eval_mode, keeping_gradients, keeping_modes, on_device
 from secateurs.config import Optimiser, Precision, TrainSettings
 from secateurs.data.dataset import Batch, Examples, generator_for, map_inputs, seeded
 from secateurs.data.stream import Stream, seeded_everywhere
@@ -80,7 +80,7 @@ def train_(
     `momentum` (by parameter name) starts SGD. Averaged weights are what is measured, and what the training ends with; those of
     the last step are then in `History.last`. After every epoch `save` gets the state that `resume` takes, then `on_epoch`
     its record; `on_step` gets the number of optimiser steps done and of those planned. The user's random state, the module's
-    mode and device are as before afterwards; after an error the weights are those of the start of its epoch.
+    mode, device and gradients are as before afterwards; after an error the weights are those of the start of its epoch.
     """
     if teacher is module:
         raise InvalidInput("the teacher is the network that is trained: give a copy of it from before")
@@ -116,6 +116,7 @@ def train_(
         return found.loss, found.accuracy
 
     with ExitStack() as stack:
+        stack.enter_context(keeping_gradients(module))
         place = stack.enter_context(on_device(module, device))
         if teacher is not None:
             stack.enter_context(on_device(teacher, place))
@@ -231,14 +232,17 @@ class _Loop:
         self.per_epoch = self.count if isinstance(examples, Stream) else steps_in_epoch(self.count, settings.batch)
         self.planned = total_steps(settings, self.per_epoch)
         self.step, self.rate, self.average = 0, settings.rate, dict[str, Tensor]()
-        self.precision, self.note = usable_precision(settings.precision, place)
+        self.precision, self.note = usable_precision(settings.precision, place, module.parameters())
         if settings.features and pairs is None:
-            why = "feature maps are compared in networks that give one tensor, behind sums or layers: here outputs alone are"
-            self.note = "; ".join(filter(None, (self.note, why)))
+            self._add_note(
+                "feature maps are compared in networks that give one tensor, behind sums or layers: here outputs alone are"
+            )
+        if isinstance(examples, Stream) and (ignored := _for_memory_alone(settings)):
+            self._add_note(f"the {examples.name} loader's own batches and augmentation are used, not {ignored}")
         if settings.augment == "auto":
             kind, pad = suitable_augmentation(examples)
             self.settings = replace(settings, augment=kind, pad=pad)
-        self.norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+        self.norms = [part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats]
         self.trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
         if not self.trained:
             raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
@@ -281,6 +285,9 @@ class _Loop:
             self.optimiser.state[weight]["momentum_buffer"] = buffer.to(weight).clone()
         return records
 
+    def _add_note(self, note: str) -> None:
+        self.note = "; ".join(filter(None, (self.note, note)))
+
     def _keep_precision(self, before: Precision, epochs: int) -> None:
         """Go on in the precision of the epochs before, where this processor can; the note says where it cannot."""
         if before == "float32":
@@ -296,7 +303,8 @@ class _Loop:
             for norm in self.norms if self.settings.freeze_batchnorm else ():
                 norm.eval()
             self.rate = self.settings.rate
-            stack.enter_context(synchronised(() if self.settings.freeze_batchnorm else self.norms, self.workers))
+            live = [] if self.settings.freeze_batchnorm else [norm for norm in self.norms if isinstance(norm, _BatchNorm)]
+            stack.enter_context(synchronised(live, self.workers))
             for batch, factor in self._batches(number):
                 self.rate = learning_rate(self.settings, self.step, self.per_epoch)
                 mean, outputs = self._train_on(batch, number, factor)
@@ -445,6 +453,13 @@ def _check_paired(module: nn.Module, pairs: FeaturePairs) -> None:
         )
     if ours & theirs:
         raise InvalidInput("features pair the network with itself: give the network that it was cut from as original")
+
+
+def _for_memory_alone(settings: TrainSettings) -> str:
+    """Settings, other than by default, that a loader leaves without effect: "batch = 8 and augment = 'crop'"; or nothing."""
+    batch = "" if settings.batch == TrainSettings().batch else f"batch = {settings.batch}"
+    kind = "" if settings.augment in ("none", "auto") else f"augment = {settings.augment!r}"
+    return " and ".join(filter(None, (batch, kind)))
 
 
 def _finite(module: nn.Module) -> set[str]:
