@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from math import ceil, inf, isfinite
@@ -18,10 +18,10 @@ from secateurs.config import Optimiser, Precision, TrainSettings
 from secateurs.data.dataset import Batch, Examples, generator_for, map_inputs, seeded
 from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.distributed import active
-from secateurs.errors import Diverged, InvalidInput, TrainingError
+from secateurs.errors import DataError, Diverged, InvalidInput, TrainingError
 from secateurs.graph.features import FeaturePairs
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
-from secateurs.training.augment import augment, mix, suitable_augmentation
+from secateurs.training.augment import augment, check_mixable, mix, suitable_augmentation
 from secateurs.training.fake_int8 import fake_int8
 from secateurs.training.objective import Objective, Penalty, held_out_means, objective_for
 from secateurs.training.parallel import own_part, summed, synchronised, wrapped
@@ -84,9 +84,7 @@ def train_(
     """
     if teacher is module:
         raise InvalidInput("the teacher is the network that is trained: give a copy of it from before")
-    check_length(examples)
-    if isinstance(examples, Examples) and len(examples) == 0:
-        raise InvalidInput("training on no examples: wanted at least one")
+    check_trainable(module, examples, settings)
     shown = metric if metric is not None or loss_fn is not None else correct
     if settings.lr == "auto" and resume is not None:
         settings = replace(settings, lr=resume.meta["settings"]["lr"])
@@ -146,11 +144,67 @@ def train_(
 
 
 def check_length(examples: Examples | Stream) -> None:
-    """InvalidInput for a loader without a length, from which no schedule can be made."""
-    if isinstance(examples, Stream) and examples.length is None:
+    """InvalidInput for nothing to train on, and for a loader without a length, from which no schedule can be made."""
+    if isinstance(examples, Examples):
+        if len(examples) == 0:
+            raise InvalidInput("training on no examples: wanted at least one")
+    elif examples.length is None:
         raise InvalidInput(
             f"training on the {examples.name} loader, which has no length: give a loader with one, or a finetune of your own."
         )
+    elif examples.length == 0:
+        raise InvalidInput(
+            f"training on the {examples.name} loader, whose length is 0: wanted at least one batch. With drop_last=True the "
+            f"batch may be larger than the set."
+        )
+
+
+def check_trainable(
+    module: nn.Module, examples: Examples | Stream, settings: TrainSettings, *, sample: Examples | None = None
+) -> None:
+    """InvalidInput for a training that cannot begin, as far as that is known without it.
+
+    A `sample`, on the device of the module and as it takes it, shows what a loader's type does not: inputs that cannot be
+    mixed, and BatchNorm that cannot normalise the only example of a batch.
+    """
+    check_length(examples)
+    if not any(weight.requires_grad for weight in module.parameters()):
+        raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
+    shown = sample if sample is not None or isinstance(examples, Stream) else examples
+    if shown is not None and shown.scaling is None:
+        check_mixable(shown.inputs, settings.mixup)
+    if isinstance(examples, Stream):
+        single = getattr(examples.loader, "batch_size", None) == 1
+    else:
+        single = 1 in (len(examples), settings.batch)
+    if sample is None or not single:
+        return
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # the module's own stay as they are
+    with keeping_modes(module), seeded(settings.seed, "check"), torch.no_grad(), _single_value_explained():
+        _train_mode(module, freeze=settings.freeze_batchnorm)
+        torch.func.functional_call(module, buffers, sample.batch(slice(0, 1)).args)
+
+
+def _train_mode(module: nn.Module, *, freeze: bool) -> list[_BatchNorm]:
+    """Put the module into training mode, without norms that are frozen; returns BatchNorms that take a batch's statistics."""
+    module.train()
+    for part in module.modules():
+        if freeze and isinstance(part, _NormBase) and part.track_running_stats:
+            part.eval()
+    return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
+
+
+@contextmanager
+def _single_value_explained() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise InvalidInput(
+            f"BatchNorm cannot normalise the only value of a channel: a batch of training has one example ({error}). Use "
+            f"batch = 2 or more, a loader without batches of one (drop_last=True), or freeze_batchnorm = true."
+        ) from error
 
 
 def find_rate(
@@ -242,10 +296,8 @@ class _Loop:
         if settings.augment == "auto":
             kind, pad = suitable_augmentation(examples)
             self.settings = replace(settings, augment=kind, pad=pad)
-        self.norms = [part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats]
+        self.norms: list[_BatchNorm] = []  # that take the statistics of the batch, in this epoch
         self.trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-        if not self.trained:
-            raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
         self.optimiser: torch.optim.Optimizer
         if settings.optimiser == "adamw":
             self.optimiser = torch.optim.AdamW(self.trained.values(), lr=settings.rate, weight_decay=settings.weight_decay)
@@ -286,7 +338,8 @@ class _Loop:
         return records
 
     def _add_note(self, note: str) -> None:
-        self.note = "; ".join(filter(None, (self.note, note)))
+        if note not in self.note:
+            self.note = "; ".join(filter(None, (self.note, note)))
 
     def _keep_precision(self, before: Precision, epochs: int) -> None:
         """Go on in the precision of the epochs before, where this processor can; the note says where it cannot."""
@@ -299,12 +352,9 @@ class _Loop:
         """Train for one pass over the examples; after an error the weights are those before it."""
         loss_sum, right, count = 0.0, 0.0, 0
         with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number), ExitStack() as stack:
-            self.module.train()
-            for norm in self.norms if self.settings.freeze_batchnorm else ():
-                norm.eval()
+            self.norms = _train_mode(self.module, freeze=self.settings.freeze_batchnorm)
             self.rate = self.settings.rate
-            live = [] if self.settings.freeze_batchnorm else [norm for norm in self.norms if isinstance(norm, _BatchNorm)]
-            stack.enter_context(synchronised(live, self.workers))
+            stack.enter_context(synchronised(self.norms, self.workers))
             for batch, factor in self._batches(number):
                 self.rate = learning_rate(self.settings, self.step, self.per_epoch)
                 mean, outputs = self._train_on(batch, number, factor)
@@ -379,9 +429,18 @@ class _Loop:
         if isinstance(examples, Stream):  # the user's loader augments and shuffles
             shuffle = generator_for(settings.seed, "order", number)
             with seeded_everywhere(settings.seed, "stream", number, loader=examples.loader):
-                for part, factor in islice(self._streamed(examples, shuffle), steps):
+                given, streamed = 0, self._streamed(examples, shuffle)
+                for part, factor in islice(streamed, steps):
+                    given += 1
                     inputs = mix(part.inputs, settings.mixup, generator=mixtures)
                     yield Batch(map_inputs(self._laid_out, inputs), part.targets), factor
+                if given < steps:
+                    raise DataError(
+                        f"the {examples.name} loader gave {given} batches in epoch {number}, but its length is "
+                        f"{self.per_epoch}, by which the learning rates go. Give a loader with as many batches as its len()."
+                    )
+                if steps == self.per_epoch and next(streamed, None) is not None:
+                    self._add_note(f"the {examples.name} loader has more batches than its length: epochs end after {steps}")
             return
         order = torch.randperm(len(examples), generator=generator_for(settings.seed, "order", number))
         crops = generator_for(settings.seed, "augment", number)
@@ -401,9 +460,10 @@ class _Loop:
     def _streamed(self, stream: Stream, order: torch.Generator) -> Iterator[tuple[Batch, float]]:
         """This worker's part of every batch of the user's loader; where its sampler is known, only that part is read."""
         rank, size = self.workers.rank, self.workers.size
-        known = stream.parts(rank, size, order) if size > 1 else None
+        known = stream.parts(rank, size, order, singles=not self.norms) if size > 1 else None
         if known is None:
-            for batch in stream.batches(device=self.place):
+            wanted = stream.without_singles if self.norms else stream.batches
+            for batch in wanted(device=self.place):
                 yield own_part(batch, self.workers)
         else:
             parts, wholes = known
@@ -421,7 +481,8 @@ class _Loop:
         self.optimiser.zero_grad(set_to_none=True)
         precision = self.precision
         with nullcontext() if precision == "float32" else torch.autocast(self.place.type, dtype=getattr(torch, precision)):
-            outputs = self.trained_module(*batch.args)
+            with _single_value_explained():
+                outputs = self.trained_module(*batch.args)
             value = self.objective(batch.args, outputs, batch.targets)
         found = float(value.detach())
         if not isfinite(found):

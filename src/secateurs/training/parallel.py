@@ -94,10 +94,11 @@ def _forward(norm: Any, input: Tensor) -> Tensor:  # as BatchNorm's own forward 
     mean = sums[:-1] / total
     centred = input - mean.view(shape)
     variance: Tensor = _Sum.apply(centred.square().sum(axes)) / total  # type: ignore[no-untyped-call]  # untyped in torch
-    with torch.no_grad():
-        norm.num_batches_tracked += 1
-        share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-        norm.running_mean.lerp_(mean, share)
-        norm.running_var.lerp_(variance * total / (total - 1).clamp_min(1), share)
+    if norm.track_running_stats:
+        with torch.no_grad():
+            norm.num_batches_tracked += 1
+            share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+            norm.running_mean.lerp_(mean, share)
+            norm.running_var.lerp_(variance * total / (total - 1).clamp_min(1), share)
     scaled = centred * (variance + norm.eps).rsqrt().view(shape)
     return scaled if norm.weight is None else torch.addcmul(norm.bias.view(shape), scaled, norm.weight.view(shape))
