@@ -896,3 +896,25 @@ def test_a_loader_with_more_batches_than_its_length_is_noted() -> None:
 
 def flat(given: Tensor, wanted: Tensor) -> Tensor:
     return given.square().mean()
+
+
+def test_mixtures_are_not_compared_with_labels_and_need_two_examples() -> None:
+    asked = TrainSettings(epochs=1, batch=10, distill=1.0, mixup=1.0)
+    history = train_(small_net(), small_images(), asked, teacher=small_net(7), search=small_images(20, seed=9))
+    assert history.epochs[0].accuracy is None
+    assert history.epochs[0].search_accuracy is not None
+    assert not history.note
+    single = DataLoader(TensorDataset(*in_batches(3)[0]), batch_size=1)
+    for examples, batch in ((small_images(3), 1), (small_images(1), 128), (stream_of(single, "train"), 128)):
+        history = train_(small_net(), examples, replace(asked, batch=batch), teacher=small_net(7))
+        assert history.note == "batches of one example have nothing to mix: mixup = 1 has no effect"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_mixtures_of_any_floating_point_type_keep_it(dtype: torch.dtype) -> None:
+    """Between 60,000 and -60,000 there is no overflow of float16, whose largest number is 65,504."""
+    given = torch.tensor([[6e4], [-6e4]] * 100, dtype=dtype)
+    found = mix(given, 1.0, generator=seeded(0))
+    assert found.dtype == dtype
+    assert bool((found.abs() <= 6e4).all())
+    assert not torch.equal(found, given)

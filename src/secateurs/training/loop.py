@@ -24,7 +24,7 @@ from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, t
 from secateurs.training.augment import augment, check_mixable, mix, suitable_augmentation
 from secateurs.training.fake_int8 import fake_int8
 from secateurs.training.objective import Objective, Penalty, held_out_means, objective_for
-from secateurs.training.parallel import own_part, summed, synchronised, wrapped
+from secateurs.training.parallel import average_statistics_, own_part, summed, synchronised, wrapped
 from secateurs.training.precision import usable_precision
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
 from secateurs.training.state import (
@@ -129,7 +129,8 @@ def train_(
         if settings.channels_last:
             stack.enter_context(channels_last(module))
         objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher, pairs=pairs, penalty=penalty)
-        loop = _Loop(module, examples, settings, objective, pairs, shown, place, on_step)
+        counted = None if settings.mixup else shown  # a mixture has no label
+        loop = _Loop(module, examples, settings, objective, pairs, counted, place, on_step)
         records = loop.start(resume, momentum)
         while loop.step < loop.planned:
             with fake_int8(module) if settings.int8 else nullcontext():  # ranges begin anew: a resumed epoch ends the same
@@ -173,16 +174,19 @@ def check_trainable(
     shown = sample if sample is not None or isinstance(examples, Stream) else examples
     if shown is not None and shown.scaling is None:
         check_mixable(shown.inputs, settings.mixup)
-    if isinstance(examples, Stream):
-        single = getattr(examples.loader, "batch_size", None) == 1
-    else:
-        single = 1 in (len(examples), settings.batch)
-    if sample is None or not single:
+    if sample is None or not _single(examples, settings):
         return
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # the module's own stay as they are
     with keeping_modes(module), seeded(settings.seed, "check"), torch.no_grad(), _single_value_explained():
         _train_mode(module, freeze=settings.freeze_batchnorm)
         torch.func.functional_call(module, buffers, sample.batch(slice(0, 1)).args)
+
+
+def _single(examples: Examples | Stream, settings: TrainSettings) -> bool:
+    """Whether all batches are of one example, as far as that is known."""
+    if isinstance(examples, Stream):
+        return getattr(examples.loader, "batch_size", None) == 1
+    return 1 in (len(examples), settings.batch)
 
 
 def _train_mode(module: nn.Module, *, freeze: bool) -> list[_BatchNorm]:
@@ -293,6 +297,8 @@ class _Loop:
             )
         if isinstance(examples, Stream) and (ignored := _for_memory_alone(settings)):
             self._add_note(f"the {examples.name} loader's own batches and augmentation are used, not {ignored}")
+        if settings.mixup and _single(examples, settings):
+            self._add_note(f"batches of one example have nothing to mix: mixup = {settings.mixup:g} has no effect")
         if settings.augment == "auto":
             kind, pad = suitable_augmentation(examples)
             self.settings = replace(settings, augment=kind, pad=pad)
@@ -358,6 +364,7 @@ class _Loop:
             for batch, factor in self._batches(number):
                 self.rate = learning_rate(self.settings, self.step, self.per_epoch)
                 mean, outputs = self._train_on(batch, number, factor)
+                average_statistics_(self.module, factor, self.workers)
                 with torch.no_grad():
                     right += 0.0 if self.metric is None else float(total(self.metric(outputs, batch.targets), batch.size))
                 loss_sum, count = loss_sum + mean * batch.size, count + batch.size

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from secateurs.data.dataset import Batch
 from secateurs.distributed import Workers
@@ -60,6 +61,18 @@ def synchronised(norms: Sequence[nn.Module], workers: Workers) -> Iterator[None]
     finally:
         for norm in norms:
             del norm.forward
+
+
+def average_statistics_(module: nn.Module, factor: float, workers: Workers) -> None:
+    """Give InstanceNorms that train the running statistics of the whole batch, of which this worker's part counts `factor`.
+
+    They see their part alone, and nothing that a worker computes depends on them: only what it ends with.
+    """
+    for part in module.modules() if workers.size > 1 else ():
+        if isinstance(part, _InstanceNorm) and part.training and part.track_running_stats:
+            for own in (part.running_mean, part.running_var):
+                assert own is not None
+                own.copy_(_summed_tensor(own * (factor / workers.size)))
 
 
 class _Sum(torch.autograd.Function):
