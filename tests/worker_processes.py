@@ -30,6 +30,7 @@ from secateurs._util.tensors import digest
 from secateurs.config import GENTLE, Recipe, TrainSettings
 from secateurs.data import Data
 from secateurs.data.dataset import Examples
+from secateurs.data.stream import stream_of
 from secateurs.distributed.answers import KeptAnswers
 from secateurs.errors import InvalidInput
 from secateurs.pruning import context, latency_target
@@ -326,12 +327,33 @@ def restarted_run(root: str, name: str, recipe: Recipe, build: Callable[[], nn.M
     }
 
 
-def trained(rank: int, freeze: bool = False) -> list[float]:
-    """All weights and statistics after a few steps, in float64."""
-    data, settings = few_digits(384), TrainSettings(epochs=1, batch=50, lr=0.1, steps=4, freeze_batchnorm=freeze, momentum=0.9)
-    module = residual().double()
+class OtherNorms(nn.Module):
+    """InstanceNorm with running statistics, BatchNorm without, and BatchNorm that cannot normalise one example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
+        self.first, self.second = nn.BatchNorm2d(4, track_running_stats=False), nn.BatchNorm1d(6)
+        self.hidden, self.last = nn.Linear(4, 6), nn.Linear(6, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.hidden(self.first(self.features(x)).relu().mean((2, 3)))
+        return self.last(self.second(input=found).relu())
+
+
+def other_norms() -> nn.Module:
+    torch.manual_seed(0)
+    return OtherNorms()
+
+
+def trained(rank: int, build: Callable[[], nn.Module] = residual, singles: bool = False, **settings: Any) -> list[float]:
+    """All weights and statistics after a few steps, in float64; `singles`: of a loader whose last batch is one example."""
+    asked = TrainSettings(**{"epochs": 1, "batch": 50, "lr": 0.1, "steps": 4, "momentum": 0.9, **settings})
+    module, examples = build().double(), few_digits(384).train.ready(torch.float64)
+    teacher = perceptron().double() if asked.distill else None
+    given = stream_of(list(examples.take(torch.arange(151)).batches(50)), "train") if singles else examples
     with distributed.join().active():
-        train_(module, data.train.ready(torch.float64), settings)
+        train_(module, given, asked, teacher=teacher)
     return [float(value) for tensor in module.state_dict().values() for value in tensor.flatten()]
 
 
@@ -345,7 +367,9 @@ def cases(root: str) -> dict[str, Callable[[], Any]]:
         "trained run": lambda: runs_of(TRAINED, residual, sizes=(2,)),
         "folders": lambda: folders(root),
         "training": lambda: [run_workers(size, trained) for size in (1, 2, 3)],
-        "frozen": lambda: [run_workers(size, partial(trained, freeze=True)) for size in (1, 2)],
+        "frozen": lambda: [run_workers(size, partial(trained, freeze_batchnorm=True)) for size in (1, 2)],
+        "mixed": lambda: [run_workers(size, partial(trained, distill=1.0, mixup=1.0)) for size in (1, 2)],
+        "other norms": lambda: [run_workers(size, partial(trained, build=other_norms, singles=True)) for size in (1, 2)],
         "number": lambda: run_workers(3, partial(mapped, work=number)),
         "large": lambda: run_workers(3, partial(mapped, work=large)),
         "late": lambda: run_workers(2, partial(mapped, work=late)),
@@ -375,7 +399,7 @@ def main(root: str, *chosen: str) -> None:
     latency_target._FINAL_ROUNDS = 6
     context.preferred_multiple = lambda *given: 8
     few_digits(384)
-    if {"training", "trained run", "frozen"} & set(chosen):
+    if {"training", "trained run", "frozen", "mixed", "other norms"} & set(chosen):
         importlib.import_module("torch._dynamo")  # as DistributedDataParallel does, in every worker
     every, found = cases(root), {}
     for name in chosen or every:

@@ -404,3 +404,15 @@ def test_parts_of_training_batches_make_up_the_batches() -> None:
     assert sorted(whole) == list(range(21))
     assert whole[:10] != list(range(10))
     assert stream_of([(torch.zeros(2, 1), torch.zeros(2))], "train").parts(0, 2, torch.Generator()) is None
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_parts_without_single_examples_have_one_of_the_batch_before(shuffled: bool) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(21.0)[:, None], torch.arange(21)), batch_size=10, shuffle=shuffled)
+    stream = stream_of(loader, "train")
+    found = [stream.parts(rank, 2, torch.Generator().manual_seed(0), singles=False) for rank in range(2)]
+    assert [wholes for _, wholes in filter(None, found)] == [[10, 10, 2]] * 2
+    rows = [[batch.targets.tolist() for batch in part.batches()] for part, _ in filter(None, found)]
+    assert [[len(part) for part in each] for each in rows] == [[5, 5, 1]] * 2
+    assert rows[0][2][0] == rows[1][1][-1], "the last example of the batch before"
+    assert {row for each in rows for part in each for row in part} == set(range(21))

@@ -34,6 +34,8 @@ LONG = [
     "trained run",
     "training",
     "frozen",
+    "mixed",
+    "other norms",
     "other network",
     "told its rank",
     "trains apart",
@@ -113,7 +115,7 @@ def test_plans_and_weights_do_not_depend_on_the_number_of_workers(long: dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["training", "frozen"])
+@pytest.mark.parametrize("name", ["training", "frozen", "mixed", "other norms"])
 def test_training_takes_the_steps_of_the_whole_batch(long: dict[str, Any], name: str) -> None:
     """In float64 with BatchNorm live or frozen: what one process computes, up to rounding; 50 does not divide by 3."""
     ((alone,), *others) = long[name]

@@ -104,3 +104,47 @@ def test_a_run_with_it_keeps_what_is_better_and_ends_the_same_when_stopped(tmp_p
 def test_it_comes_after_all_cuts() -> None:
     with pytest.raises(RecipeError, match="repair = 'whole-network': comes after all cuts: set allocation = 'global'"):
         Recipe(repair="whole-network")
+
+
+def test_gradients_come_back_as_they_were() -> None:
+    original = small_resnet()
+    graph, images = disturbed(original, "layer1.0.conv1.weight"), examples(8, 3, 8, 8)
+    first, *others = graph.module.parameters()
+    first.grad = given = torch.full_like(first, 7.0)
+    reconstruct_(graph, original, images, passes=1)
+    assert first.grad is given
+    assert bool((given == 7).all())
+    assert all(weight.grad is None for weight in others)
+
+    def stop(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "step", stop)
+        with pytest.raises(KeyboardInterrupt):
+            reconstruct_(graph, original, images, passes=1)
+    assert first.grad is given
+    assert all(weight.grad is None for weight in others)
+
+
+@pytest.mark.parametrize("norms_too", [False, True])
+def test_frozen_layers_are_measured_and_stay(norms_too: bool) -> None:
+    """Of one batch of all examples the error is that of `LayerTargets`, divided by the number of layers."""
+    original = small_resnet()
+    graph, images = disturbed(original, "layer1.0.conv1.weight"), examples(8, 3, 8, 8)
+    for name, weight in graph.module.named_parameters():
+        weight.requires_grad_("bn" in name and not norms_too)
+    before, pairs = weights_of(graph.module), LayerTargets.of(graph, original)
+    graph.module.eval()
+    expected = float(pairs.error(images.stored.args).detach()) / len(pairs.targets)
+    assert expected > 0
+    assert reconstruct_(graph, original, images, passes=3, rate=0.1) == pytest.approx((expected, expected))
+    assert_same_bits(weights_of(graph.module), before)
+
+
+def test_a_run_of_a_frozen_network_ends_with_the_weights_before() -> None:
+    recipe = Recipe(max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", target_macs=0.3)
+    run = Pruner(perceptron().requires_grad_(False), few_digits(384), recipe=recipe)
+    run.finish()
+    (kept,) = run.journal.of(KeptWeights)
+    assert kept.kept == "start"

@@ -71,3 +71,18 @@ def test_a_training_leaves_the_module_as_it_was_and_can_be_resumed() -> None:
     exact = whole(data.inputs)
     with fake_int8(whole):
         torch.testing.assert_close(whole(data.inputs), exact, rtol=0, atol=0)  # in eval mode nothing is rounded
+
+
+def test_layers_may_be_called_by_name() -> None:
+    class Named(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[1](input=self[0](input=x).flatten(1))
+
+    torch.manual_seed(0)
+    named = Named(nn.Conv2d(1, 4, 3), nn.Linear(64, 3))
+    plain = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 3))
+    plain.load_state_dict({name.replace("1.", "2."): tensor for name, tensor in named.state_dict().items()})
+    data = Examples(torch.randn(16, 1, 6, 6), torch.arange(16) % 3)
+    for network in (named, plain):
+        train_(network, data, TrainSettings(epochs=2, lr=0.05, batch=8, int8=True))
+    assert torch.equal(named[1].weight, plain[2].weight)

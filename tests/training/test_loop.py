@@ -18,13 +18,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 from small import line, rates, seeded_net, small_images, small_net
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import secateurs
 from nets import assert_same_bits, seeded, weights_of
-from secateurs.config import PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
+from secateurs.config import GENTLE, PAPER_FINETUNE, PAPER_RESNET, PAPER_RETRAIN, TrainSettings
 from secateurs.data import Examples, Scaling
 from secateurs.data import load as load_data
-from secateurs.errors import InvalidInput, RecipeError, TrainingError
+from secateurs.data.stream import Stream, stream_of
+from secateurs.errors import DataError, InvalidInput, RecipeError, TrainingError
 from secateurs.metrics import accuracy, evaluate, outputs
 from secateurs.training import (
     EpochRecord,
@@ -37,6 +39,7 @@ from secateurs.training import (
     train_,
 )
 from secateurs.training.augment import augment, crop_at, mix, random_crop, random_flip
+from secateurs.training.loop import check_trainable
 from secateurs.training.objective import distance
 from secateurs.training.schedule import steps_in_epoch
 
@@ -725,3 +728,193 @@ def test_an_optimiser_is_not_carried_through_two_cuts_at_once() -> None:
     with pytest.raises(TrainingError, match="cut several times: carry the optimiser through every cut"):
         carry_optimizer(optimiser, graph.module, twice)
     carry_optimizer(carry_optimizer(optimiser, graph.module, smaller), smaller.module, twice)
+
+
+# what is done otherwise than asked for
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_float64_stays_float64_and_a_note_says_so(precision: str) -> None:
+    asked, images = TrainSettings(epochs=1, batch=16, lr=0.01, precision=precision), small_images().ready(torch.float64)
+    net, plain = small_net().double(), small_net().double()
+    history = train_(net, images, asked)
+    train_(plain, images, replace(asked, precision="float32"))
+    assert history.note == f"a network of float64 cannot compute in {precision}: trained in float64"
+    assert_same_bits(weights_of(net), weights_of(plain))
+
+
+@pytest.mark.parametrize(
+    ("asked", "ignored"),
+    [
+        (TrainSettings(), ""),
+        (replace(GENTLE, lr=0.01, features=0.0), ""),
+        (TrainSettings(batch=8), "batch = 8"),
+        (TrainSettings(augment="crop"), "augment = 'crop'"),
+        (TrainSettings(batch=8, augment="crop-flip"), "batch = 8 and augment = 'crop-flip'"),
+    ],
+)
+def test_settings_that_a_loader_leaves_without_effect_are_noted(asked: TrainSettings, ignored: str) -> None:
+    stream, asked = stream_of(list(small_images().ready().batches(10)), "train"), replace(asked, epochs=1)
+    history = train_(small_net(), stream, asked, teacher=small_net(1))
+    assert history.epochs[0].steps == 5, "batches are the loader's"
+    note = f"the train loader's own batches and augmentation are used, not {ignored}"
+    assert history.note == (note if ignored else "")
+    assert not train_(small_net(), small_images(), asked, teacher=small_net(1)).note
+
+
+def test_all_norms_with_running_statistics_are_frozen() -> None:
+    net = nn.Sequential(
+        *(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.BatchNorm2d(4)),
+        *(nn.Flatten(), nn.Linear(16, 3)),
+    )
+    train_(net, small_images(), TrainSettings(epochs=1, batch=10))  # statistics that are not those of fresh layers
+    before = weights_of(net)
+    train_(net, small_images(), TrainSettings(epochs=1, batch=10, freeze_batchnorm=True))
+    after = weights_of(net)
+    assert {name for name in before if torch.equal(before[name], after[name])} == set(dict(net.named_buffers()))
+
+
+def test_the_users_gradients_come_back_even_after_an_error() -> None:
+    net = small_net()
+    net[5].weight.grad = given = torch.full_like(net[5].weight, 7.0)
+    train_(net, small_images(), TrainSettings(epochs=1, batch=10))
+    with pytest.raises(TrainingError):
+        train_(net, small_images(), TrainSettings(epochs=1, batch=10, lr=1e30, schedule="constant"))
+    assert net[5].weight.grad is given
+    assert bool((given == 7).all())
+    assert all(weight.grad is None for weight in (net[0].weight, net[5].bias))
+
+
+# loaders and BatchNorm
+
+
+def dense_net(*, track: bool = True) -> nn.Module:
+    """BatchNorm behind a linear layer, which cannot normalise a single example."""
+    norm = nn.BatchNorm1d(4, track_running_stats=track)
+    return seeded_net(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 4), norm, nn.ReLU(), nn.Linear(4, 3)))
+
+
+def batches_seen(net: nn.Module, examples: Examples | Stream, asked: TrainSettings) -> list[list[int]]:
+    """The row numbers, as targets, of the batches of a training."""
+    seen: list[list[int]] = []
+
+    def watching(given: Tensor, wanted: Tensor) -> Tensor:
+        seen.append(wanted.tolist())
+        return given.square().mean()
+
+    train_(net, examples, asked, loss_fn=watching)
+    return seen
+
+
+def in_batches(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    rows = torch.arange(sum(sizes))
+    return list(zip(torch.randn(sum(sizes), 1, 4, 4, generator=seeded(0)).split(sizes), rows.split(sizes), strict=True))
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_single_example_of_a_loader_is_trained_with_one_of_the_batch_before(shuffled: bool) -> None:
+    """1,153 examples in batches of 64 leave one over; the number of steps is the length of the loader."""
+    x, y = torch.randn(1153, 1, 4, 4, generator=seeded(0)), torch.arange(1153)
+    loader = DataLoader(TensorDataset(x, y), batch_size=64, shuffle=shuffled)
+    seen = batches_seen(dense_net(), stream_of(loader, "train"), TrainSettings(epochs=2))
+    assert [len(batch) for batch in seen] == ([64] * 18 + [2]) * 2
+    for epoch in (seen[:19], seen[19:]):
+        assert epoch[18][0] == epoch[17][-1]
+        assert {row for batch in epoch for row in batch} == set(range(1153))
+
+
+def test_single_examples_of_a_loader_are_as_they_come_where_that_is_possible_or_asked_for() -> None:
+    ones, asked = stream_of(in_batches(2, 1), "train"), TrainSettings(epochs=1)
+    without = seeded_net(lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)))
+    assert batches_seen(without, ones, asked) == [[0, 1], [2]]
+    assert batches_seen(dense_net(), ones, replace(asked, freeze_batchnorm=True)) == [[0, 1], [2]]
+    assert batches_seen(dense_net(track=False), ones, replace(asked, freeze_batchnorm=True)) == [[0, 1], [1, 2]]
+    assert batches_seen(small_net(), stream_of(in_batches(1, 1), "train"), asked) == [[0], [1]], "16 values a channel"
+    assert batches_seen(small_net(), stream_of(in_batches(2, 1, 1, 3), "train"), asked) == [[0, 1], [1, 2], [3], [4, 5, 6]]
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_batchnorm_that_has_one_value_is_named(first: int) -> None:
+    """A first batch of one has none before it; one of two has examples of another shape here."""
+    loader = [(torch.randn(first, 1, 4, 6), torch.arange(first)), (torch.randn(1, 1, 4, 4), torch.arange(1))]
+    net = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.BatchNorm1d(1), nn.Linear(1, 3))
+    wanted = r"BatchNorm cannot normalise the only value .*Use batch = 2 or more, a loader .*or freeze_batchnorm = true"
+    with pytest.raises(InvalidInput, match=wanted):
+        train_(net, stream_of(loader, "train"), TrainSettings(epochs=1))
+    for images, batch in ((small_images(5), 1), (small_images(1), 128)):
+        with pytest.raises(InvalidInput, match=wanted):
+            train_(dense_net(), images, TrainSettings(epochs=1, batch=batch))
+    train_(dense_net(), small_images(5), TrainSettings(epochs=1, batch=1, freeze_batchnorm=True))
+
+
+def test_a_training_that_cannot_begin_is_refused_before_it() -> None:
+    images, net = small_images(5).ready(), dense_net().eval()
+    before, one = weights_of(net), DataLoader(TensorDataset(*in_batches(5)[0]), batch_size=1)
+    check_trainable(net, images, TrainSettings(batch=2), sample=images)
+    check_trainable(net, images, TrainSettings(batch=1, freeze_batchnorm=True), sample=images)
+    check_trainable(small_net(), images, TrainSettings(batch=1), sample=images)
+    for examples, asked in ((images, TrainSettings(batch=1)), (stream_of(one, "train"), TrainSettings())):
+        with pytest.raises(InvalidInput, match="BatchNorm cannot normalise the only value"):
+            check_trainable(net, examples, asked, sample=images)
+    assert_same_bits(weights_of(net), before)
+    assert not any(part.training for part in net.modules())
+    words = Examples(torch.arange(8).view(4, 2), torch.zeros(4))
+    for examples in (words, stream_of(list(words.batches(2)), "train")):
+        with pytest.raises(InvalidInput, match=r"mixup = 0.5 for inputs of type torch.int64: wanted floating-point numbers"):
+            check_trainable(net, examples, TrainSettings(distill=1.0, mixup=0.5), sample=words)
+    with pytest.raises(InvalidInput, match="there is nothing to train"):
+        check_trainable(net.requires_grad_(False), images, TrainSettings())
+    empty = DataLoader(TensorDataset(*in_batches(5)[0]), batch_size=8, drop_last=True)
+    with pytest.raises(InvalidInput, match=r"the train loader, whose length is 0: wanted at least one batch"):
+        check_trainable(net, stream_of(empty, "train"), TrainSettings())
+
+
+class Claims(list[tuple[Tensor, Tensor]]):
+    """A loader that says that it has three batches."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_loader_with_fewer_batches_than_its_length_is_named() -> None:
+    net = small_net()
+    before = weights_of(net)
+    with pytest.raises(DataError, match=r"the train loader gave 2 batches in epoch 0, but its length is 3.*as its len\(\)"):
+        train_(net, stream_of(Claims(in_batches(3, 3)), "train"), TrainSettings(epochs=1), loss_fn=flat)
+    assert_same_bits(weights_of(net), before)
+    train_(net, stream_of(Claims(in_batches(3, 3)), "train"), TrainSettings(epochs=1, steps=2), loss_fn=flat)
+
+
+def test_a_loader_with_more_batches_than_its_length_is_noted() -> None:
+    stream = stream_of(Claims((x, y % 3) for x, y in in_batches(3, 3, 3, 3)), "train")
+    history = train_(small_net(), stream, TrainSettings(epochs=2))
+    assert [record.steps for record in history.epochs] == [3, 6]
+    assert history.note == "the train loader has more batches than its length: epochs end after 3"
+    assert not train_(small_net(), stream_of(in_batches(3, 3, 3), "train"), TrainSettings(epochs=1), loss_fn=flat).note
+    assert not train_(small_net(), stream, TrainSettings(epochs=1, steps=2)).note
+
+
+def flat(given: Tensor, wanted: Tensor) -> Tensor:
+    return given.square().mean()
+
+
+def test_mixtures_are_not_compared_with_labels_and_need_two_examples() -> None:
+    asked = TrainSettings(epochs=1, batch=10, distill=1.0, mixup=1.0)
+    history = train_(small_net(), small_images(), asked, teacher=small_net(7), search=small_images(20, seed=9))
+    assert history.epochs[0].accuracy is None
+    assert history.epochs[0].search_accuracy is not None
+    assert not history.note
+    single = DataLoader(TensorDataset(*in_batches(3)[0]), batch_size=1)
+    for examples, batch in ((small_images(3), 1), (small_images(1), 128), (stream_of(single, "train"), 128)):
+        history = train_(small_net(), examples, replace(asked, batch=batch), teacher=small_net(7))
+        assert history.note == "batches of one example have nothing to mix: mixup = 1 has no effect"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_mixtures_of_any_floating_point_type_keep_it(dtype: torch.dtype) -> None:
+    """Between 60,000 and -60,000 there is no overflow of float16, whose largest number is 65,504."""
+    given = torch.tensor([[6e4], [-6e4]] * 100, dtype=dtype)
+    found = mix(given, 1.0, generator=seeded(0))
+    assert found.dtype == dtype
+    assert bool((found.abs() <= 6e4).all())
+    assert not torch.equal(found, given)

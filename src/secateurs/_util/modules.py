@@ -69,6 +69,19 @@ def keeping_modes(*modules: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def keeping_gradients(*modules: nn.Module) -> Iterator[None]:
+    """Put the gradients of all parameters aside inside the block, and back after it, even after an error."""
+    before = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
+@contextmanager
 def channels_last(module: nn.Module) -> Iterator[None]:
     """Lay out weights of four axes with channels last inside the block, and as they were after it."""
     moved = [t for t in (*module.parameters(), *module.buffers()) if t.dim() == 4 and t.is_contiguous()]

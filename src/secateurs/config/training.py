@@ -60,7 +60,10 @@ class TrainSettings(Checked):
     features: float = setting(
         0.0, "Weight of the relative squared error of feature maps to the teacher's, besides the rest of the loss.", low=0
     )
-    freeze_batchnorm: bool = setting(False, "Keep BatchNorm's means and variances; its weights are trained all the same.")
+    freeze_batchnorm: bool = setting(
+        False,
+        "Keep the means and variances of BatchNorm, and of other norms with running ones; weights are trained all the same.",
+    )
     average: float = setting(
         0.0, "Decay of the moving average of the weights, which the training ends with; 0: none.", low=0, below=1
     )

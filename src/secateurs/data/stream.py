@@ -99,11 +99,28 @@ class Stream:
         for batch in chosen:
             yield list(replace(self, loader=[batch]).batches(size, device=device))
 
-    def parts(self, rank: int, size: int, order: torch.Generator) -> tuple[Stream, list[int]] | None:
+    def without_singles(self, *, device: torch.device | str | None = None) -> Iterator[Batch]:
+        """Read the loader for a network that may not be able to train on one example, as one with BatchNorm.
+
+        A single example gets the last one of the batch before as company, which comes twice then: the number of batches stays
+        what the loader says. Nothing is done where that batch is a single example, too, or has examples of other shapes.
+        """
+        last: Batch | None = None
+        for batch in self.batches(device=device):
+            if batch.size == 1 and last is not None and _stackable(last, batch):
+                pairs = zip(last.columns(), batch.columns(), strict=True)
+                batch, last = batch.with_columns([torch.cat(pair) for pair in pairs]), None
+            else:
+                # a copy: a row that is a view would keep the whole batch in memory
+                last = batch.mapped(lambda part: part[-1:].clone()) if batch.size > 1 else None
+            yield batch
+
+    def parts(self, rank: int, size: int, order: torch.Generator, *, singles: bool = True) -> tuple[Stream, list[int]] | None:
         """One of `size` parts of every batch, for training, and the sizes of the whole batches.
 
         A `DataLoader` that shuffles gives the rows in the `order` drawn here, the same on every worker, and only the rows of
         the part are read. None where the rows of the batches are unknown. Of a batch of fewer rows than parts, all have all.
+        `singles`: whether a batch may be a single example; else see `without_singles`.
         """
         loader, rows = self.loader, sampled_rows(self.loader)
         if not isinstance(loader, DataLoader) or rows is None:
@@ -113,6 +130,8 @@ class Stream:
         each = loader.batch_size or 1
         wholes = [rows[start : start + each] for start in range(0, len(rows), each)]
         wholes = [whole for whole in wholes if len(whole) == each] if loader.drop_last else wholes
+        if not singles and len(wholes) > 1 and len(wholes[-1]) == 1 < each:
+            wholes[-1] = [wholes[-2][-1], *wholes[-1]]
         own = [whole if len(whole) < size else whole[rank::size] for whole in wholes]
         chosen = DataLoader(
             loader.dataset,
@@ -138,6 +157,12 @@ class Stream:
             return len(self.loader)  # type: ignore[arg-type]
         except TypeError:
             return None
+
+
+def _stackable(one: Batch, other: Batch) -> bool:
+    """Whether two examples make a batch of two."""
+    kinds = [[(tuple(part.shape), part.dtype) for part in batch.columns()] for batch in (one, other)]
+    return kinds[0] == kinds[1] and all(shape[0] == 1 for shape, _ in kinds[0])
 
 
 def stream_of(source: Any, name: str, form: BatchForm | None = None) -> Stream:

@@ -7,13 +7,14 @@ A term of a sum is compared as the sum that it completes, as in `refit`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from secateurs._util.modules import Device, eval_mode, on_device
+from secateurs._util.modules import Device, eval_mode, keeping_gradients, on_device
 from secateurs.data.dataset import Examples, generator_for
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
@@ -83,14 +84,25 @@ def reconstruct_(
     """Train the layers of `graph`, in place, by `passes` over the examples; returns the errors per layer.
 
     They are means over the first and over the last pass. Adam, from `rate` down along a line, in eval mode: BatchNorm, its
-    statistics included, stays as it is.
+    statistics included, stays as it is. Where no weight of a layer requires a gradient, the errors are measured and nothing is
+    trained. Gradients that parameters have are as before afterwards.
     """
     if len(examples) == 0:
         raise InvalidInput("reconstruction: got no examples, wanted at least one.")
     errors = []
     both = graph.module, original.module
-    with on_device(both[0], device) as place, on_device(both[1], place), eval_mode(*both), torch.enable_grad():
+    with ExitStack() as stack:
+        stack.enter_context(keeping_gradients(*both))
+        place = stack.enter_context(on_device(both[0], device))
+        stack.enter_context(on_device(both[1], place))
+        stack.enter_context(eval_mode(*both))
         pairs = LayerTargets.of(graph, original)
+        if not pairs.trained:
+            batches = examples.batches(batch, device=place)
+            mean = sum(float(pairs.error(each.args)) * each.size for each in batches) / len(examples)
+            error = mean / max(len(pairs.targets), 1)
+            return error, error
+        stack.enter_context(torch.enable_grad())
         optimiser = torch.optim.Adam(pairs.trained.values(), lr=rate)
         steps = passes * -(-len(examples) // batch)
         falling = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 1.0 / steps, total_iters=max(steps - 1, 1))
@@ -98,11 +110,10 @@ def reconstruct_(
             order, total = torch.randperm(len(examples), generator=generator_for(seed, "reconstruct", number)), 0.0
             for rows in torch.split(order, batch):
                 optimiser.zero_grad(set_to_none=True)
-                error = pairs.error(examples.batch(rows.to(examples.place), device=place).args)
-                error.backward()  # type: ignore[no-untyped-call]  # untyped in torch
+                found = pairs.error(examples.batch(rows.to(examples.place), device=place).args)
+                found.backward()  # type: ignore[no-untyped-call]  # untyped in torch
                 optimiser.step()
                 falling.step()
-                total += float(error.detach()) * len(rows)
+                total += float(found.detach()) * len(rows)
             errors.append(total / len(examples) / max(len(pairs.targets), 1))
-        optimiser.zero_grad(set_to_none=True)
     return errors[0], errors[-1]

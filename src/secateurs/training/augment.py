@@ -58,6 +58,13 @@ def random_flip(images: Tensor, *, generator: torch.Generator) -> Tensor:
     return torch.where(mirrored[:, None, None, None], images.flip(3), images)
 
 
+def check_mixable(inputs: Inputs, share: float) -> None:
+    """InvalidInput where mixtures are asked for of inputs that have none, as numbers of words."""
+    for part in input_parts(inputs) if share else ():
+        if not part.is_floating_point():
+            raise InvalidInput(f"mixup = {share:g} for inputs of type {part.dtype}: wanted floating-point numbers, or 0")
+
+
 def mix(inputs: Inputs, share: float, *, generator: torch.Generator) -> Inputs:
     """Replace a part of each example, drawn between 0 and `share`, by as much of another one; 0 returns them unchanged.
 
@@ -66,9 +73,7 @@ def mix(inputs: Inputs, share: float, *, generator: torch.Generator) -> Inputs:
     """
     if share == 0:
         return inputs
-    for part in input_parts(inputs):
-        if not part.is_floating_point():
-            raise InvalidInput(f"mixup = {share:g} for inputs of type {part.dtype}: wanted floating-point numbers, or 0")
+    check_mixable(inputs, share)
     count = len(input_parts(inputs)[0])
     partners, parts = torch.randperm(count, generator=generator), share * torch.rand(count, generator=generator)
 

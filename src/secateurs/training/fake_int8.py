@@ -49,15 +49,15 @@ class _Range:
         return self.low, self.high
 
 
-def _forward(layer: nn.Module, seen: _Range, x: Tensor) -> Tensor:
+def _forward(layer: nn.Module, seen: _Range, input: Tensor) -> Tensor:  # as a layer's own forward names it
     weight, bias = layer.weight, layer.bias
     assert isinstance(weight, Tensor)
     assert bias is None or isinstance(bias, Tensor)
     if layer.training:
-        x, weight = rounded_input(x, *seen.update(x)), rounded_weight(weight)
+        input, weight = rounded_input(input, *seen.update(input)), rounded_weight(weight)
     if isinstance(layer, nn.Linear):
-        return functional.linear(x, weight, bias)
-    found: Tensor = layer._conv_forward(x, weight, bias)  # type: ignore[operator]  # of torch's convolutions
+        return functional.linear(input, weight, bias)
+    found: Tensor = layer._conv_forward(input, weight, bias)  # type: ignore[operator]  # of torch's convolutions
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from math import ceil, inf, isfinite
@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from secateurs._util.modules import Device, channels_last, eval_mode, keeping_modes, on_device
+from secateurs._util.modules import Device, channels_last, eval_mode, keeping_gradients, keeping_modes, on_device
 from secateurs.config import Optimiser, Precision, TrainSettings
 from secateurs.data.dataset import Batch, Examples, generator_for, map_inputs, seeded
 from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.distributed import active
-from secateurs.errors import Diverged, InvalidInput, TrainingError
+from secateurs.errors import DataError, Diverged, InvalidInput, TrainingError
 from secateurs.graph.features import FeaturePairs
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
-from secateurs.training.augment import augment, mix, suitable_augmentation
+from secateurs.training.augment import augment, check_mixable, mix, suitable_augmentation
 from secateurs.training.fake_int8 import fake_int8
 from secateurs.training.objective import Objective, Penalty, held_out_means, objective_for
-from secateurs.training.parallel import own_part, summed, synchronised, wrapped
+from secateurs.training.parallel import average_statistics_, own_part, summed, synchronised, wrapped
 from secateurs.training.precision import usable_precision
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
 from secateurs.training.state import (
@@ -80,13 +80,11 @@ def train_(
     `momentum` (by parameter name) starts SGD. Averaged weights are what is measured, and what the training ends with; those of
     the last step are then in `History.last`. After every epoch `save` gets the state that `resume` takes, then `on_epoch`
     its record; `on_step` gets the number of optimiser steps done and of those planned. The user's random state, the module's
-    mode and device are as before afterwards; after an error the weights are those of the start of its epoch.
+    mode, device and gradients are as before afterwards; after an error the weights are those of the start of its epoch.
     """
     if teacher is module:
         raise InvalidInput("the teacher is the network that is trained: give a copy of it from before")
-    check_length(examples)
-    if isinstance(examples, Examples) and len(examples) == 0:
-        raise InvalidInput("training on no examples: wanted at least one")
+    check_trainable(module, examples, settings)
     shown = metric if metric is not None or loss_fn is not None else correct
     if settings.lr == "auto" and resume is not None:
         settings = replace(settings, lr=resume.meta["settings"]["lr"])
@@ -116,6 +114,7 @@ def train_(
         return found.loss, found.accuracy
 
     with ExitStack() as stack:
+        stack.enter_context(keeping_gradients(module))
         place = stack.enter_context(on_device(module, device))
         if teacher is not None:
             stack.enter_context(on_device(teacher, place))
@@ -130,7 +129,8 @@ def train_(
         if settings.channels_last:
             stack.enter_context(channels_last(module))
         objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher, pairs=pairs, penalty=penalty)
-        loop = _Loop(module, examples, settings, objective, pairs, shown, place, on_step)
+        counted = None if settings.mixup else shown  # a mixture has no label
+        loop = _Loop(module, examples, settings, objective, pairs, counted, place, on_step)
         records = loop.start(resume, momentum)
         while loop.step < loop.planned:
             with fake_int8(module) if settings.int8 else nullcontext():  # ranges begin anew: a resumed epoch ends the same
@@ -145,11 +145,70 @@ def train_(
 
 
 def check_length(examples: Examples | Stream) -> None:
-    """InvalidInput for a loader without a length, from which no schedule can be made."""
-    if isinstance(examples, Stream) and examples.length is None:
+    """InvalidInput for nothing to train on, and for a loader without a length, from which no schedule can be made."""
+    if isinstance(examples, Examples):
+        if len(examples) == 0:
+            raise InvalidInput("training on no examples: wanted at least one")
+    elif examples.length is None:
         raise InvalidInput(
             f"training on the {examples.name} loader, which has no length: give a loader with one, or a finetune of your own."
         )
+    elif examples.length == 0:
+        raise InvalidInput(
+            f"training on the {examples.name} loader, whose length is 0: wanted at least one batch. With drop_last=True the "
+            f"batch may be larger than the set."
+        )
+
+
+def check_trainable(
+    module: nn.Module, examples: Examples | Stream, settings: TrainSettings, *, sample: Examples | None = None
+) -> None:
+    """InvalidInput for a training that cannot begin, as far as that is known without it.
+
+    A `sample`, on the device of the module and as it takes it, shows what a loader's type does not: inputs that cannot be
+    mixed, and BatchNorm that cannot normalise the only example of a batch.
+    """
+    check_length(examples)
+    if not any(weight.requires_grad for weight in module.parameters()):
+        raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
+    shown = sample if sample is not None or isinstance(examples, Stream) else examples
+    if shown is not None and shown.scaling is None:
+        check_mixable(shown.inputs, settings.mixup)
+    if sample is None or not _single(examples, settings):
+        return
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # the module's own stay as they are
+    with keeping_modes(module), seeded(settings.seed, "check"), torch.no_grad(), _single_value_explained():
+        _train_mode(module, freeze=settings.freeze_batchnorm)
+        torch.func.functional_call(module, buffers, sample.batch(slice(0, 1)).args)
+
+
+def _single(examples: Examples | Stream, settings: TrainSettings) -> bool:
+    """Whether all batches are of one example, as far as that is known."""
+    if isinstance(examples, Stream):
+        return getattr(examples.loader, "batch_size", None) == 1
+    return 1 in (len(examples), settings.batch)
+
+
+def _train_mode(module: nn.Module, *, freeze: bool) -> list[_BatchNorm]:
+    """Put the module into training mode, without norms that are frozen; returns BatchNorms that take a batch's statistics."""
+    module.train()
+    for part in module.modules():
+        if freeze and isinstance(part, _NormBase) and part.track_running_stats:
+            part.eval()
+    return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
+
+
+@contextmanager
+def _single_value_explained() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise InvalidInput(
+            f"BatchNorm cannot normalise the only value of a channel: a batch of training has one example ({error}). Use "
+            f"batch = 2 or more, a loader without batches of one (drop_last=True), or freeze_batchnorm = true."
+        ) from error
 
 
 def find_rate(
@@ -231,17 +290,20 @@ class _Loop:
         self.per_epoch = self.count if isinstance(examples, Stream) else steps_in_epoch(self.count, settings.batch)
         self.planned = total_steps(settings, self.per_epoch)
         self.step, self.rate, self.average = 0, settings.rate, dict[str, Tensor]()
-        self.precision, self.note = usable_precision(settings.precision, place)
+        self.precision, self.note = usable_precision(settings.precision, place, module.parameters())
         if settings.features and pairs is None:
-            why = "feature maps are compared in networks that give one tensor, behind sums or layers: here outputs alone are"
-            self.note = "; ".join(filter(None, (self.note, why)))
+            self._add_note(
+                "feature maps are compared in networks that give one tensor, behind sums or layers: here outputs alone are"
+            )
+        if isinstance(examples, Stream) and (ignored := _for_memory_alone(settings)):
+            self._add_note(f"the {examples.name} loader's own batches and augmentation are used, not {ignored}")
+        if settings.mixup and _single(examples, settings):
+            self._add_note(f"batches of one example have nothing to mix: mixup = {settings.mixup:g} has no effect")
         if settings.augment == "auto":
             kind, pad = suitable_augmentation(examples)
             self.settings = replace(settings, augment=kind, pad=pad)
-        self.norms = [part for part in module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+        self.norms: list[_BatchNorm] = []  # that take the statistics of the batch, in this epoch
         self.trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-        if not self.trained:
-            raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
         self.optimiser: torch.optim.Optimizer
         if settings.optimiser == "adamw":
             self.optimiser = torch.optim.AdamW(self.trained.values(), lr=settings.rate, weight_decay=settings.weight_decay)
@@ -281,6 +343,10 @@ class _Loop:
             self.optimiser.state[weight]["momentum_buffer"] = buffer.to(weight).clone()
         return records
 
+    def _add_note(self, note: str) -> None:
+        if note not in self.note:
+            self.note = "; ".join(filter(None, (self.note, note)))
+
     def _keep_precision(self, before: Precision, epochs: int) -> None:
         """Go on in the precision of the epochs before, where this processor can; the note says where it cannot."""
         if before == "float32":
@@ -292,14 +358,13 @@ class _Loop:
         """Train for one pass over the examples; after an error the weights are those before it."""
         loss_sum, right, count = 0.0, 0.0, 0
         with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number), ExitStack() as stack:
-            self.module.train()
-            for norm in self.norms if self.settings.freeze_batchnorm else ():
-                norm.eval()
+            self.norms = _train_mode(self.module, freeze=self.settings.freeze_batchnorm)
             self.rate = self.settings.rate
-            stack.enter_context(synchronised(() if self.settings.freeze_batchnorm else self.norms, self.workers))
+            stack.enter_context(synchronised(self.norms, self.workers))
             for batch, factor in self._batches(number):
                 self.rate = learning_rate(self.settings, self.step, self.per_epoch)
                 mean, outputs = self._train_on(batch, number, factor)
+                average_statistics_(self.module, factor, self.workers)
                 with torch.no_grad():
                     right += 0.0 if self.metric is None else float(total(self.metric(outputs, batch.targets), batch.size))
                 loss_sum, count = loss_sum + mean * batch.size, count + batch.size
@@ -371,9 +436,18 @@ class _Loop:
         if isinstance(examples, Stream):  # the user's loader augments and shuffles
             shuffle = generator_for(settings.seed, "order", number)
             with seeded_everywhere(settings.seed, "stream", number, loader=examples.loader):
-                for part, factor in islice(self._streamed(examples, shuffle), steps):
+                given, streamed = 0, self._streamed(examples, shuffle)
+                for part, factor in islice(streamed, steps):
+                    given += 1
                     inputs = mix(part.inputs, settings.mixup, generator=mixtures)
                     yield Batch(map_inputs(self._laid_out, inputs), part.targets), factor
+                if given < steps:
+                    raise DataError(
+                        f"the {examples.name} loader gave {given} batches in epoch {number}, but its length is "
+                        f"{self.per_epoch}, by which the learning rates go. Give a loader with as many batches as its len()."
+                    )
+                if steps == self.per_epoch and next(streamed, None) is not None:
+                    self._add_note(f"the {examples.name} loader has more batches than its length: epochs end after {steps}")
             return
         order = torch.randperm(len(examples), generator=generator_for(settings.seed, "order", number))
         crops = generator_for(settings.seed, "augment", number)
@@ -393,9 +467,10 @@ class _Loop:
     def _streamed(self, stream: Stream, order: torch.Generator) -> Iterator[tuple[Batch, float]]:
         """This worker's part of every batch of the user's loader; where its sampler is known, only that part is read."""
         rank, size = self.workers.rank, self.workers.size
-        known = stream.parts(rank, size, order) if size > 1 else None
+        known = stream.parts(rank, size, order, singles=not self.norms) if size > 1 else None
         if known is None:
-            for batch in stream.batches(device=self.place):
+            wanted = stream.without_singles if self.norms else stream.batches
+            for batch in wanted(device=self.place):
                 yield own_part(batch, self.workers)
         else:
             parts, wholes = known
@@ -413,7 +488,8 @@ class _Loop:
         self.optimiser.zero_grad(set_to_none=True)
         precision = self.precision
         with nullcontext() if precision == "float32" else torch.autocast(self.place.type, dtype=getattr(torch, precision)):
-            outputs = self.trained_module(*batch.args)
+            with _single_value_explained():
+                outputs = self.trained_module(*batch.args)
             value = self.objective(batch.args, outputs, batch.targets)
         found = float(value.detach())
         if not isfinite(found):
@@ -445,6 +521,13 @@ def _check_paired(module: nn.Module, pairs: FeaturePairs) -> None:
         )
     if ours & theirs:
         raise InvalidInput("features pair the network with itself: give the network that it was cut from as original")
+
+
+def _for_memory_alone(settings: TrainSettings) -> str:
+    """Settings, other than by default, that a loader leaves without effect: "batch = 8 and augment = 'crop'"; or nothing."""
+    batch = "" if settings.batch == TrainSettings().batch else f"batch = {settings.batch}"
+    kind = "" if settings.augment in ("none", "auto") else f"augment = {settings.augment!r}"
+    return " and ".join(filter(None, (batch, kind)))
 
 
 def _finite(module: nn.Module) -> set[str]:

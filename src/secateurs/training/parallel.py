@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from secateurs.data.dataset import Batch
 from secateurs.distributed import Workers
@@ -62,6 +63,18 @@ def synchronised(norms: Sequence[nn.Module], workers: Workers) -> Iterator[None]
             del norm.forward
 
 
+def average_statistics_(module: nn.Module, factor: float, workers: Workers) -> None:
+    """Give InstanceNorms that train the running statistics of the whole batch, of which this worker's part counts `factor`.
+
+    They see their part alone, and nothing that a worker computes depends on them: only what it ends with.
+    """
+    for part in module.modules() if workers.size > 1 else ():
+        if isinstance(part, _InstanceNorm) and part.training and part.track_running_stats:
+            for own in (part.running_mean, part.running_var):
+                assert own is not None
+                own.copy_(_summed_tensor(own * (factor / workers.size)))
+
+
 class _Sum(torch.autograd.Function):
     """The sum of a tensor over all workers, with its gradient."""
 
@@ -82,22 +95,23 @@ def _summed_tensor(own: Tensor) -> Tensor:
     return found
 
 
-def _forward(norm: Any, x: Tensor) -> Tensor:
+def _forward(norm: Any, input: Tensor) -> Tensor:  # as BatchNorm's own forward names it
     """BatchNorm over the examples of all workers; torch's own SyncBatchNorm needs a GPU."""
     if not norm.training:
-        found: Tensor = type(norm).forward(norm, x)
+        found: Tensor = type(norm).forward(norm, input)
         return found
-    axes, shape = [axis for axis in range(x.ndim) if axis != 1], [1, -1] + [1] * (x.ndim - 2)
-    count = x.new_tensor(x.numel() / x.shape[1])
-    sums: Tensor = _Sum.apply(torch.cat([x.sum(axes), count[None]]))  # type: ignore[no-untyped-call]  # untyped in torch
+    axes, shape = [axis for axis in range(input.ndim) if axis != 1], [1, -1] + [1] * (input.ndim - 2)
+    count = input.new_tensor(input.numel() / input.shape[1])
+    sums: Tensor = _Sum.apply(torch.cat([input.sum(axes), count[None]]))  # type: ignore[no-untyped-call]  # untyped in torch
     total = sums[-1].detach()
     mean = sums[:-1] / total
-    centred = x - mean.view(shape)
+    centred = input - mean.view(shape)
     variance: Tensor = _Sum.apply(centred.square().sum(axes)) / total  # type: ignore[no-untyped-call]  # untyped in torch
-    with torch.no_grad():
-        norm.num_batches_tracked += 1
-        share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
-        norm.running_mean.lerp_(mean, share)
-        norm.running_var.lerp_(variance * total / (total - 1).clamp_min(1), share)
+    if norm.track_running_stats:
+        with torch.no_grad():
+            norm.num_batches_tracked += 1
+            share = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
+            norm.running_mean.lerp_(mean, share)
+            norm.running_var.lerp_(variance * total / (total - 1).clamp_min(1), share)
     scaled = centred * (variance + norm.eps).rsqrt().view(shape)
     return scaled if norm.weight is None else torch.addcmul(norm.bias.view(shape), scaled, norm.weight.view(shape))

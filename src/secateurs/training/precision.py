@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from secateurs.config import Precision
 
@@ -32,8 +34,10 @@ def bfloat16_works() -> bool:
     return done.returncode == 0
 
 
-def usable_precision(wanted: Precision, place: torch.device) -> tuple[Precision, str]:
-    """The precision to train in, and a note where it is not the one wanted."""
+def usable_precision(wanted: Precision, place: torch.device, weights: Iterable[Tensor] = ()) -> tuple[Precision, str]:
+    """The precision to train the weights in, and a note where it is not the one wanted; "float32" leaves theirs as it is."""
+    if wanted != "float32" and {weight.dtype for weight in weights} == {torch.float64}:  # which autocast leaves alone
+        return "float32", f"a network of float64 cannot compute in {wanted}: trained in float64"
     if wanted != "bfloat16" or place.type != "cpu" or bfloat16_works():
         return wanted, ""
     return "float32", "bfloat16 fails on this processor: trained in float32"

@@ -26,7 +26,7 @@ class EpochRecord:
     steps: int  # optimiser steps since the start of the training
     lr: float  # of the last step
     loss: float  # mean of what was minimised, while it was
-    accuracy: float | None  # on the training batches as augmented, while the weights moved
+    accuracy: float | None  # on the training batches as augmented, while the weights moved; None for mixtures, without labels
     search_loss: float | None = None  # on the validation set
     search_accuracy: float | None = None
     phase: str = "train"  # within a pruning run: "finetune" or "retrain"
