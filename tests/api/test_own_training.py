@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loaders, my_tra
 from torch import nn
 
 import secateurs as sc
-from secateurs.errors import TrainingError
+from secateurs.errors import InvalidInput, TrainingError
 from torture.runs import differing_file
 
 
@@ -131,6 +133,17 @@ def another(model: Any) -> nn.Module:
     return build()
 
 
+def other_graph(model: Any) -> None:
+    (end,) = (node for node in model.graph.nodes if node.op == "output")
+    with model.graph.inserting_before(end):
+        end.args = (model.graph.call_function(torch.neg, end.args),)
+    model.recompile()
+
+
+def statistics_as_parameter(model: Any) -> None:
+    model.get_submodule("1").running_mean = nn.Parameter(model.get_submodule("1").running_mean)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -142,6 +155,8 @@ def another(model: Any) -> nn.Module:
         (other_settings, r"finetune changed the settings of '1': got BatchNorm2d\(.*eps=0.5.*wanted .*eps=1e-05"),
         (lost, "finetune left '0.weight' on the meta device, which holds no values.* Move the network with"),
         (another, r"finetune returned another network \(a Sequential\): wanted the given one trained in place"),
+        (other_graph, "finetune changed the graph of the network, so that it computes something else: wanted the same calls"),
+        (statistics_as_parameter, "finetune changed the parameters 1.running_mean of the network"),
     ],
 )
 def test_training_that_spoils_the_network_is_an_error_and_the_run_can_be_resumed(
@@ -188,6 +203,51 @@ def leaves_hooks(model: Any) -> None:
         part.register_forward_hook(lambda module, given, out: out * 0)
 
 
+def wraps_forward(model: Any) -> None:
+    """As accelerate does it for mixed precision."""
+    my_training(model)
+    model._original_forward = model.forward
+    model.forward = types.MethodType(torch.autocast("cpu", dtype=torch.bfloat16)(type(model).forward), model)
+    model.get_submodule("0").forward = lambda inputs: torch.zeros(())
+
+
+def compiles(model: Any) -> None:
+    my_training(model)
+    model.compile(backend=lambda graph, example: lambda *given: [torch.zeros(())])
+
+
+def leaves_hooks_on_parameters(model: Any) -> None:
+    my_training(model)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * torch.nan)
+        parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.data.fill_(torch.nan))
+
+
+def leaves_inference_tensors(model: Any) -> None:
+    my_training(model)
+    with torch.inference_mode():
+        model.get_submodule("8").weight = nn.Parameter(model.get_submodule("8").weight * 1.0)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data * 1
+
+
+def lets_tensors_share_memory(model: Any) -> None:
+    my_training(model)
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            memory = torch.cat([part.weight.detach(), part.bias.detach()])
+            part.weight.data, part.bias.data = memory.split(len(memory) // 2)
+
+
+def replaces_modules(model: Any) -> None:
+    my_training(model)
+    linear = model.get_submodule("8")
+    other = nn.Linear(linear.in_features, linear.out_features).train()
+    other.load_state_dict(linear.state_dict())
+    other.register_forward_hook(lambda module, given, out: out * 0)
+    model.set_submodule("8", other)
+
+
 @pytest.fixture(scope="module")
 def plain() -> nn.Module:
     return sc.prune(trained(), *loaders(), finetune=my_training, **ONE_CUT).model
@@ -200,6 +260,12 @@ HARMLESS = [
     stays_in_train_mode,
     leaves_hooks,
     changes_what_counts_in_training_alone,
+    wraps_forward,
+    compiles,
+    leaves_hooks_on_parameters,
+    leaves_inference_tensors,
+    lets_tensors_share_memory,
+    replaces_modules,
 ]
 
 
@@ -213,6 +279,72 @@ def test_what_is_harmless_is_put_right(loop: Any, plain: nn.Module) -> None:
     assert str(model) == str(plain)
     assert [part.training for part in model.modules()] == [part.training for part in plain.modules()]
     assert right(model, digits()[1]) > 0.9
+    assert len({tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}) == len(model.state_dict())
+    nn.functional.cross_entropy(model(digits()[1].inputs[:8]), digits()[1].targets[:8]).backward()
+    assert all(bool(p.isfinite().all() and p.grad is not None and p.grad.isfinite().all()) for p in model.parameters())
+
+
+def expanded_bias(model: Any) -> None:
+    bias = model.get_submodule("8").bias
+    bias.data = torch.full((1,), 3.0).expand(len(bias))
+    model.get_submodule("8").weight.data.neg_()
+
+
+def weights_in_the_memory_of_statistics(model: Any) -> None:
+    norm = model.get_submodule("4")
+    norm.weight.data = norm.running_var
+    model.get_submodule("8").weight.data.neg_()
+
+
+def replaced_forward(model: Any) -> None:
+    model.get_submodule("0").forward = lambda inputs: inputs.new_zeros(len(inputs), 12, 8, 8)
+    model.get_submodule("8").weight.data.neg_()
+
+
+@pytest.mark.parametrize("ruin", [expanded_bias, weights_in_the_memory_of_statistics, replaced_forward])
+def test_a_training_that_is_undone_leaves_nothing_behind(ruin: Any, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, confidence=0.0)
+    result = sc.prune(trained(), *loaders(), finetune=ruin, recipe=recipe, progress=False)
+    untrained = sc.prune(trained(), *loaders(), recipe=recipe, progress=False)
+    for (name, wanted), (_, got) in zip(untrained.model.state_dict().items(), result.model.state_dict().items(), strict=True):
+        torch.testing.assert_close(got, wanted, msg=name)
+    assert right(result.model, digits()[1]) == pytest.approx(right(untrained.model, digits()[1]))
+    result.save(tmp_path / "small.safetensors")
+    again = sc.load(build(), tmp_path / "small.safetensors").module
+    assert right(again, digits()[1]) == pytest.approx(result.validation.after)
+
+
+def generator(model: nn.Module, step: int = 0) -> Any:
+    my_training(model)
+    yield step
+
+
+async def coroutine(model: nn.Module) -> None:
+    my_training(model)
+
+
+class Deferred:
+    async def __call__(self, model: nn.Module) -> None:
+        my_training(model)
+
+    def fit(self, model: nn.Module) -> Any:
+        yield my_training(model)
+
+
+@pytest.mark.parametrize(
+    ("finetune", "kind"),
+    [
+        (generator, "a generator function"),
+        (partial(generator, step=1), "a generator function"),
+        (Deferred().fit, "a generator function"),
+        (coroutine, "an async function"),
+        (Deferred(), "an async function"),
+        (partial(Deferred()), "an async function"),
+    ],
+)
+def test_a_function_that_trains_only_later_is_refused_at_once(finetune: Any, kind: str) -> None:
+    with pytest.raises(InvalidInput, match=f"finetune is {kind}: to call it trains nothing. Give a plain function"):
+        sc.Pruner(trained(), *loaders(), finetune=finetune, recipe=RECIPE)
 
 
 # ---- killed --------------------------------------------------------------------------------------------------------------
