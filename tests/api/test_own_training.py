@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from torch import nn
 
 import secateurs as sc
 from secateurs.errors import InvalidInput, TrainingError
+from secateurs.pruning.results import ChosenAllocation
+from secateurs.selection.contract import paired_bound
 from torture.runs import differing_file
 
 
@@ -63,6 +66,43 @@ def test_training_that_costs_more_than_allowed_is_rolled_back() -> None:
     assert result.macs.removed > 0
     assert "Note: training was undone: the weights before it are kept: metric" in str(result)
     assert result.search.before - result.search.after <= 0.05 + 1e-9
+
+
+def test_a_training_that_changes_nothing_is_not_asked_about() -> None:
+    """A question after a refusal has less confidence left, and would refuse the network that it accepted before."""
+    run = sc.Pruner(trained(), *loaders(), finetune=lambda model: None, recipe=RECIPE)
+    result = run.finish()
+    (allocation,) = run.journal.of(ChosenAllocation)
+    assert allocation.answers[-1] is False
+    assert [step.answers for step in result.steps] == [()] * len(result.steps)
+    assert result.bound == allocation.bound
+    assert not any("undone" in note for note in result.notes)
+
+
+def test_a_refusal_of_certification_says_what_the_confidence_that_is_left_gives() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def finetune(model: nn.Module) -> None:
+        my_training(model)
+        seen.append(copy.deepcopy(model.state_dict()))
+
+    run = sc.Pruner(trained(), *loaders(), finetune=finetune, recipe=RECIPE)
+    result = run.finish()
+    (allocation,) = run.journal.of(ChosenAllocation)
+    images = run.context.acceptance_sets.certification
+    assert images is not None
+    after = copy.deepcopy(result.model)
+    after.load_state_dict(seen[0])
+    with torch.no_grad():
+        before, now = ((net.eval()(images.inputs).argmax(1) == images.targets).double() for net in (trained(), after))
+    # a fifth of 5 % for what follows a refusal, over all places g at which the first could have come (docs/contract.md)
+    g = len(allocation.answers)
+    assert allocation.answers == (True,) * (g - 1) + (False,)
+    bound = 100 * paired_bound(before, now, 1 - 0.05 * 0.8 * 0.2 / (g * (g + 1))).upper
+    assert bound > 5
+    left = f"the confidence that is left gives a bound of {bound:.2f} points on its drop, where 5.00 points are allowed"
+    assert f"not certified: after 1 refusal before it, {left}" in str(result)
+    assert result.bound == allocation.bound
 
 
 def test_an_error_in_their_training_is_theirs_and_the_run_can_be_resumed(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from secateurs.training.guard import AVERAGE, END, START, Candidate
 from secateurs.training.loop import check_length
 from secateurs.training.objective import held_out_means, objective_for
 from secateurs.training.resumable import CHECKPOINT, train_resumably_
-from secateurs.training.state import named_tensors, snapshot
+from secateurs.training.state import copy_into_, named_tensors, snapshot
 
 RETRAINED = "checkpoints/retrained"
 _TRIAL = "checkpoints/trial-{:04d}"  # weights of an allocation that was tried, trained, by its place on the frontier
@@ -162,7 +162,7 @@ def reconstruct(context: PruningContext, budget: AccuracyBudget, state: NetworkS
         return state if found.kept == START else context.measured(state)
 
     result = _rollback_if_over_budget(budget, state, trained, no_worse=True)
-    _journal_kept(context, chosen, refused=result is state)
+    _journal_kept(context, chosen, refusal=budget.refusal if result is state else "")
     return result
 
 
@@ -181,8 +181,8 @@ def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkStat
         result = _rollback_if_over_budget(budget, state, by_user)
         if result is state:
             tried = (_candidate(START, state), _candidate(END, trained[0]))
-            note = "the weights after it are not within the allowed drop"
-            _journal_kept(context, [KeptWeights(START, "metric", tried, "finetune", step, note)], refused=False)
+            note = f"the weights after it are {budget.refusal}"
+            _journal_kept(context, [KeptWeights(START, "metric", tried, "finetune", step, note)])
         return result
     settings = context.recipe.finetune
     return state if settings is None else _train(context, budget, state, settings, "finetune", step)
@@ -471,15 +471,15 @@ def _train(
         result = trained()
     else:
         result = _rollback_if_over_budget(budget, state, trained, no_worse=recipe.keep_best)
-    _journal_kept(context, chosen, refused=result is state)
+    _journal_kept(context, chosen, refusal=budget.refusal if budget is not None and result is state else "")
     return result
 
 
-def _journal_kept(context: PruningContext, chosen: Sequence[KeptWeights], *, refused: bool) -> None:
-    """Journal what was kept, once; `refused`: the weights before the training are back."""
+def _journal_kept(context: PruningContext, chosen: Sequence[KeptWeights], *, refusal: str = "") -> None:
+    """Journal what was kept, once; with a `refusal` the weights before the training are back."""
     for kept in chosen:
-        if refused and kept.kept != START:
-            note = f"{kept.kept} is better on them, but not within the allowed drop, or its bound is worse"
+        if refusal and kept.kept != START:
+            note = f"{kept.kept} is better on them, but {refusal}"
             kept = replace(kept, kept=START, note="; ".join(filter(None, (note, kept.note))))
         if not context.journal.of(KeptWeights, phase=kept.phase, step=kept.step):
             context.journal.append(kept)
@@ -490,12 +490,17 @@ def _rollback_if_over_budget(
 ) -> NetworkState:
     """Train the network of `state` in place; if that exceeds the budget, give it its weights back.
 
-    `no_worse`: also if the certified bound on its drop is worse than before.
+    `no_worse`: also if the certified bound on its drop is worse than before. Where no bit changed, nothing is asked: the
+    network was accepted, and after a refusal the same question may be answered otherwise.
     """
-    weights = copy.deepcopy(state.graph.module.state_dict())
+    module, weights = state.graph.module, snapshot(state.graph.module)
     bound = budget.bound(state) if no_worse else None
     trained = train()
-    if trained is state or budget.still_within(trained, bound=bound):
+    if trained is state or _same_bits(module, weights) or budget.still_within(trained, bound=bound):
         return trained
-    state.graph.module.load_state_dict(weights)
+    copy_into_(module, weights)
     return state
+
+
+def _same_bits(module: nn.Module, weights: Mapping[str, Tensor]) -> bool:
+    return digest(named_tensors(module)) == digest(weights)
