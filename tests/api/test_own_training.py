@@ -19,9 +19,12 @@ from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loaders, my_tra
 from torch import nn
 
 import secateurs as sc
+from nets import assert_same_bits, weights_of
+from secateurs._util.journal import Journal
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.pruning.results import ChosenAllocation
 from secateurs.selection.contract import paired_bound
+from secateurs.training import KeptWeights
 from torture.runs import differing_file
 
 
@@ -103,6 +106,92 @@ def test_a_refusal_of_certification_says_what_the_confidence_that_is_left_gives(
     left = f"the confidence that is left gives a bound of {bound:.2f} points on its drop, where 5.00 points are allowed"
     assert f"not certified: after 1 refusal before it, {left}" in str(result)
     assert result.bound == allocation.bound
+
+
+# a quarter of the filters is cut, so that a training may lose much and still be within the drop
+NARROWED = sc.Recipe(max_drop=0.5, confidence=0.0, criterion="l1", sites=("0",), largest_share=0.25)
+
+
+def worsen(model: Any) -> None:
+    with torch.no_grad():
+        model.get_submodule("8").bias[0] += 2.0
+
+
+@pytest.mark.parametrize("budget", ["run", "site"])
+def test_a_training_that_makes_the_network_worse_within_the_drop_is_undone(budget: Any, tmp_path: Path) -> None:
+    recipe = replace(NARROWED, budget=budget)
+    untrained = sc.prune(trained(), *loaders(), recipe=recipe, progress=False)
+    before = right(untrained.model, digits()[1])
+    ruined = copy.deepcopy(untrained.model)
+    worsen(ruined)
+    after = right(ruined, digits()[1])
+    assert before - 0.3 < after < before
+    run = sc.Pruner(trained(), *loaders(), finetune=worsen, recipe=recipe, folder=tmp_path / "run")
+    result = run.finish()
+    assert_same_bits(weights_of(result.model), weights_of(untrained.model))
+    (kept,) = run.journal.of(KeptWeights)
+    assert (kept.kept, kept.by, kept.phase, kept.step) == ("start", "metric", "finetune", 1)
+    assert {each.name: each.metric for each in kept.tried} == pytest.approx({"start": before, "end": after})
+    assert f"Note: training was undone: the weights before it are kept: metric {before:.4g}" in str(result)
+    assert "Fine-tuning in step 1: the weights before it are kept" in (tmp_path / "run" / "report.html").read_text()
+    let = sc.Pruner(trained(), *loaders(), finetune=worsen, recipe=replace(recipe, keep_best=False))
+    assert let.finish().validation.after == pytest.approx(after)
+    assert let.journal.of(KeptWeights) == []
+
+
+def test_of_equal_metrics_the_smaller_loss_is_kept() -> None:
+    def sharpen(model: Any, by: float) -> None:
+        with torch.no_grad():
+            for tensor in (model.get_submodule("8").weight, model.get_submodule("8").bias):
+                tensor.mul_(by)
+
+    found = []
+    for by in (1.01, 100.0):  # the same answers; a hundred times as sure of the wrong ones
+        run = sc.Pruner(trained(), *loaders(), finetune=partial(sharpen, by=by), recipe=NARROWED)
+        result = run.finish()
+        (kept,) = run.journal.of(KeptWeights)
+        assert kept.tried[0].metric == kept.tried[1].metric
+        found.append((kept.kept, "Note: training was undone" in str(result)))
+        assert "(loss " in kept.summary()
+    assert found == [("end", False), ("start", True)]
+
+
+def test_a_training_that_helps_is_kept_and_recorded(tmp_path: Path) -> None:
+    run = sc.Pruner(trained(), *loaders(), finetune=my_training, recipe=NARROWED, folder=tmp_path / "run")
+    result = run.finish()
+    (kept,) = run.journal.of(KeptWeights)
+    assert kept.kept == "end"
+    assert kept.tried[1].metric == pytest.approx(right(result.model, digits()[1]))
+    assert "Fine-tuning in step 1: end is kept: metric" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_images_that_certify_do_not_choose_the_weights() -> None:
+    run = sc.Pruner(trained(), *loaders(), finetune=my_training, recipe=replace(RECIPE, max_drop=0.08))
+    result = run.finish()
+    (kept,) = run.journal.of(KeptWeights)
+    held_out, certifying = run.context.held_out_examples, run.context.acceptance_sets.certification
+    assert certifying is not None
+    assert not {bytes(one.numpy()) for one in held_out.inputs} & {bytes(one.numpy()) for one in certifying.inputs}
+    assert (kept.kept, kept.tried[1].metric) == ("end", pytest.approx(right(result.model, held_out)))
+
+
+@pytest.mark.parametrize("finetune", [worsen, my_training])
+def test_stopped_after_the_record_of_what_was_kept_the_run_ends_the_same(finetune: Any, tmp_path: Path) -> None:
+    whole = sc.prune(trained(), *loaders(), finetune=finetune, recipe=NARROWED, folder=tmp_path / "whole", progress=False)
+    append = Journal.append
+
+    def stop(journal: Journal, record: Any) -> None:
+        append(journal, record)
+        if isinstance(record, KeptWeights):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "append", stop)
+        with pytest.raises(KeyboardInterrupt):
+            sc.prune(trained(), *loaders(), finetune=finetune, recipe=NARROWED, folder=tmp_path / "run", progress=False)
+    again = sc.resume(tmp_path / "run", build(), finetune=finetune).finish()
+    assert_same_bits(weights_of(again.model), weights_of(whole.model))
+    assert differing_file(tmp_path / "whole", tmp_path / "run") is None
 
 
 def test_an_error_in_their_training_is_theirs_and_the_run_can_be_resumed(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Training within a run: BatchNorm statistics recalibrated, fine-tuning after a cut, retraining at the end; all resumable.
 
-Of each training of ours the best weights are kept, by held-out examples; where one budget covers the whole run, weights that
-would exceed it are rolled back.
+Of each training the best weights are kept, by held-out examples; where one budget covers the whole run, weights that would
+exceed it are rolled back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from secateurs.pruning.context import NetworkState, PruningContext
 from secateurs.pruning.results import Retrained, Trial
 from secateurs.repair import reconstruct_
 from secateurs.training import History, KeptWeights, candidates, keep_best_, recalibrate_
-from secateurs.training.guard import AVERAGE, END, START, Candidate
+from secateurs.training.guard import AVERAGE, END, START, Candidate, better
 from secateurs.training.loop import check_length
 from secateurs.training.objective import held_out_means, objective_for
 from secateurs.training.resumable import CHECKPOINT, train_resumably_
@@ -169,28 +169,42 @@ def reconstruct(context: PruningContext, budget: AccuracyBudget, state: NetworkS
 def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
     """Train the network after a cut, if the recipe asks for that."""
     if context.runtime.finetune is not None:
-        train = context.runtime.finetune
-        if context.recipe.budget == "site":
-            return _train_by_user(context, state, train, step)
-        trained: list[NetworkState] = []
-
-        def by_user() -> NetworkState:
-            trained.append(_train_by_user(context, state, train, step))
-            return trained[0]
-
-        result = _rollback_if_over_budget(budget, state, by_user)
-        if result is state:
-            tried = (_candidate(START, state), _candidate(END, trained[0]))
-            note = f"the weights after it are {budget.refusal}"
-            _journal_kept(context, [KeptWeights(START, "metric", tried, "finetune", step, note)])
-        return result
+        return _finetune_by_user(context, budget, state, context.runtime.finetune, step)
     settings = context.recipe.finetune
     return state if settings is None else _train(context, budget, state, settings, "finetune", step)
 
 
-def _candidate(name: str, state: NetworkState) -> Candidate:
-    loss, metric = (value if isfinite(value) else None for value in (state.loss, state.accuracy))
-    return Candidate(name, loss, metric)
+def _finetune_by_user(
+    context: PruningContext, budget: AccuracyBudget, state: NetworkState, train: Callable[..., Any], step: int
+) -> NetworkState:
+    """The user's training, undone where it exceeds the budget, and where the recipe keeps the best weights and it made them
+    worse: a lower metric, or the same and a larger loss, on images that do not certify.
+    """
+    module, keep_best = state.graph.module, context.recipe.keep_best
+    chosen: list[KeptWeights] = []
+
+    def candidate(name: str, found: NetworkState) -> Candidate:
+        found = context.measured_to_choose(found) if keep_best else found
+        return Candidate(name, *(value if isfinite(value) else None for value in (found.loss, found.accuracy)))
+
+    def trained() -> NetworkState:
+        start, before = candidate(START, state), snapshot(module)
+        found = _train_by_user(context, state, train, step)
+        end = candidate(END, found)
+        worse = keep_best and better(start, end, "metric")
+        note = "it changed no weights" if _same_bits(module, before) else ""
+        chosen.append(KeptWeights(START if worse else END, "metric", (start, end), "finetune", step, note))
+        if worse:
+            copy_into_(module, before)
+        return state if worse else found
+
+    if context.recipe.budget == "site":
+        result = trained()
+    else:
+        result = _rollback_if_over_budget(budget, state, trained, no_worse=keep_best)
+    undone = result is state
+    _journal_kept(context, chosen if undone or keep_best else (), refusal=budget.refusal if undone else "")
+    return result
 
 
 def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
@@ -479,7 +493,8 @@ def _journal_kept(context: PruningContext, chosen: Sequence[KeptWeights], *, ref
     """Journal what was kept, once; with a `refusal` the weights before the training are back."""
     for kept in chosen:
         if refusal and kept.kept != START:
-            note = f"{kept.kept} is better on them, but {refusal}"
+            start, end = kept.tried[0], next(each for each in kept.tried if each.name == kept.kept)
+            note = f"{kept.kept} is {'better on them, but ' if better(end, start, kept.by) else ''}{refusal}"
             kept = replace(kept, kept=START, note="; ".join(filter(None, (note, kept.note))))
         if not context.journal.of(KeptWeights, phase=kept.phase, step=kept.step):
             context.journal.append(kept)
