@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -431,7 +431,16 @@ def _train(
     module, teacher = state.graph.module, context.original.module if settings.distill else None
     loss_fn = None if runtime.loss_fn is cross_entropy else runtime.loss_fn
     held_out = context.held_out_examples.ready(context.dtype)
+    # a teacher's answers tell far more of an image than right or wrong; with labels, what is asked for is the metric
+    by: Literal["loss", "metric"] = "metric" if settings.distill < 1 else "loss"
     chosen: list[KeptWeights] = []
+
+    def measure() -> tuple[float, float | None]:
+        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
+        metric = runtime.metric if runtime.evaluate is None else None
+        options: dict[str, Any] = {"teacher": teacher, "metric": metric, "device": runtime.device}
+        loss, found = runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, objective, batch=n, **options))
+        return loss, context.own_metric(state.graph) if runtime.evaluate is not None and by == "metric" else found
 
     def trained() -> NetworkState:
         before = snapshot(module)
@@ -468,17 +477,7 @@ def _train(
 
     def best_of(before: Mapping[str, Tensor], history: History) -> KeptWeights:
         """Leave the best of the weights before, after and in between in the module."""
-        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
-        metric = runtime.metric if runtime.evaluate is None else None
-        # a teacher's answers tell far more of an image than right or wrong; with labels, what is asked for is the metric
-        by_metric = settings.distill < 1 and metric is not None
-
-        def measure() -> tuple[float, float | None]:
-            options: dict[str, Any] = {"teacher": teacher, "metric": metric, "device": runtime.device}
-            return runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, objective, batch=n, **options))
-
-        every = candidates(before, snapshot(module), history.last)
-        found = keep_best_(module, every, measure, by="metric" if by_metric else "loss")
+        found = keep_best_(module, candidates(before, snapshot(module), history.last), measure, by=by)
         return replace(found, phase=phase, step=step, note=history.note)
 
     if budget is None or recipe.budget == "site":
