@@ -425,7 +425,7 @@ def _hooks_of(part: nn.Module) -> list[dict[int, Any]]:
 def _train(
     context: PruningContext, budget: AccuracyBudget | None, state: NetworkState, settings: TrainSettings, phase: str, step: int
 ) -> NetworkState:
-    """Train by the settings; undone where that exceeds the `budget`, if one is given."""
+    """Train by the settings; undone where that exceeds the `budget`, or diverges, if one is given."""
     runtime, recipe = context.runtime, context.recipe
     settings = replace(settings, seed=derive(recipe.seed, phase, step))
     module, teacher = state.graph.module, context.original.module if settings.distill else None
@@ -444,23 +444,32 @@ def _train(
 
     def trained() -> NetworkState:
         before = snapshot(module)
-        history = train_resumably_(
-            context.journal,
-            module,
-            context.train if runtime.train is None else runtime.train.ready(context.dtype),
-            settings,
-            phase=phase,
-            step=step,
-            search=context.validation,
-            held_out=held_out,
-            teacher=teacher,
-            features=partial(paired_features, state.graph, context.original),
-            loss_fn=loss_fn,
-            metric=runtime.metric,
-            device=runtime.device,
-            momentum=state.momentum,
-            on_epoch=lambda epoch: context.progress.report(phase, epoch.epoch + 1, settings.epochs),
-        )
+        try:
+            history = train_resumably_(
+                context.journal,
+                module,
+                context.train if runtime.train is None else runtime.train.ready(context.dtype),
+                settings,
+                phase=phase,
+                step=step,
+                search=context.validation,
+                held_out=held_out,
+                teacher=teacher,
+                features=partial(paired_features, state.graph, context.original),
+                loss_fn=loss_fn,
+                metric=runtime.metric,
+                device=runtime.device,
+                momentum=state.momentum,
+                on_epoch=lambda epoch: context.progress.report(phase, epoch.epoch + 1, settings.epochs),
+            )
+        except Diverged as error:
+            if budget is None or active().size > 1:  # one worker may diverge alone, while the others wait for it
+                raise
+            copy_into_(module, before)
+            start = Candidate(START, *(None if x is None or not isfinite(x) else x for x in measure()))
+            why = str(error).partition(". ")[0]
+            chosen.append(KeptWeights(START, by, (start, Candidate(END, None, None)), phase, step, why))
+            return state
         if active().size > 1:
             active().check_same(f"after {phase} (step {step})", {"network": digest(named_tensors(module))})
         found = replace(state, momentum=dict(history.momentum))
