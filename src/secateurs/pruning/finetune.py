@@ -177,8 +177,9 @@ def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkStat
 def _finetune_by_user(
     context: PruningContext, budget: AccuracyBudget, state: NetworkState, train: Callable[..., Any], step: int
 ) -> NetworkState:
-    """The user's training, undone where it exceeds the budget, and where the recipe keeps the best weights and it made them
-    worse: a lower metric, or the same and a larger loss, on images that do not certify.
+    """Call the user's training; undone where it exceeds the budget, or where it made the network worse and `keep_best` is set.
+
+    Worse is a lower metric, or the same metric and a larger loss, on images that do not certify.
     """
     module, keep_best = state.graph.module, context.recipe.keep_best
     chosen: list[KeptWeights] = []
@@ -190,9 +191,9 @@ def _finetune_by_user(
     def trained() -> NetworkState:
         start, before = candidate(START, state), snapshot(module)
         found = _train_by_user(context, state, train, step)
-        end = candidate(END, found)
-        worse = keep_best and better(start, end, "metric")
-        note = "it changed no weights" if _same_bits(module, before) else ""
+        end, same = candidate(END, found), _same_bits(module, before)
+        worse = keep_best and not same and better(start, end, "metric")
+        note = "it changed no weights" if same else ""
         chosen.append(KeptWeights(START if worse else END, "metric", (start, end), "finetune", step, note))
         if worse:
             copy_into_(module, before)
