@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import secateurs as sc
 from secateurs._util.tensors import digest
 from secateurs.errors import InvalidInput, NonFinite, RunError
+from secateurs.training import KeptWeights
 
 
 def macro_recall(model: nn.Module) -> float:
@@ -101,6 +102,30 @@ def test_the_built_in_training_is_judged_by_their_metric_too() -> None:
     recipe = replace(RECIPE, confidence=0.0, finetune=sc.TrainSettings(epochs=1, lr=0.01, batch=64))
     result = sc.prune(trained(), *loaders(), evaluate=macro_recall, recipe=recipe, progress=False)
     assert result.steps[-1].accuracy == pytest.approx(macro_recall(result.model.eval()))
+
+
+@pytest.mark.parametrize("confidence", [0.0, 0.95])
+def test_a_training_with_labels_is_judged_by_their_metric(confidence: float) -> None:
+    """Their metric asks for the opposite of what is trained: the loss falls with every step, and so does the metric."""
+
+    def wrong(model: nn.Module) -> Tensor:
+        return 1.0 - each_right(model).double()
+
+    # the whole set, and values of which some certify
+    evaluate = (lambda model: float(wrong(model).mean())) if confidence == 0 else wrong
+    start = build()  # untrained: nine in ten answers are wrong
+    recipe = replace(RECIPE, max_drop=0.5, confidence=confidence, retrain=sc.TrainSettings(epochs=2, lr=0.05, batch=64))
+    run = sc.Pruner(start, *loaders(), evaluate=evaluate, recipe=recipe)
+    result = run.finish()
+    (kept,) = run.journal.of(KeptWeights)
+    tried = {each.name: each for each in kept.tried}
+    assert kept.by == "metric"
+    assert (tried["end"].loss or 0) < (tried["start"].loss or 0)
+    assert (tried["end"].metric or 0) < (tried["start"].metric or 0) - 0.1
+    assert (tried[kept.kept].metric or 0) >= (tried["start"].metric or 0)
+    sides = run.context.acceptance_sets.sides
+    values = wrong(result.model.eval())
+    assert tried[kept.kept].metric == pytest.approx(float((values if sides is None else values[sides.search]).mean()))
 
 
 # ---- what it must not do -------------------------------------------------------------------------------------------------

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
 import sys
+import types
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,12 @@ from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loaders, my_tra
 from torch import nn
 
 import secateurs as sc
-from secateurs.errors import TrainingError
+from nets import assert_same_bits, weights_of
+from secateurs._util.journal import Journal
+from secateurs.errors import InvalidInput, TrainingError
+from secateurs.pruning.results import ChosenAllocation
+from secateurs.selection.contract import paired_bound
+from secateurs.training import KeptWeights
 from torture.runs import differing_file
 
 
@@ -61,6 +69,129 @@ def test_training_that_costs_more_than_allowed_is_rolled_back() -> None:
     assert result.macs.removed > 0
     assert "Note: training was undone: the weights before it are kept: metric" in str(result)
     assert result.search.before - result.search.after <= 0.05 + 1e-9
+
+
+def test_a_training_that_changes_nothing_is_not_asked_about() -> None:
+    """A question after a refusal has less confidence left, and would refuse the network that it accepted before."""
+    run = sc.Pruner(trained(), *loaders(), finetune=lambda model: None, recipe=RECIPE)
+    result = run.finish()
+    (allocation,) = run.journal.of(ChosenAllocation)
+    assert allocation.answers[-1] is False
+    assert [step.answers for step in result.steps] == [()] * len(result.steps)
+    assert result.bound == allocation.bound
+    assert not any("undone" in note for note in result.notes)
+
+
+def test_a_refusal_of_certification_says_what_the_confidence_that_is_left_gives() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def finetune(model: nn.Module) -> None:
+        my_training(model)
+        seen.append(copy.deepcopy(model.state_dict()))
+
+    run = sc.Pruner(trained(), *loaders(), finetune=finetune, recipe=RECIPE)
+    result = run.finish()
+    (allocation,) = run.journal.of(ChosenAllocation)
+    images = run.context.acceptance_sets.certification
+    assert images is not None
+    after = copy.deepcopy(result.model)
+    after.load_state_dict(seen[0])
+    with torch.no_grad():
+        before, now = ((net.eval()(images.inputs).argmax(1) == images.targets).double() for net in (trained(), after))
+    # a fifth of 5 % for what follows a refusal, over all places g at which the first could have come (docs/contract.md)
+    g = len(allocation.answers)
+    assert allocation.answers == (True,) * (g - 1) + (False,)
+    bound = 100 * paired_bound(before, now, 1 - 0.05 * 0.8 * 0.2 / (g * (g + 1))).upper
+    assert bound > 5
+    left = f"the confidence that is left gives a bound of {bound:.2f} points on its drop, where 5.00 points are allowed"
+    assert f"not certified: after 1 refusal before it, {left}" in str(result)
+    assert result.bound == allocation.bound
+
+
+# a quarter of the filters is cut, so that a training may lose much and still be within the drop
+NARROWED = sc.Recipe(max_drop=0.5, confidence=0.0, criterion="l1", sites=("0",), largest_share=0.25)
+
+
+def worsen(model: Any) -> None:
+    with torch.no_grad():
+        model.get_submodule("8").bias[0] += 2.0
+
+
+@pytest.mark.parametrize("budget", ["run", "site"])
+def test_a_training_that_makes_the_network_worse_within_the_drop_is_undone(budget: Any, tmp_path: Path) -> None:
+    recipe = replace(NARROWED, budget=budget)
+    untrained = sc.prune(trained(), *loaders(), recipe=recipe, progress=False)
+    before = right(untrained.model, digits()[1])
+    ruined = copy.deepcopy(untrained.model)
+    worsen(ruined)
+    after = right(ruined, digits()[1])
+    assert before - 0.3 < after < before
+    run = sc.Pruner(trained(), *loaders(), finetune=worsen, recipe=recipe, folder=tmp_path / "run")
+    result = run.finish()
+    assert_same_bits(weights_of(result.model), weights_of(untrained.model))
+    (kept,) = run.journal.of(KeptWeights)
+    assert (kept.kept, kept.by, kept.phase, kept.step) == ("start", "metric", "finetune", 1)
+    assert {each.name: each.metric for each in kept.tried} == pytest.approx({"start": before, "end": after})
+    assert f"Note: training was undone: the weights before it are kept: metric {before:.4g}" in str(result)
+    assert "Fine-tuning in step 1: the weights before it are kept" in (tmp_path / "run" / "report.html").read_text()
+    let = sc.Pruner(trained(), *loaders(), finetune=worsen, recipe=replace(recipe, keep_best=False))
+    assert let.finish().validation.after == pytest.approx(after)
+    assert let.journal.of(KeptWeights) == []
+
+
+def test_of_equal_metrics_the_smaller_loss_is_kept() -> None:
+    def sharpen(model: Any, by: float) -> None:
+        with torch.no_grad():
+            for tensor in (model.get_submodule("8").weight, model.get_submodule("8").bias):
+                tensor.mul_(by)
+
+    found = []
+    for by in (1.01, 100.0):  # the same answers; a hundred times as sure of the wrong ones
+        run = sc.Pruner(trained(), *loaders(), finetune=partial(sharpen, by=by), recipe=NARROWED)
+        result = run.finish()
+        (kept,) = run.journal.of(KeptWeights)
+        assert kept.tried[0].metric == kept.tried[1].metric
+        found.append((kept.kept, "Note: training was undone" in str(result)))
+        assert "(loss " in kept.summary()
+    assert found == [("end", False), ("start", True)]
+
+
+def test_a_training_that_helps_is_kept_and_recorded(tmp_path: Path) -> None:
+    run = sc.Pruner(trained(), *loaders(), finetune=my_training, recipe=NARROWED, folder=tmp_path / "run")
+    result = run.finish()
+    (kept,) = run.journal.of(KeptWeights)
+    assert kept.kept == "end"
+    assert kept.tried[1].metric == pytest.approx(right(result.model, digits()[1]))
+    assert "Fine-tuning in step 1: end is kept: metric" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_images_that_certify_do_not_choose_the_weights() -> None:
+    run = sc.Pruner(trained(), *loaders(), finetune=my_training, recipe=replace(RECIPE, max_drop=0.08))
+    result = run.finish()
+    (kept,) = run.journal.of(KeptWeights)
+    held_out, certifying = run.context.held_out_examples, run.context.acceptance_sets.certification
+    assert certifying is not None
+    assert not {bytes(one.numpy()) for one in held_out.inputs} & {bytes(one.numpy()) for one in certifying.inputs}
+    assert (kept.kept, kept.tried[1].metric) == ("end", pytest.approx(right(result.model, held_out)))
+
+
+@pytest.mark.parametrize("finetune", [worsen, my_training])
+def test_stopped_after_the_record_of_what_was_kept_the_run_ends_the_same(finetune: Any, tmp_path: Path) -> None:
+    whole = sc.prune(trained(), *loaders(), finetune=finetune, recipe=NARROWED, folder=tmp_path / "whole", progress=False)
+    append = Journal.append
+
+    def stop(journal: Journal, record: Any) -> None:
+        append(journal, record)
+        if isinstance(record, KeptWeights):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "append", stop)
+        with pytest.raises(KeyboardInterrupt):
+            sc.prune(trained(), *loaders(), finetune=finetune, recipe=NARROWED, folder=tmp_path / "run", progress=False)
+    again = sc.resume(tmp_path / "run", build(), finetune=finetune).finish()
+    assert_same_bits(weights_of(again.model), weights_of(whole.model))
+    assert differing_file(tmp_path / "whole", tmp_path / "run") is None
 
 
 def test_an_error_in_their_training_is_theirs_and_the_run_can_be_resumed(tmp_path: Path) -> None:
@@ -131,6 +262,17 @@ def another(model: Any) -> nn.Module:
     return build()
 
 
+def other_graph(model: Any) -> None:
+    (end,) = (node for node in model.graph.nodes if node.op == "output")
+    with model.graph.inserting_before(end):
+        end.args = (model.graph.call_function(torch.neg, end.args),)
+    model.recompile()
+
+
+def statistics_as_parameter(model: Any) -> None:
+    model.get_submodule("1").running_mean = nn.Parameter(model.get_submodule("1").running_mean)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -142,6 +284,8 @@ def another(model: Any) -> nn.Module:
         (other_settings, r"finetune changed the settings of '1': got BatchNorm2d\(.*eps=0.5.*wanted .*eps=1e-05"),
         (lost, "finetune left '0.weight' on the meta device, which holds no values.* Move the network with"),
         (another, r"finetune returned another network \(a Sequential\): wanted the given one trained in place"),
+        (other_graph, "finetune changed the graph of the network, so that it computes something else: wanted the same calls"),
+        (statistics_as_parameter, "finetune changed the parameters 1.running_mean of the network"),
     ],
 )
 def test_training_that_spoils_the_network_is_an_error_and_the_run_can_be_resumed(
@@ -188,6 +332,51 @@ def leaves_hooks(model: Any) -> None:
         part.register_forward_hook(lambda module, given, out: out * 0)
 
 
+def wraps_forward(model: Any) -> None:
+    """As accelerate does it for mixed precision."""
+    my_training(model)
+    model._original_forward = model.forward
+    model.forward = types.MethodType(torch.autocast("cpu", dtype=torch.bfloat16)(type(model).forward), model)
+    model.get_submodule("0").forward = lambda inputs: torch.zeros(())
+
+
+def compiles(model: Any) -> None:
+    my_training(model)
+    model.compile(backend=lambda graph, example: lambda *given: [torch.zeros(())])
+
+
+def leaves_hooks_on_parameters(model: Any) -> None:
+    my_training(model)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient * torch.nan)
+        parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.data.fill_(torch.nan))
+
+
+def leaves_inference_tensors(model: Any) -> None:
+    my_training(model)
+    with torch.inference_mode():
+        model.get_submodule("8").weight = nn.Parameter(model.get_submodule("8").weight * 1.0)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data * 1
+
+
+def lets_tensors_share_memory(model: Any) -> None:
+    my_training(model)
+    for part in model.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            memory = torch.cat([part.weight.detach(), part.bias.detach()])
+            part.weight.data, part.bias.data = memory.split(len(memory) // 2)
+
+
+def replaces_modules(model: Any) -> None:
+    my_training(model)
+    linear = model.get_submodule("8")
+    other = nn.Linear(linear.in_features, linear.out_features).train()
+    other.load_state_dict(linear.state_dict())
+    other.register_forward_hook(lambda module, given, out: out * 0)
+    model.set_submodule("8", other)
+
+
 @pytest.fixture(scope="module")
 def plain() -> nn.Module:
     return sc.prune(trained(), *loaders(), finetune=my_training, **ONE_CUT).model
@@ -200,6 +389,12 @@ HARMLESS = [
     stays_in_train_mode,
     leaves_hooks,
     changes_what_counts_in_training_alone,
+    wraps_forward,
+    compiles,
+    leaves_hooks_on_parameters,
+    leaves_inference_tensors,
+    lets_tensors_share_memory,
+    replaces_modules,
 ]
 
 
@@ -213,6 +408,72 @@ def test_what_is_harmless_is_put_right(loop: Any, plain: nn.Module) -> None:
     assert str(model) == str(plain)
     assert [part.training for part in model.modules()] == [part.training for part in plain.modules()]
     assert right(model, digits()[1]) > 0.9
+    assert len({tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}) == len(model.state_dict())
+    nn.functional.cross_entropy(model(digits()[1].inputs[:8]), digits()[1].targets[:8]).backward()
+    assert all(bool(p.isfinite().all() and p.grad is not None and p.grad.isfinite().all()) for p in model.parameters())
+
+
+def expanded_bias(model: Any) -> None:
+    bias = model.get_submodule("8").bias
+    bias.data = torch.full((1,), 3.0).expand(len(bias))
+    model.get_submodule("8").weight.data.neg_()
+
+
+def weights_in_the_memory_of_statistics(model: Any) -> None:
+    norm = model.get_submodule("4")
+    norm.weight.data = norm.running_var
+    model.get_submodule("8").weight.data.neg_()
+
+
+def replaced_forward(model: Any) -> None:
+    model.get_submodule("0").forward = lambda inputs: inputs.new_zeros(len(inputs), 12, 8, 8)
+    model.get_submodule("8").weight.data.neg_()
+
+
+@pytest.mark.parametrize("ruin", [expanded_bias, weights_in_the_memory_of_statistics, replaced_forward])
+def test_a_training_that_is_undone_leaves_nothing_behind(ruin: Any, tmp_path: Path) -> None:
+    recipe = replace(RECIPE, confidence=0.0)
+    result = sc.prune(trained(), *loaders(), finetune=ruin, recipe=recipe, progress=False)
+    untrained = sc.prune(trained(), *loaders(), recipe=recipe, progress=False)
+    for (name, wanted), (_, got) in zip(untrained.model.state_dict().items(), result.model.state_dict().items(), strict=True):
+        torch.testing.assert_close(got, wanted, msg=name)
+    assert right(result.model, digits()[1]) == pytest.approx(right(untrained.model, digits()[1]))
+    result.save(tmp_path / "small.safetensors")
+    again = sc.load(build(), tmp_path / "small.safetensors").module
+    assert right(again, digits()[1]) == pytest.approx(result.validation.after)
+
+
+def generator(model: nn.Module, step: int = 0) -> Any:
+    my_training(model)
+    yield step
+
+
+async def coroutine(model: nn.Module) -> None:
+    my_training(model)
+
+
+class Deferred:
+    async def __call__(self, model: nn.Module) -> None:
+        my_training(model)
+
+    def fit(self, model: nn.Module) -> Any:
+        yield my_training(model)
+
+
+@pytest.mark.parametrize(
+    ("finetune", "kind"),
+    [
+        (generator, "a generator function"),
+        (partial(generator, step=1), "a generator function"),
+        (Deferred().fit, "a generator function"),
+        (coroutine, "an async function"),
+        (Deferred(), "an async function"),
+        (partial(Deferred()), "an async function"),
+    ],
+)
+def test_a_function_that_trains_only_later_is_refused_at_once(finetune: Any, kind: str) -> None:
+    with pytest.raises(InvalidInput, match=f"finetune is {kind}: to call it trains nothing. Give a plain function"):
+        sc.Pruner(trained(), *loaders(), finetune=finetune, recipe=RECIPE)
 
 
 # ---- killed --------------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from kill_driver import RECIPE
-from nets import assert_same_bits
+from nets import assert_same_bits, weights_of
 from secateurs.api import Pruner, resume
 from secateurs.config import Recipe, TrainSettings, files, recipe_fields
 from secateurs.data import Examples
-from secateurs.errors import InvalidInput, RunError, TrainingError
+from secateurs.errors import InvalidInput, RunError
 from secateurs.pruning import folder
 from secateurs.pruning.results import Progress, Step
 from secateurs.report import read_run, write_report
@@ -334,13 +334,16 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         Pruner(perceptron(), DATA, recipe=QUICK, folder=tmp_path / "file" / "run")
 
 
-def test_a_diverging_training_is_an_error_and_the_run_is_not_lost(tmp_path: Path) -> None:
+def test_trainings_that_diverge_are_recorded_and_the_run_is_not_lost(tmp_path: Path) -> None:
     recipe = replace(QUICK, max_drop=1.0, finetune=TrainSettings(epochs=2, lr=1e12, schedule="constant"))
-    run = Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path)
-    with pytest.raises(TrainingError, match="epoch"):
-        run.finish()
-    run.close()
-    assert [entry["unit"] for entry in entries_of(tmp_path)][-1] == "cut"
+    result = Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path).finish()
+    untrained = Pruner(perceptron(), DATA, recipe=replace(recipe, finetune=None)).finish()
+    assert_same_bits(weights_of(result.model), weights_of(untrained.model))
+    kept = [entry for entry in entries_of(tmp_path) if entry["unit"] == "kept"]
+    assert [entry["step"] for entry in kept] == [step.number for step in result.steps if step.removed]
+    assert {entry["kept"] for entry in kept} == {"start"}
+    assert all("diverged in epoch" in entry["note"] for entry in kept)
+    assert f"Note: {len(kept)} trainings were undone" in str(result)
 
 
 def test_provenance_records_what_made_the_run(tmp_path: Path) -> None:

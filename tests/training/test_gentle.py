@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from secateurs import Pruner, Recipe
 from secateurs._util.journal import Journal
 from secateurs.config import GENTLE, PAPER_FINETUNE, PAPER_RETRAIN, TrainSettings
 from secateurs.data import Examples
-from secateurs.errors import InvalidInput, TrainingError
+from secateurs.errors import Diverged, InvalidInput, TrainingError
 from secateurs.metrics import correct, cross_entropy
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.results import KINDS
@@ -44,7 +45,7 @@ from secateurs.training.objective import distance, held_out_means, objective_for
 from secateurs.training.resumable import train_resumably_
 from secateurs.training.state import snapshot
 from torture.journals import entries_of
-from torture.runs import few_digits, perceptron
+from torture.runs import differing_file, few_digits, perceptron
 
 ALL = TrainSettings(
     epochs=3,
@@ -438,6 +439,64 @@ def test_weights_that_the_budget_refuses_are_not_said_to_be_kept(monkeypatch: py
     assert (kept.kept, kept.tried[0].name) == ("start", "start")
     assert "is better on them, but not within the allowed drop" in kept.note
     assert run.state.accuracy == run.steps[-1].accuracy
+
+
+DIVERGING = TrainSettings(epochs=3, batch=32, lr=1e30)
+
+
+@pytest.mark.parametrize("phase", ["retrain", "finetune"])
+@pytest.mark.parametrize("budget", ["run", "site"])
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_a_training_that_diverges_leaves_the_network_before_it(phase: str, budget: Any, keep_best: bool) -> None:
+    recipe = Recipe(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), budget=budget, keep_best=keep_best)
+    untrained = Pruner(perceptron(), DATA, recipe=recipe).finish()
+    run = Pruner(perceptron(), DATA, recipe=replace(recipe, **{phase: DIVERGING}))
+    result = run.finish()
+    assert result.macs.removed > 0
+    assert_same_bits(weights_of(result.model), weights_of(untrained.model))
+    (kept,) = run.journal.of(KeptWeights)
+    assert (kept.kept, kept.phase, kept.tried[1].loss) == ("start", phase, None)
+    assert "Note: training was undone: the weights before it are kept: metric" in str(result)
+    assert "after it not finite; training diverged in epoch 0, step" in str(result)
+
+
+def test_with_several_workers_a_divergence_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may diverge alone, while the others wait for it."""
+    monkeypatch.setattr("secateurs.pruning.finetune.active", lambda: SimpleNamespace(size=2))
+    recipe = Recipe(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), retrain=DIVERGING)
+    with pytest.raises(Diverged, match="training diverged in epoch 0"):
+        Pruner(perceptron(), DATA, recipe=recipe).finish()
+
+
+def test_a_training_that_diverges_in_a_later_epoch_leaves_the_network_before_the_first(tmp_path: Path) -> None:
+    """Also where the run is stopped after each record, and resumed."""
+    from secateurs import resume
+
+    # every step multiplies the weights by 9: too large for float32 in the second epoch
+    asked = TrainSettings(epochs=3, batch=64, lr=1e-3, weight_decay=1e4, momentum=0.0, schedule="constant")
+    plain = Recipe(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",))
+    untrained = Pruner(perceptron(), DATA, recipe=plain).finish()
+    recipe = replace(plain, retrain=asked)
+    whole = Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path / "whole").finish()
+    assert_same_bits(weights_of(whole.model), weights_of(untrained.model))
+    append = Journal.append
+
+    def stop(journal: Journal, record: Any) -> None:
+        append(journal, record)
+        if isinstance(record, EpochRecord | KeptWeights):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "append", stop)
+        with pytest.raises(KeyboardInterrupt):
+            Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path / "stopped").finish()
+        with pytest.raises(KeyboardInterrupt):
+            resume(tmp_path / "stopped", perceptron(seed=3), DATA).finish()
+    again = resume(tmp_path / "stopped", perceptron(seed=4), DATA).finish()
+    assert_same_bits(weights_of(again.model), weights_of(whole.model))
+    assert differing_file(tmp_path / "whole", tmp_path / "stopped") is None
+    units = [entry["unit"] for entry in entries_of(tmp_path / "stopped")]
+    assert [units.count(unit) for unit in ("epoch", "kept", "retrained")] == [1, 1, 1]
 
 
 def test_gentle_by_its_name_in_a_recipe_and_in_the_call() -> None:

@@ -159,7 +159,7 @@ class Recipe(EnsembleSettings):
     retrain: TrainSettings | None = setting(None, "After all cuts.")
     keep_best: bool = setting(
         True,
-        "After training, keep the best of the weights before it, after it, averaged, and in between, on held-out examples.",
+        "Keep the best weights of a training: those before it, after it, averaged, in between; of your own, before or after.",
         "training",
     )
     train_trials: bool = setting(

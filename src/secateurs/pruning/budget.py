@@ -10,9 +10,11 @@ from torch import Tensor
 
 from secateurs.criteria.ranking import Ranking
 from secateurs.errors import RunError
+from secateurs.metrics import display_name
 from secateurs.pruning.acceptance import BaselineValues, largest_cut
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
 from secateurs.pruning.results import ChosenAllocation, Retrained, SiteCut, Start, Step
+from secateurs.selection.contract import Verdict
 from secateurs.selection.search import Cut
 
 _CAUTION = 3.0  # of 1 to 4, what removed most in simulated runs (tests/torture/contracts.py)
@@ -36,6 +38,7 @@ class AccuracyBudget:
     trained_bound: float | None = field(
         init=False, default=None
     )  # on the drop of the network that was trained and certified last
+    refusal: str = field(init=False, default="not within the allowed drop")  # of the network that was refused last: why
     _at_this_site: Baseline | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -81,19 +84,42 @@ class AccuracyBudget:
     def still_within(self, state: NetworkState, *, bound: float | None = None) -> bool:
         """Whether the network keeps the budget of this site; the certification images are asked where there are any.
 
-        With a `bound` the certified drop must not be larger than that, either.
+        With a `bound` the certified drop must not be larger than that, either. `refusal` says why where it is not.
         """
         counted = self.original if self.context.recipe.budget == "run" else self._at_this_site
         assert counted is not None
+        self.refusal = "not within the allowed drop"
         if counted.values is None or self.context.acceptance_sets.sides is None:
             return self.allows(state.accuracy, baseline=counted.accuracy)
         if not self.context.predicted(state.graph, counted.values).by_estimate:
-            return False  # the search images say so, which costs nothing: certification need not be asked
-        verdict = self.context.certified(state.graph, counted.values, [*self.earlier_answers(), *self.answers])
+            self.refusal = "not within the allowed drop on the images that search"
+            return False  # which costs nothing: certification need not be asked
+        answers = [*self.earlier_answers(), *self.answers]
+        verdict = self.context.certified(state.graph, counted.values, answers)
         accepted = verdict.accepted and (bound is None or verdict.upper <= bound)
         self.answers.append(accepted)
-        self.trained_bound = verdict.upper if accepted else self.trained_bound
+        if accepted:
+            self.trained_bound = verdict.upper
+        elif verdict.accepted and bound is not None:
+            self.refusal = f"of a larger bound on its drop: {self._amount(verdict.upper)}, before {self._amount(bound)}"
+        else:
+            self.refusal = self._not_certified(verdict, refused=answers.count(False))
         return accepted
+
+    def _not_certified(self, verdict: Verdict, *, refused: int) -> str:
+        """Why certification refused a network, after `refused` others: each refusal leaves less confidence to what follows."""
+        contract, upper, of = self.context.acceptance_sets.contract, verdict.upper, "its drop"
+        allowed = contract.max_drop
+        if upper <= allowed and verdict.worst_bound is not None and contract.worst_class is not None:
+            upper, allowed, of = verdict.worst_bound.upper, contract.worst_class, f"the drop of class {verdict.worst_class}"
+        after = f"after {refused} refusal{'s' if refused > 1 else ''} before it, the confidence that is left gives "
+        found = f"a bound of {self._amount(upper)} on {of}, where {self._amount(allowed)} are allowed"
+        return f"not certified: {after if refused else ''}{found}"
+
+    def _amount(self, drop: float) -> str:
+        """A drop in words; a metric of the user's own has no points."""
+        metric = self.context.runtime.metric if self.context.runtime.evaluate is None else self.context.runtime.evaluate
+        return f"{100 * drop:.2f} points" if display_name(metric) == "accuracy" else f"{drop:.4g}"
 
     def largest_cut(
         self,

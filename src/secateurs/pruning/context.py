@@ -564,6 +564,25 @@ class PruningContext:
         mean = self._batched(lambda batch: loss(module, self.validation, loss_fn=loss_fn, batch=batch, device=device))
         return replace(state, accuracy=float(whole(state.graph).mean()), loss=mean)
 
+    def measured_to_choose(self, state: NetworkState) -> NetworkState:
+        """The same network with its accuracy and loss on images that may choose weights: those that certify may not.
+
+        Without any that certify, they are those of the whole validation set, which are not measured again.
+        """
+        if self.acceptance_sets.sides is None:
+            return state
+        held_out = HeldOut(self.held_out_examples.ready(self.dtype), self.runtime.loss_fn)
+        if self.runtime.evaluate is not None:
+            return replace(state, accuracy=self.own_metric(state.graph), loss=self.loss(state.graph, held_out))
+        found = self.evaluate(state.graph, held_out.examples)
+        return replace(state, accuracy=found.accuracy, loss=found.loss)
+
+    def own_metric(self, graph: Graph) -> float:
+        """The mean of what the user's `evaluate` gives for a network, without the values that certify."""
+        whole, sets = self.runtime.evaluate, self.acceptance_sets
+        assert whole is not None
+        return float((whole(graph) if sets.sides is None else sets.side_of(whole(graph), "search")).mean())
+
     @cached_property
     def _glimpsed(self) -> Examples:
         """Enough of the validation set for a figure between cuts that are judged together."""

@@ -1,7 +1,7 @@
 """Training within a run: BatchNorm statistics recalibrated, fine-tuning after a cut, retraining at the end; all resumable.
 
-Of each training of ours the best weights are kept, by held-out examples; where one budget covers the whole run, weights that
-would exceed it are rolled back.
+Of each training the best weights are kept, by held-out examples; where one budget covers the whole run, weights that would
+exceed it are rolled back.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from secateurs._util.modules import device_of, eval_mode, keeping_modes
+from secateurs._util.modules import device_of, eval_mode, keeping_modes, structure
 from secateurs._util.tensors import digest, first_non_finite
 from secateurs.config import TrainSettings
 from secateurs.data.dataset import Examples, derive
@@ -36,11 +36,11 @@ from secateurs.pruning.context import NetworkState, PruningContext
 from secateurs.pruning.results import Retrained, Trial
 from secateurs.repair import reconstruct_
 from secateurs.training import History, KeptWeights, candidates, keep_best_, recalibrate_
-from secateurs.training.guard import AVERAGE, END, START, Candidate
-from secateurs.training.loop import check_length
+from secateurs.training.guard import AVERAGE, END, START, Candidate, better
+from secateurs.training.loop import check_trainable
 from secateurs.training.objective import held_out_means, objective_for
 from secateurs.training.resumable import CHECKPOINT, train_resumably_
-from secateurs.training.state import named_tensors, snapshot
+from secateurs.training.state import copy_into_, named_tensors, snapshot
 
 RETRAINED = "checkpoints/retrained"
 _TRIAL = "checkpoints/trial-{:04d}"  # weights of an allocation that was tried, trained, by its place on the frontier
@@ -54,10 +54,17 @@ def with_step(train: Callable[..., Any] | None) -> Training | None:
 
     It runs on all workers of torchrun, and may take its `rank` and their number, `world_size`, by name.
 
-    Refused at once, and not after hours of scoring, where it takes neither (model) nor (model, step).
+    Refused at once, and not after hours of scoring, where it takes neither (model) nor (model, step), or where a call of it
+    only makes a generator or a coroutine.
     """
     if train is None:
         return None
+    if not callable(train):
+        raise InvalidInput(f"finetune: got {type(train).__name__} ({train!r:.40}), wanted a function.")
+    if kind := _deferred(train):
+        raise InvalidInput(
+            f"finetune is {kind}: to call it trains nothing. Give a plain function that does the training before it returns."
+        )
     signature = inspect.signature(train)
 
     def takes(*args: int, **options: int) -> bool:
@@ -83,6 +90,18 @@ def with_step(train: Callable[..., Any] | None) -> Training | None:
     raise InvalidInput(f"finetune takes {signature}: wanted (model), or (model, step); rank and world_size may be taken, too.")
 
 
+def _deferred(train: Callable[..., Any]) -> str:
+    """What kind of function it is, if a call of it does not run its body; else nothing."""
+    while isinstance(train, partial):
+        train = train.func
+    for each in (train, type(train).__call__):
+        if inspect.isgeneratorfunction(each) or inspect.isasyncgenfunction(each):
+            return "a generator function"
+        if inspect.iscoroutinefunction(each):
+            return "an async function"
+    return ""
+
+
 def check_training(
     graph: Graph, settings: TrainSettings, examples: Examples, stream: Stream | None, *, loss_fn: Measure
 ) -> None:
@@ -90,12 +109,12 @@ def check_training(
 
     The objective is computed once, of the network against itself.
     """
-    if stream is not None:
-        check_length(stream)
     own = None if loss_fn is cross_entropy else loss_fn
     objective, place = objective_for(settings, loss_fn=own, teacher=graph.module), device_of(graph.module)
     few = examples.batch(slice(0, 2)).mapped(lambda part: part.to(place))
     args = tuple(part.to(like) for part, like in zip(few.args, graph.example, strict=True))
+    sample = Examples(args if len(args) > 1 else args[0], few.targets)
+    check_trainable(graph.module, examples if stream is None else stream, settings, sample=sample)
     with eval_mode(graph.module), torch.no_grad():
         objective(args, graph.module(*args), few.targets)
 
@@ -143,35 +162,50 @@ def reconstruct(context: PruningContext, budget: AccuracyBudget, state: NetworkS
         return state if found.kept == START else context.measured(state)
 
     result = _rollback_if_over_budget(budget, state, trained, no_worse=True)
-    _journal_kept(context, chosen, refused=result is state)
+    _journal_kept(context, chosen, refusal=budget.refusal if result is state else "")
     return result
 
 
 def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
     """Train the network after a cut, if the recipe asks for that."""
     if context.runtime.finetune is not None:
-        train = context.runtime.finetune
-        if context.recipe.budget == "site":
-            return _train_by_user(context, state, train, step)
-        trained: list[NetworkState] = []
-
-        def by_user() -> NetworkState:
-            trained.append(_train_by_user(context, state, train, step))
-            return trained[0]
-
-        result = _rollback_if_over_budget(budget, state, by_user)
-        if result is state:
-            tried = (_candidate(START, state), _candidate(END, trained[0]))
-            note = "the weights after it are not within the allowed drop"
-            _journal_kept(context, [KeptWeights(START, "metric", tried, "finetune", step, note)], refused=False)
-        return result
+        return _finetune_by_user(context, budget, state, context.runtime.finetune, step)
     settings = context.recipe.finetune
     return state if settings is None else _train(context, budget, state, settings, "finetune", step)
 
 
-def _candidate(name: str, state: NetworkState) -> Candidate:
-    loss, metric = (value if isfinite(value) else None for value in (state.loss, state.accuracy))
-    return Candidate(name, loss, metric)
+def _finetune_by_user(
+    context: PruningContext, budget: AccuracyBudget, state: NetworkState, train: Callable[..., Any], step: int
+) -> NetworkState:
+    """Call the user's training; undone where it exceeds the budget, or where it made the network worse and `keep_best` is set.
+
+    Worse is a lower metric, or the same metric and a larger loss, on images that do not certify.
+    """
+    module, keep_best = state.graph.module, context.recipe.keep_best
+    chosen: list[KeptWeights] = []
+
+    def candidate(name: str, found: NetworkState) -> Candidate:
+        found = context.measured_to_choose(found) if keep_best else found
+        return Candidate(name, *(value if isfinite(value) else None for value in (found.loss, found.accuracy)))
+
+    def trained() -> NetworkState:
+        start, before = candidate(START, state), snapshot(module)
+        found = _train_by_user(context, state, train, step)
+        end, same = candidate(END, found), _same_bits(module, before)
+        worse = keep_best and not same and better(start, end, "metric")
+        note = "it changed no weights" if same else ""
+        chosen.append(KeptWeights(START if worse else END, "metric", (start, end), "finetune", step, note))
+        if worse:
+            copy_into_(module, before)
+        return state if worse else found
+
+    if context.recipe.budget == "site":
+        result = trained()
+    else:
+        result = _rollback_if_over_budget(budget, state, trained, no_worse=keep_best)
+    undone = result is state
+    _journal_kept(context, chosen if undone or keep_best else (), refusal=budget.refusal if undone else "")
+    return result
 
 
 def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
@@ -284,24 +318,31 @@ def _train_by_user(context: PruningContext, state: NetworkState, train: Callable
 
 
 class _Before:
-    """A network before the user's training: its layers, tensors, flags and hooks."""
+    """A network before the user's training: its modules and tensors, and their settings, flags and hooks."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.place = module, device_of(module)
+        parts, tensors = list(module.modules()), named_tensors(module)
         self.layers = {name: type(part) for name, part in module.named_modules()}
-        self.tensors = {name: (tuple(t.shape), t.dtype) for name, t in named_tensors(module).items()}
-        self.finite = {name for name, t in named_tensors(module).items() if first_non_finite({name: t}) is None}
         self.settings = {name: part.extra_repr() for name, part in module.named_modules()}
-        self.in_training = [(part, name, getattr(part, name)) for part in module.modules() for name in _trains_by(part)]
-        self.flags = {name: p.requires_grad for name, p in module.named_parameters()}
-        self.hooks = [(hooks, dict(hooks)) for part in module.modules() for hooks in _hooks_of(part)]
+        self.structure = structure(module)
+        self.in_training = [(part, name, getattr(part, name)) for part in parts for name in _trains_by(part)]
+        self.children = [(part, dict(part._modules)) for part in parts]
+        self.own = [(part, _own_methods(part)) for part in parts]
+        self.hooks = [(hooks, dict(hooks)) for part in parts for hooks in _hooks_of(part)]
+        self.like = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}  # type and layout
+        self.flags = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        self.finite = {name for name, tensor in tensors.items() if first_non_finite({name: tensor}) is None}
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        held = [(part, name, t) for part in parts for each in (part._parameters, part._buffers) for name, t in each.items()]
+        self.places = [(part, name, names[id(tensor)]) for part, name, tensor in held if tensor is not None]
 
     def restore_or_refuse_(self) -> None:
-        """Restore device, types, gradients, hooks, and settings that count in training alone.
+        """Restore all but the values of parameters and buffers, each of which gets memory of its own.
 
-        TrainingError for other layers, settings, shapes, or values that are lost.
+        TrainingError for other layers, settings, calls, shapes, or values that are lost.
         """
-        module = self.module
+        module, now = self.module, named_tensors(self.module)
         self._refuse_others({name: type(part) for name, part in module.named_modules()}, self.layers, "layers")
         for part, name, value in self.in_training:
             setattr(part, name, value)
@@ -311,26 +352,49 @@ class _Before:
                     f"finetune changed the settings of {name!r}: got {type(part).__name__}({part.extra_repr()}), wanted "
                     f"({self.settings[name]}), since a saved network holds weights alone. Change the model before pruning it."
                 )
-        now = named_tensors(module)
-        shapes = {name: shape for name, (shape, _) in self.tensors.items()}
-        self._refuse_others({name: tuple(t.shape) for name, t in now.items()}, shapes, "parameters")
+        if structure(module) != self.structure:
+            raise TrainingError(
+                "finetune changed the graph of the network, so that it computes something else: wanted the same calls, since "
+                "a saved network holds weights alone. Change the model before pruning it."
+            )
+        shapes = {name: (name in self.flags, tuple(tensor.shape)) for name, tensor in self.like.items()}
+        trained = {name for name, _ in module.named_parameters()}
+        self._refuse_others({name: (name in trained, tuple(t.shape)) for name, t in now.items()}, shapes, "parameters")
         if lost := [name for name, tensor in now.items() if tensor.is_meta]:
             raise TrainingError(
                 f"finetune left {lost[0]!r} on the meta device, which holds no values: wanted the trained weights. Move the "
                 f"network with .to(device), not .to_empty or .to('meta')."
             )
-        module.to(self.place)
-        for name, tensor in named_tensors(module).items():
-            tensor.data = tensor.data.to(self.tensors[name][1])
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_(self.flags[name])
-            parameter.grad = None
-        for hooks, known in self.hooks:
-            hooks.clear()
-            hooks.update(known)
+        self._restore_(now)
         wrong = first_non_finite({name: t for name, t in named_tensors(module).items() if name in self.finite})
         if wrong is not None:
             raise Diverged(f"finetune left NaN or infinite values in {wrong!r}: lower its learning rate.")
+
+    def _restore_(self, values: Mapping[str, Tensor]) -> None:
+        """Put the modules back, with their methods and hooks, and these values into new tensors.
+
+        What is left of a training in a tensor (a hook, a gradient, memory that it shares, inference mode) is gone with it.
+        """
+        for part, children in self.children:
+            part._modules.clear()
+            part._modules.update(children)
+        for part, methods in self.own:
+            for name in _own_methods(part).keys() - methods.keys():
+                del part.__dict__[name]
+            part.__dict__.update(methods)
+        for hooks, known in self.hooks:
+            hooks.clear()
+            hooks.update(known)
+        fresh = {name: torch.empty_like(like, device=self.place) for name, like in self.like.items()}
+        for name, tensor in fresh.items():
+            tensor.copy_(values[name].detach())
+        fresh |= {name: nn.Parameter(fresh[name], requires_grad=flag) for name, flag in self.flags.items()}
+        for part, name, full_name in self.places:
+            if full_name in self.flags:
+                setattr(part, name, fresh[full_name])  # a recurrent layer keeps a list of its weights, too
+            else:
+                part._buffers[name] = fresh[full_name]
+        self.module.to(self.place)
 
     def _refuse_others(self, now: Mapping[str, object], before: Mapping[str, object], what: str) -> None:
         changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -339,6 +403,12 @@ class _Before:
                 f"finetune changed the {what} {', '.join(changed[:3])} of the network: wanted the same names and shapes. Train "
                 f"the network that is given in place."
             )
+
+
+def _own_methods(part: nn.Module) -> dict[str, Any]:
+    """The attributes of one module in place of its class's methods: a `forward` that was wrapped, or what `compile` leaves."""
+    kind = type(part)
+    return {n: value for n, value in vars(part).items() if n == "_compiled_call_impl" or callable(getattr(kind, n, None))}
 
 
 def _trains_by(part: nn.Module) -> tuple[str, ...]:
@@ -356,33 +426,51 @@ def _hooks_of(part: nn.Module) -> list[dict[int, Any]]:
 def _train(
     context: PruningContext, budget: AccuracyBudget | None, state: NetworkState, settings: TrainSettings, phase: str, step: int
 ) -> NetworkState:
-    """Train by the settings; undone where that exceeds the `budget`, if one is given."""
+    """Train by the settings; undone where that exceeds the `budget`, or diverges, if one is given."""
     runtime, recipe = context.runtime, context.recipe
     settings = replace(settings, seed=derive(recipe.seed, phase, step))
     module, teacher = state.graph.module, context.original.module if settings.distill else None
     loss_fn = None if runtime.loss_fn is cross_entropy else runtime.loss_fn
     held_out = context.held_out_examples.ready(context.dtype)
+    # a teacher's answers tell far more of an image than right or wrong; with labels, what is asked for is the metric
+    by: Literal["loss", "metric"] = "metric" if settings.distill < 1 else "loss"
     chosen: list[KeptWeights] = []
+
+    def measure() -> tuple[float, float | None]:
+        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
+        metric = runtime.metric if runtime.evaluate is None else None
+        options: dict[str, Any] = {"teacher": teacher, "metric": metric, "device": runtime.device}
+        loss, found = runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, objective, batch=n, **options))
+        return loss, context.own_metric(state.graph) if runtime.evaluate is not None and by == "metric" else found
 
     def trained() -> NetworkState:
         before = snapshot(module)
-        history = train_resumably_(
-            context.journal,
-            module,
-            context.train if runtime.train is None else runtime.train.ready(context.dtype),
-            settings,
-            phase=phase,
-            step=step,
-            search=context.validation,
-            held_out=held_out,
-            teacher=teacher,
-            features=partial(paired_features, state.graph, context.original),
-            loss_fn=loss_fn,
-            metric=runtime.metric,
-            device=runtime.device,
-            momentum=state.momentum,
-            on_epoch=lambda epoch: context.progress.report(phase, epoch.epoch + 1, settings.epochs),
-        )
+        try:
+            history = train_resumably_(
+                context.journal,
+                module,
+                context.train if runtime.train is None else runtime.train.ready(context.dtype),
+                settings,
+                phase=phase,
+                step=step,
+                search=context.validation,
+                held_out=held_out,
+                teacher=teacher,
+                features=partial(paired_features, state.graph, context.original),
+                loss_fn=loss_fn,
+                metric=runtime.metric,
+                device=runtime.device,
+                momentum=state.momentum,
+                on_epoch=lambda epoch: context.progress.report(phase, epoch.epoch + 1, settings.epochs),
+            )
+        except Diverged as error:
+            if budget is None or active().size > 1:  # one worker may diverge alone, while the others wait for it
+                raise
+            copy_into_(module, before)
+            start = Candidate(START, *(None if x is None or not isfinite(x) else x for x in measure()))
+            why = str(error).partition(". ")[0]
+            chosen.append(KeptWeights(START, by, (start, Candidate(END, None, None)), phase, step, why))
+            return state
         if active().size > 1:
             active().check_same(f"after {phase} (step {step})", {"network": digest(named_tensors(module))})
         found = replace(state, momentum=dict(history.momentum))
@@ -399,32 +487,23 @@ def _train(
 
     def best_of(before: Mapping[str, Tensor], history: History) -> KeptWeights:
         """Leave the best of the weights before, after and in between in the module."""
-        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
-        metric = runtime.metric if runtime.evaluate is None else None
-        # a teacher's answers tell far more of an image than right or wrong; with labels, what is asked for is the metric
-        by_metric = settings.distill < 1 and metric is not None
-
-        def measure() -> tuple[float, float | None]:
-            options: dict[str, Any] = {"teacher": teacher, "metric": metric, "device": runtime.device}
-            return runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, objective, batch=n, **options))
-
-        every = candidates(before, snapshot(module), history.last)
-        found = keep_best_(module, every, measure, by="metric" if by_metric else "loss")
+        found = keep_best_(module, candidates(before, snapshot(module), history.last), measure, by=by)
         return replace(found, phase=phase, step=step, note=history.note)
 
     if budget is None or recipe.budget == "site":
         result = trained()
     else:
         result = _rollback_if_over_budget(budget, state, trained, no_worse=recipe.keep_best)
-    _journal_kept(context, chosen, refused=result is state)
+    _journal_kept(context, chosen, refusal=budget.refusal if budget is not None and result is state else "")
     return result
 
 
-def _journal_kept(context: PruningContext, chosen: Sequence[KeptWeights], *, refused: bool) -> None:
-    """Journal what was kept, once; `refused`: the weights before the training are back."""
+def _journal_kept(context: PruningContext, chosen: Sequence[KeptWeights], *, refusal: str = "") -> None:
+    """Journal what was kept, once; with a `refusal` the weights before the training are back."""
     for kept in chosen:
-        if refused and kept.kept != START:
-            note = f"{kept.kept} is better on them, but not within the allowed drop, or its bound is worse"
+        if refusal and kept.kept != START:
+            start, end = kept.tried[0], next(each for each in kept.tried if each.name == kept.kept)
+            note = f"{kept.kept} is {'better on them, but ' if better(end, start, kept.by) else ''}{refusal}"
             kept = replace(kept, kept=START, note="; ".join(filter(None, (note, kept.note))))
         if not context.journal.of(KeptWeights, phase=kept.phase, step=kept.step):
             context.journal.append(kept)
@@ -435,12 +514,17 @@ def _rollback_if_over_budget(
 ) -> NetworkState:
     """Train the network of `state` in place; if that exceeds the budget, give it its weights back.
 
-    `no_worse`: also if the certified bound on its drop is worse than before.
+    `no_worse`: also if the certified bound on its drop is worse than before. Where no bit changed, nothing is asked: the
+    network was accepted, and after a refusal the same question may be answered otherwise.
     """
-    weights = copy.deepcopy(state.graph.module.state_dict())
+    module, weights = state.graph.module, snapshot(state.graph.module)
     bound = budget.bound(state) if no_worse else None
     trained = train()
-    if trained is state or budget.still_within(trained, bound=bound):
+    if trained is state or _same_bits(module, weights) or budget.still_within(trained, bound=bound):
         return trained
-    state.graph.module.load_state_dict(weights)
+    copy_into_(module, weights)
     return state
+
+
+def _same_bits(module: nn.Module, weights: Mapping[str, Tensor]) -> bool:
+    return digest(named_tensors(module)) == digest(weights)

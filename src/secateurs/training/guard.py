@@ -46,6 +46,8 @@ class KeptWeights:
         """One phrase, such as "average is kept: loss 0.0412 → 0.03 on held-out examples"."""
         found = {each.name: each.metric if self.by == "metric" else each.loss for each in self.tried}
         shown = {name: "not finite" if value is None else f"{value:.4g}" for name, value in found.items()}
+        if self.by == "metric" and found[START] == found[END]:  # then the loss decided
+            shown |= {each.name: f"{shown[each.name]} (loss {each.loss:.4g})" for each in self.tried if each.loss is not None}
         text = f"{self.kept} is kept: {self.by} {shown[START]} → {shown[self.kept]} on held-out examples"
         if self.kept == START:
             text = f"the weights before it are kept: {self.by} {shown[START]} on held-out examples, after it {shown[END]}"
@@ -87,13 +89,14 @@ def keep_best_(
         tried.append(Candidate(name, *(None if x is None or not isfinite(x) else x for x in measure())))
     best = tried[0]
     for candidate in tried[1:]:
-        if _better(candidate, best, by):
+        if better(candidate, best, by):
             best = candidate
     copy_into_(module, weights[best.name])
     return KeptWeights(best.name, by, tuple(tried))
 
 
-def _better(one: Candidate, other: Candidate, by: Literal["loss", "metric"]) -> bool:
+def better(one: Candidate, other: Candidate, by: Literal["loss", "metric"]) -> bool:
+    """Whether one candidate is better than another: see `keep_best_`."""
     if one.loss is None or (by == "metric" and one.metric is None):
         return False
     if other.loss is None or (by == "metric" and other.metric is None):
