@@ -39,7 +39,7 @@ from secateurs.training import (
     train_,
 )
 from secateurs.training.augment import augment, crop_at, mix, random_crop, random_flip
-from secateurs.training.loop import check_trainable
+from secateurs.training.checks import check_trainable
 from secateurs.training.objective import distance
 from secateurs.training.schedule import steps_in_epoch
 

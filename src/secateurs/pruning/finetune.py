@@ -36,8 +36,8 @@ from secateurs.pruning.context import NetworkState, PruningContext
 from secateurs.pruning.results import Retrained, Trial
 from secateurs.repair import reconstruct_
 from secateurs.training import History, KeptWeights, candidates, keep_best_, recalibrate_
+from secateurs.training.checks import check_trainable
 from secateurs.training.guard import AVERAGE, END, START, Candidate, better
-from secateurs.training.loop import check_trainable
 from secateurs.training.objective import held_out_means, objective_for
 from secateurs.training.resumable import CHECKPOINT, train_resumably_
 from secateurs.training.state import copy_into_, named_tensors, snapshot

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, replace
 from itertools import islice
 from math import ceil, inf, isfinite
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from secateurs._util.modules import Device, channels_last, eval_mode, keeping_gradients, keeping_modes, on_device
 from secateurs.config import Optimiser, Precision, TrainSettings
@@ -21,7 +21,15 @@ from secateurs.distributed import active
 from secateurs.errors import DataError, Diverged, InvalidInput, TrainingError
 from secateurs.graph.features import FeaturePairs
 from secateurs.metrics import Measure, correct, cross_entropy, evaluate, loss, total
-from secateurs.training.augment import augment, check_mixable, mix, suitable_augmentation
+from secateurs.training.augment import augment, mix, suitable_augmentation
+from secateurs.training.checks import (
+    check_paired,
+    check_trainable,
+    for_memory_alone,
+    of_singles,
+    single_value_explained,
+    train_mode,
+)
 from secateurs.training.fake_int8 import fake_int8
 from secateurs.training.objective import Objective, Penalty, held_out_means, objective_for
 from secateurs.training.parallel import average_statistics_, own_part, summed, synchronised, wrapped
@@ -123,7 +131,7 @@ def train_(
         if pairs is not None:
             stack.enter_context(on_device(pairs.theirs, place))  # the teacher may be a copy of it
             stack.enter_context(eval_mode(pairs.theirs))
-            _check_paired(module, pairs)
+            check_paired(module, pairs)
         stack.enter_context(keeping_modes(module))
         stack.enter_context(torch.enable_grad())
         if settings.channels_last:
@@ -142,73 +150,6 @@ def train_(
                 on_epoch(record)
         last = loop.take_average_()
         return History(tuple(records), loop.momentum(), last, loop.note)
-
-
-def check_length(examples: Examples | Stream) -> None:
-    """InvalidInput for nothing to train on, and for a loader without a length, from which no schedule can be made."""
-    if isinstance(examples, Examples):
-        if len(examples) == 0:
-            raise InvalidInput("training on no examples: wanted at least one")
-    elif examples.length is None:
-        raise InvalidInput(
-            f"training on the {examples.name} loader, which has no length: give a loader with one, or a finetune of your own."
-        )
-    elif examples.length == 0:
-        raise InvalidInput(
-            f"training on the {examples.name} loader, whose length is 0: wanted at least one batch. With drop_last=True the "
-            f"batch may be larger than the set."
-        )
-
-
-def check_trainable(
-    module: nn.Module, examples: Examples | Stream, settings: TrainSettings, *, sample: Examples | None = None
-) -> None:
-    """InvalidInput for a training that cannot begin, as far as that is known without it.
-
-    A `sample`, on the device of the module and as it takes it, shows what a loader's type does not: inputs that cannot be
-    mixed, and BatchNorm that cannot normalise the only example of a batch.
-    """
-    check_length(examples)
-    if not any(weight.requires_grad for weight in module.parameters()):
-        raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
-    shown = sample if sample is not None or isinstance(examples, Stream) else examples
-    if shown is not None and shown.scaling is None:
-        check_mixable(shown.inputs, settings.mixup)
-    if sample is None or not _single(examples, settings):
-        return
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # the module's own stay as they are
-    with keeping_modes(module), seeded(settings.seed, "check"), torch.no_grad(), _single_value_explained():
-        _train_mode(module, freeze=settings.freeze_batchnorm)
-        torch.func.functional_call(module, buffers, sample.batch(slice(0, 1)).args)
-
-
-def _single(examples: Examples | Stream, settings: TrainSettings) -> bool:
-    """Whether all batches are of one example, as far as that is known."""
-    if isinstance(examples, Stream):
-        return getattr(examples.loader, "batch_size", None) == 1
-    return 1 in (len(examples), settings.batch)
-
-
-def _train_mode(module: nn.Module, *, freeze: bool) -> list[_BatchNorm]:
-    """Put the module into training mode, without norms that are frozen; returns BatchNorms that take a batch's statistics."""
-    module.train()
-    for part in module.modules():
-        if freeze and isinstance(part, _NormBase) and part.track_running_stats:
-            part.eval()
-    return [part for part in module.modules() if isinstance(part, _BatchNorm) and part.training]
-
-
-@contextmanager
-def _single_value_explained() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise InvalidInput(
-            f"BatchNorm cannot normalise the only value of a channel: a batch of training has one example ({error}). Use "
-            f"batch = 2 or more, a loader without batches of one (drop_last=True), or freeze_batchnorm = true."
-        ) from error
 
 
 def find_rate(
@@ -295,9 +236,9 @@ class _Loop:
             self._add_note(
                 "feature maps are compared in networks that give one tensor, behind sums or layers: here outputs alone are"
             )
-        if isinstance(examples, Stream) and (ignored := _for_memory_alone(settings)):
+        if isinstance(examples, Stream) and (ignored := for_memory_alone(settings)):
             self._add_note(f"the {examples.name} loader's own batches and augmentation are used, not {ignored}")
-        if settings.mixup and _single(examples, settings):
+        if settings.mixup and of_singles(examples, settings):
             self._add_note(f"batches of one example have nothing to mix: mixup = {settings.mixup:g} has no effect")
         if settings.augment == "auto":
             kind, pad = suitable_augmentation(examples)
@@ -358,7 +299,7 @@ class _Loop:
         """Train for one pass over the examples; after an error the weights are those before it."""
         loss_sum, right, count = 0.0, 0.0, 0
         with undone_on_error(self.module), seeded(self.settings.seed, "epoch", number), ExitStack() as stack:
-            self.norms = _train_mode(self.module, freeze=self.settings.freeze_batchnorm)
+            self.norms = train_mode(self.module, freeze=self.settings.freeze_batchnorm)
             self.rate = self.settings.rate
             stack.enter_context(synchronised(self.norms, self.workers))
             for batch, factor in self._batches(number):
@@ -488,7 +429,7 @@ class _Loop:
         self.optimiser.zero_grad(set_to_none=True)
         precision = self.precision
         with nullcontext() if precision == "float32" else torch.autocast(self.place.type, dtype=getattr(torch, precision)):
-            with _single_value_explained():
+            with single_value_explained():
                 outputs = self.trained_module(*batch.args)
             value = self.objective(batch.args, outputs, batch.targets)
         found = float(value.detach())
@@ -509,25 +450,6 @@ class _Loop:
             f"{what}. The weights are those of the start of epoch {number}. "
             f"Lower lr, set clip_norm = 1.0, add warmup epochs, or check that the inputs are finite and scaled."
         )
-
-
-def _check_paired(module: nn.Module, pairs: FeaturePairs) -> None:
-    """InvalidInput unless the network that is compared with the teacher is the one that is trained, and not the teacher."""
-    ours, theirs = ({id(weight) for weight in each.parameters()} for each in (pairs.ours, pairs.theirs))
-    if not ours <= {id(weight) for weight in module.parameters()}:
-        raise InvalidInput(
-            "features pair another network than the one that is trained: give partial(paired_features, graph, original) with "
-            "graph.module the network that is trained"
-        )
-    if ours & theirs:
-        raise InvalidInput("features pair the network with itself: give the network that it was cut from as original")
-
-
-def _for_memory_alone(settings: TrainSettings) -> str:
-    """Settings, other than by default, that a loader leaves without effect: "batch = 8 and augment = 'crop'"; or nothing."""
-    batch = "" if settings.batch == TrainSettings().batch else f"batch = {settings.batch}"
-    kind = "" if settings.augment in ("none", "auto") else f"augment = {settings.augment!r}"
-    return " and ".join(filter(None, (batch, kind)))
 
 
 def _finite(module: nn.Module) -> set[str]:
