@@ -255,7 +255,7 @@ def test_all_targets_and_budgets_of_a_method_share_what_it_finds_at_the_sites(
 ) -> None:
     """Nothing is ranked again, and what comes out is what it would have been without sharing; another seed shares nothing."""
     store = tmp_path / "measured.sqlite"
-    method(name)(task(store=store))
+    first = method(name)(task(store=store))
     alone = method(name)(task(target_macs=0.5, budget=BUDGET))
 
     def refuse(*args: Any, **options: Any) -> Any:
@@ -264,7 +264,7 @@ def test_all_targets_and_budgets_of_a_method_share_what_it_finds_at_the_sites(
     monkeypatch.setattr(PruningContext, "rank", refuse)
     shared = method(name)(task(target_macs=0.5, budget=BUDGET, store=store))
     assert shared.passes == alone.passes
-    assert shared.search_seconds >= 0.5 * alone.search_seconds, "what another row has measured counts in full"
+    assert shared.search_seconds >= 0.3 * first.search_seconds, "what another row has measured counts, beside the own cut"
     assert_same_bits(alone.graph.module.state_dict(), shared.graph.module.state_dict())
     with pytest.raises(AssertionError, match="ranked again"):
         method(name)(task(target_macs=0.5, seed=1, store=store))
