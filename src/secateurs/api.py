@@ -39,7 +39,7 @@ from secateurs.metrics import Measure, check_targets, correct, cross_entropy, di
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.estimate import Estimate, estimate, within_time
-from secateurs.pruning.finetune import check_training, with_step
+from secateurs.pruning.finetune import check_training
 from secateurs.pruning.folder import (
     check_origin,
     create_folder,
@@ -54,6 +54,7 @@ from secateurs.pruning.folder import (
 )
 from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start
 from secateurs.pruning.run import Run, chosen_sites
+from secateurs.pruning.user_training import with_step
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 from secateurs.report import Plots, plots, write_report
 from secateurs.report.progress import RunWatcher, display
