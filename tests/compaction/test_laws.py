@@ -218,7 +218,12 @@ def second_masks(graph: Graph, keep: dict[str, Tensor]) -> dict[str, Tensor]:
 @example(case=Case(blocks=("Chain", "Parts"), head="mean", shortcut="before", share=0.4, seed=2510))  # a gathered constant
 @example(case=Case(blocks=("Products", "Parts"), head="mean", shortcut="after", share=0.4, seed=10000))  # a narrowed one
 @example(case=Case(blocks=("PreActivation",), head="mean", shortcut="stream", share=0.4, seed=1))  # a stream of one channel
+@example(case=Case(("Hourglass", "Grouped", "PreActivation"), "pixels", "stream", 0.7, 9308))  # a shuffle that moves nothing
 @example(case=Case(blocks=("Dense", "Mixed"), head="mean", shortcut="stream", share=0.2, seed=0))  # a layer that joins a stream
+@example(case=Case(("Dense", "PreActivation"), "mean", "stream", 0.4, 4164))  # a stream enters behind a gather
+@example(case=Case(("Grouped", "PreActivation", "Residual"), "view", "stream", 0.4, 6431))  # the same behind a grouped layer
+@example(case=Case(("Grouped", "Residual"), "mean", "after", 0.4, 431))  # what was a shuffle is read twice, once narrower
+@example(case=Case(("Grouped", "Mixed"), "conv", "stream", 0.2, 9379))  # a norm behind what was a shuffle
 @law(16)
 def test_two_steps_equal_one(case: Case) -> None:
     graph = case.graph()
