@@ -218,12 +218,15 @@ def second_masks(graph: Graph, keep: dict[str, Tensor]) -> dict[str, Tensor]:
 @example(case=Case(blocks=("Chain", "Parts"), head="mean", shortcut="before", share=0.4, seed=2510))  # a gathered constant
 @example(case=Case(blocks=("Products", "Parts"), head="mean", shortcut="after", share=0.4, seed=10000))  # a narrowed one
 @example(case=Case(blocks=("PreActivation",), head="mean", shortcut="stream", share=0.4, seed=1))  # a stream of one channel
+@example(case=Case(blocks=("Parts",), head="mean", shortcut="before", share=0.7, seed=1))  # a constant with zeros
 @example(case=Case(("Hourglass", "Grouped", "PreActivation"), "pixels", "stream", 0.7, 9308))  # a shuffle that moves nothing
 @example(case=Case(blocks=("Dense", "Mixed"), head="mean", shortcut="stream", share=0.2, seed=0))  # a layer that joins a stream
 @example(case=Case(("Dense", "PreActivation"), "mean", "stream", 0.4, 4164))  # a stream enters behind a gather
 @example(case=Case(("Grouped", "PreActivation", "Residual"), "view", "stream", 0.4, 6431))  # the same behind a grouped layer
 @example(case=Case(("Grouped", "Residual"), "mean", "after", 0.4, 431))  # what was a shuffle is read twice, once narrower
 @example(case=Case(("Grouped", "Mixed"), "conv", "stream", 0.2, 9379))  # a norm behind what was a shuffle
+@example(case=Case(("Products", "PreActivation", "Products"), "view", "after", 0.7, 2119))  # a factor without any channel
+@example(case=Case(("PreActivation", "Products"), "view", "after", 0.7, 2700))  # zeros that are stacked below something else
 @law(16)
 def test_two_steps_equal_one(case: Case) -> None:
     graph = case.graph()
@@ -511,3 +514,23 @@ def test_a_site_down_to_one_channel_can_still_be_emptied() -> None:
     twice = compact(nearly, {"b": torch.tensor([False])})
     once = compact(graph, {"b": torch.zeros(5, dtype=torch.bool)})
     assert_same(run(twice.module, *OTHER), run(once.module, *OTHER))
+
+
+def test_both_terms_of_a_sum_are_folded_away_one_after_the_other() -> None:
+    """The first leaves a constant with zeros, the second nothing: what is left of the sum is a constant again."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        x = torch.relu(net.a(x))
+        both = torch.relu(net.b(x)) + net.d(torch.relu(net.c(x)))
+        out: Tensor = net.e(x + torch.relu(both))
+        return out
+
+    layers = {"a": conv(3, 6), "b": conv(6, 6), "c": conv(6, 5), "d": conv(5, 6), "e": conv(6, 2)}
+    graph = traced(Net(body, **layers), random_tensor(2, 3, 8, 8))
+    first = {"c": torch.zeros(5, dtype=torch.bool), "d": torch.arange(6) % 2 > 0}
+    second = {"b": torch.zeros(6, dtype=torch.bool)}
+    once, twice = compact(graph, {**first, **second}), compact(compact(graph, first), second)
+    assert_same(run(twice.module, *OTHER), run(once.module, *OTHER))
+    assert [(name, p.shape) for name, p in twice.module.named_parameters()] == [
+        (name, p.shape) for name, p in once.module.named_parameters()
+    ]

@@ -15,7 +15,7 @@ from secateurs._util.modules import device_of
 from secateurs.errors import EmptyLayer
 from secateurs.graph.channels import Kept, all_of, free_name, name_of_alignment, none_of, positions
 from secateurs.graph.channels import take as selected
-from secateurs.graph.flow import Flows, Liveness
+from secateurs.graph.flow import Flows, Liveness, Moved
 from secateurs.graph.layers import Align, Constant
 from secateurs.graph.node_info import called_module, dims_of, info, label_of, shape_of
 
@@ -130,7 +130,10 @@ class Rewriting:
             user.replace_input_with(source, current)
             return
         if not bool(carried.any()):
-            raise self.empty(source, user)
+            found = self.before_zeros(source)
+            if found is None:
+                raise self.empty(source, user)
+            current = found
         take = positions(carried, wanted)
         earlier = self._alignment_at(current, axis)
         # two alignments in a row are one, but a site keeps its own, and so do several readers: a stream may enter there
@@ -152,6 +155,16 @@ class Rewriting:
             aligned = self.insert(name_of_alignment(source, user), Align(take, axis), (current,))
         self.inserted[aligned] = source, wanted
         user.replace_input_with(source, aligned)
+
+    def before_zeros(self, node: fx.Node) -> fx.Node | None:
+        """Return what remains before an earlier cut's alignment of which nothing does: zeros of its size are made of it."""
+        flow = self.flows.of[node]
+        if not isinstance(flow, Moved) or not flow.added or not self.is_empty(node):
+            return None
+        (source,) = self.flows.inputs[node]
+        if self.is_empty(source) or self.flows.of[source].axis is None:
+            return self.before_zeros(source)
+        return self.present(source)
 
     def _narrow_tensor(self, node: fx.Node, axis: int, take: Tensor) -> bool:
         """Narrow the parameter or buffer that `node` gives, repeated or with axes of length 1, if nothing else reads it."""
