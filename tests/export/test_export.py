@@ -34,7 +34,7 @@ from secateurs.errors import ArtefactError, InvalidInput, NotEqual, UnsupportedO
 from secateurs.export import deliver, prepared, programs, source, to_onnx, to_pt2, to_source
 from secateurs.export.deliver import run_fresh
 from secateurs.export.plain import alignments, plain_module
-from secateurs.graph.layers import Offset
+from secateurs.graph.layers import Align, Offset
 from secateurs.graph.trace import record_shapes_
 from secateurs.models import build, example_input, names
 
@@ -201,6 +201,24 @@ def test_masks_constants_and_modes_become_ordinary_ops(tmp_path: Path) -> None:
         source.write_source(ready, tmp_path)
         assert "training=self.training" in (tmp_path / "model.py").read_text()
         assert_same(run(runpy.run_path(str(tmp_path / "model.py"))["load"](), *graph.example), run(one.module, *graph.example))
+
+
+@pytest.mark.parametrize("kept", [2, 0])
+def test_constants_with_zeros_are_aligned_once(kept: int, tmp_path: Path) -> None:
+    """A folded branch without some of its channels, or without any: in a maximum its zeros count."""
+    net = Net(
+        lambda self, x: self.last(torch.maximum(self.stem(x), self.out(F.relu(self.inner(x))))),
+        **{"stem": nn.Conv2d(3, 4, 3), "inner": nn.Conv2d(3, 5, 3), "out": nn.Conv2d(5, 4, 1), "last": nn.Conv2d(4, 2, 1)},
+    )
+    graph = traced(net, random_tensor(2, 3, 6, 6))
+    masks = {"inner": torch.zeros(5, dtype=torch.bool), "out": torch.arange(4) < kept}
+    small = compact(graph, masks)
+    assert any(isinstance(part, Align) for part in small.module.modules())
+    ready = prepared(small)
+    assert not alignments(ready.module)
+    source.write_source(ready, tmp_path)
+    network = runpy.run_path(str(tmp_path / "model.py"))["load"]()
+    assert_same(run(network, *graph.example), run(masked(graph, masks), *graph.example))
 
 
 @pytest.mark.parametrize("covered", [torch.ones(4) > 0, torch.arange(4) != 1])

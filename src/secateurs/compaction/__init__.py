@@ -19,7 +19,7 @@ from secateurs.compaction.additions import with_additions
 from secateurs.compaction.nodes import rewrite_
 from secateurs.compaction.state import Rewriting
 from secateurs.errors import InvalidInput, InvalidMask, NotEqual, PlanError, Unproved
-from secateurs.graph.add_fusion import fuse_sums_, spread_sums
+from secateurs.graph.add_fusion import fuse_sums_, spread_ids, spread_sums
 from secateurs.graph.channels import compose, compose_kept, ids
 from secateurs.graph.flow import analyse, find_flows
 from secateurs.graph.layers import Align, Constant
@@ -107,6 +107,7 @@ def _rewritten(
     `like` is the same cut of the same network with other weights: it tells the shapes at all nodes.
     """
     module = spread_sums(copy_module(graph, share=share))
+    known = spread_ids(module, graph.ids)
     nodes = {node.name: node for node in module.graph.nodes}
     if not graph.plan.steps:
         remember_names_(graph, module)
@@ -117,24 +118,20 @@ def _rewritten(
     keep = {nodes[name]: mask for name, (_, mask) in node_masks(cut).items()}
     widths = {node: flows.width(node) for node in flows.of if flows.of[node].axis is not None}
     names = {nodes[site.node]: name for name, (site, _) in checked.items()}
-    state = Rewriting(module, flows, analyse(flows, keep), names, keep)
+    state = Rewriting(module, flows, analyse(flows, keep), names, keep, {} if inside else known)
     rewrite_(state)
-    remaining = dict(graph.ids)
-    gathers = [node for node in state.replaced_by if info(node).get("ends_site")]  # a site's gather, narrower or not
-    for node in [n for n in dict.fromkeys([*state.layout, *gathers]) if n in widths]:
-        layout = state.carried(node, widths[node])
+    remaining = dict(known)
+    narrower = {node: (node, state.physical.get(node, layout)) for node, layout in state.layout.items()}
+    for new, (node, layout) in {**state.inserted, **narrower}.items():  # in this order: the second changes what the first reads
+        if node not in widths:
+            continue
         if inside and axes[node] != state.axis_of(node):
             earlier, whole = info(node).get("features", (tuple(range(widths[node])), widths[node]))
-            for each, remains in ((node, state.physical.get(node, layout)), (state.present(node), layout)):
-                info(each)["features"] = (tuple(earlier[i] for i in ids(remains).tolist()), whole)
+            info(new)["features"] = (tuple(earlier[i] for i in ids(layout).tolist()), whole)
             continue
-        wide = info(node).setdefault("original_channels", widths[node])
-        info(node)["channel_axis"] = state.axis_of(node)
-        remaining[node.name] = compose(graph.ids.get(node.name), ids(state.physical.get(node, layout)))
-        replacement = state.present(node)
-        if replacement not in flows.of and (node in state.physical or info(node).get("ends_site")):
-            remaining[replacement.name] = compose(graph.ids.get(node.name), ids(layout))
-            info(replacement)["original_channels"] = wide
+        info(new)["original_channels"] = info(node).get("original_channels", widths[node])
+        info(new)["channel_axis"] = state.axis_of(node)
+        remaining[new.name] = compose(known.get(node.name), ids(layout))
     if like is None or not _copy_shapes_(like, module):
         record_shapes_(module, graph.example)
     fuse_sums_(module)

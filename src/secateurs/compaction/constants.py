@@ -14,10 +14,10 @@ from torch import Tensor, fx
 
 from secateurs._util.modules import device_of, eval_mode
 from secateurs.compaction.state import Rewriting
-from secateurs.graph.channels import ids
+from secateurs.graph.channels import ids, name_of_alignment, positions
 from secateurs.graph.flow import Channelwise, Flow, Join, Layer, Moved
 from secateurs.graph.flow.table import call_on
-from secateurs.graph.layers import Align, Constant, mask_channels
+from secateurs.graph.layers import Align, Constant, Fixed, mask_channels
 from secateurs.graph.node_info import called_module, dims_of, shape_of
 from secateurs.graph.trace import dtype_of
 
@@ -58,7 +58,13 @@ def constant_at(state: Rewriting, node: fx.Node, flow: Flow) -> Tensor | None:
 
 
 def _held(state: Rewriting, node: fx.Node) -> Tensor | None:
-    """Return the value of a node that hangs on parameters and buffers alone; None if it does not."""
+    """Return the value of a node that hangs on parameters, buffers and constants of earlier cuts alone; None if it does not."""
+    called = called_module(state.module, node)
+    if isinstance(called, Constant | Fixed):
+        return called.value.detach()
+    if isinstance(called, Align):
+        value = _held(state, node.all_input_nodes[0]) if node in state.flows.of else None
+        return None if value is None else called(value)
     if node.op == "get_attr":
         found = operator.attrgetter(str(node.target))(state.module)
         return found.detach() if isinstance(found, Tensor) else None
@@ -95,18 +101,29 @@ def _zero(state: Rewriting, node: fx.Node) -> Tensor:
 
 
 def insert_constant(state: Rewriting, user: fx.Node, source: fx.Node, wanted: Tensor, flow: Join) -> None:
-    """Replace the input `source` of a join by its constant; the other inputs must have the full shape of the output."""
+    """Replace the input `source` of a join by its constant; the other inputs must have the full shape of the output.
+
+    The constant holds live channels alone. An alignment adds the others, so that a later cut sees that they are zero.
+    """
     value, axis = state.constants[source], state.axis_of(source)
     rest = [i for i in state.flows.inputs[user] if i not in state.constants and not state.is_empty(i)]
     if not any(shape_of(i).dims == shape_of(user).dims for i in rest) or not flow.broadcasts:
         raise state.empty(source, user)
+    filled = wanted
     if value.shape[axis] == flow.width:
-        value = value.index_select(axis, ids(wanted).to(value.device))
+        filled = state.live_at(source) & wanted
+        value = value.index_select(axis, ids(filled).to(value.device))
     origin = source  # a constant's name must not depend on alignments of earlier cuts
     while isinstance(called_module(state.module, origin), Align):
         (origin,) = state.flows.inputs[origin]
     with state.module.graph.inserting_before(user):
-        constant = state.insert(f"constant_{origin.name}", Constant(value), ())
+        if bool(filled.any()):
+            constant = state.insert(f"constant_{origin.name}", Constant(value), ())
+        else:  # zeros that no training changes
+            constant = state.insert(f"zero_{origin.name}", Fixed(_zero(state, source).narrow(axis, 0, 1)), ())
+        if not torch.equal(filled, wanted):
+            take = positions(filled, wanted)
+            constant = state.insert(name_of_alignment(constant, user), Align(take, axis), (constant,))
     user.replace_input_with(source, constant)
 
 
@@ -114,13 +131,15 @@ def fold_sum(state: Rewriting, node: fx.Node, flow: Join, dropped: list[fx.Node]
     """Leave out the terms of a join that became zero; True if a single term of a sum remains, which then replaces it."""
     inputs = state.flows.inputs[node]
     rest = [i for i in inputs if i not in dropped]
-    if not rest or not flow.broadcasts or flow.zero_if in ("first", "third"):
+    if not rest:
         raise state.empty(dropped[0], node)
     if _is_plain_sum(node, dropped) and rest[0] not in state.constants and shape_of(rest[0]).dims == shape_of(node).dims:
         state.replaced_by[node] = state.present(rest[0])
         state.settle(node, state.carried(rest[0], flow.width))
         return True
-    for source in dropped:
+    for source in [i for i in dropped if state.before_zeros(i) is None]:
+        if not flow.broadcasts or flow.zero_if in ("first", "third"):
+            raise state.empty(source, node)
         state.constants[source] = _zero(state, source)
     return False
 

@@ -31,6 +31,7 @@ from secateurs.graph.flow import (
 from secateurs.graph.layers import Align, mask_channels
 from secateurs.graph.node_info import info, shape_of
 from secateurs.graph.recurrent import narrow_units_, recurrent_call
+from secateurs.graph.streams import keeps_numbers
 from secateurs.graph.weight_norm import narrow_weight_norm_, weight_norm_of
 
 Survivors = Iterator[tuple[str, Kept]]
@@ -93,6 +94,7 @@ def _drop_masked(state: Rewriting, node: fx.Node) -> None:
     with state.module.graph.inserting_after(current):
         take = positions(carried, wanted)
         gather = state.insert(name_of_alignment(node), Align(take, state.axis_of(node)), (current,))
+    state.inserted[gather] = node, wanted
     _end_site_at(node, gather)
     if node in state.unused:
         state.unused.add(gather)
@@ -324,18 +326,28 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
         wanted = state.live_at(node)
     take = place[flow.index[wanted]]
     current = state.present(source)
-    if not straight:
+    aligned = not straight or (flow.how == "gather" and _enters_stream(state, node))
+    if aligned:
         with state.module.graph.inserting_before(node):
             current = state.insert(name_of_alignment(node), Align(take, flow.in_axis), (current,))
     if flow.how == "gather":
         state.replaced_by[node] = current
-        if not straight and info(node).get("ends_site"):
-            _end_site_at(node, current)
+        if aligned:
+            state.inserted[current] = node, wanted
+            if info(node).get("ends_site"):
+                _end_site_at(node, current)
     else:
         node.replace_input_with(source, current)
         assert flow.resize is not None
         flow.resize(node, int(wanted.sum()))
     state.settle(node, wanted)
+
+
+def _enters_stream(state: Rewriting, node: fx.Node) -> bool:
+    """Whether a stream may enter at `node`, and channels have other numbers there than before it: its site goes by these."""
+    users = state.flows.users.get(node, ())
+    members = [user for user in users if isinstance(state.flows.of[user], Join | Channelwise | Norm)]
+    return len(users) > 1 and bool(members) and not keeps_numbers(state.flows, node, state.numbers)
 
 
 @narrow_node.register

@@ -15,9 +15,9 @@ from secateurs._util.modules import device_of
 from secateurs.errors import EmptyLayer
 from secateurs.graph.channels import Kept, all_of, free_name, name_of_alignment, none_of, positions
 from secateurs.graph.channels import take as selected
-from secateurs.graph.flow import Flows, Liveness
+from secateurs.graph.flow import Flows, Liveness, Moved
 from secateurs.graph.layers import Align, Constant
-from secateurs.graph.node_info import called_module, dims_of, label_of, shape_of
+from secateurs.graph.node_info import called_module, dims_of, info, label_of, shape_of
 
 KEPT_SHAPES = ("expand", "repeat", "to", "contiguous")
 RESHAPES = ("view", "reshape", torch.reshape, "unsqueeze", torch.unsqueeze, operator.getitem)
@@ -36,9 +36,11 @@ class Rewriting:
     live: Liveness
     sites: Mapping[fx.Node, str]  # names of the sites that are cut
     masks: Mapping[fx.Node, Tensor]  # behind these nodes only the channels in the mask remain
+    ids: Mapping[str, Tensor]  # in the uncut network, of the channels of a node, where an earlier cut removed some
     layout: dict[fx.Node, Tensor] = field(default_factory=dict)  # channels behind a node, where not all remain
     physical: dict[fx.Node, Tensor] = field(default_factory=dict)  # channels of a node's own output, where a gather drops more
     replaced_by: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    inserted: dict[fx.Node, tuple[fx.Node, Tensor]] = field(default_factory=dict)  # alignments: channels of which node, which
     constants: dict[fx.Node, Tensor] = field(default_factory=dict)  # outputs that are the same for every input
     emptied_by: dict[fx.Node, str] = field(default_factory=dict)  # the layer that left a node without channels
     size_queries: dict[fx.Node, tuple[fx.Node, range]] = field(default_factory=dict)  # x.shape, x.shape[:2]: a narrower x, axes
@@ -51,6 +53,11 @@ class Rewriting:
     def carried(self, node: fx.Node, width: int) -> Tensor:
         """Return the layout of the output of `node`."""
         return self.layout.get(node, all_of(width))
+
+    def numbers(self, node: fx.Node) -> tuple[Tensor, int]:
+        """Return the ids of a node's channels in the uncut network, before this cut, and how many there were."""
+        width = self.flows.width(node)
+        return self.ids.get(node.name, torch.arange(width)), info(node).get("original_channels", width)
 
     def changed(self, node: fx.Node) -> bool:
         """Whether the output of `node` was narrowed, replaced or folded."""
@@ -123,10 +130,14 @@ class Rewriting:
             user.replace_input_with(source, current)
             return
         if not bool(carried.any()):
-            raise self.empty(source, user)
+            found = self.before_zeros(source)
+            if found is None:
+                raise self.empty(source, user)
+            current = found
         take = positions(carried, wanted)
         earlier = self._alignment_at(current, axis)
-        if earlier is not None and source not in self.physical:  # two alignments in a row are one, but a site keeps its own
+        # two alignments in a row are one, but a site keeps its own, and so do several readers: a stream may enter there
+        if earlier is not None and not info(current).get("ends_site") and len(self.flows.users[source]) == 1:
             take = torch.where(take < 0, -1, torch.tensor(earlier.take)[take])
             (current,) = current.all_input_nodes
         constant = called_module(self.module, current)
@@ -142,11 +153,22 @@ class Rewriting:
             return
         with self.module.graph.inserting_before(user):
             aligned = self.insert(name_of_alignment(source, user), Align(take, axis), (current,))
+        self.inserted[aligned] = source, wanted
         user.replace_input_with(source, aligned)
+
+    def before_zeros(self, node: fx.Node) -> fx.Node | None:
+        """Return what remains before an earlier cut's alignment of which nothing does: zeros of its size are made of it."""
+        flow = self.flows.of[node]
+        if not isinstance(flow, Moved) or not flow.added or not self.is_empty(node):
+            return None
+        (source,) = self.flows.inputs[node]
+        if self.is_empty(source) or self.flows.of[source].axis is None:
+            return self.before_zeros(source)
+        return self.present(source)
 
     def _narrow_tensor(self, node: fx.Node, axis: int, take: Tensor) -> bool:
         """Narrow the parameter or buffer that `node` gives, repeated or with axes of length 1, if nothing else reads it."""
-        if len(node.users) != 1 or dims_of(node)[axis] == 1:
+        if node not in self.flows.of or len(node.users) != 1 or dims_of(node)[axis] == 1:
             return False
         if node.op in ("call_method", "call_function") and node.target in (*KEPT_SHAPES, *RESHAPES):
             source, *sizes = node.args

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import Align, Constant, Fixed, FrozenNorm, Mask, Offset, SumInto
-from secateurs.graph.node_info import Shape, copy_info_, copy_node_info_, info, pass_on_, shape_of
+from secateurs.graph.node_info import Shape, called_module, copy_info_, copy_node_info_, info, pass_on_, shape_of
 from secateurs.graph.normalise import FollowsMode
 from secateurs.graph.trace import Graph
 from secateurs.models.lenet import ABSENT, MaxPlus
@@ -26,8 +26,9 @@ from secateurs.models.lenet import ABSENT, MaxPlus
 def plain_module(graph: Graph) -> fx.GraphModule:
     """A copy of the graph's network, in eval mode, that calls only torch and the user's own leaf modules."""
     module = copy.deepcopy(graph.module)
-    rewriter = _Rewriter(module)
     copy_info_(graph.module.graph, module.graph)
+    _align_constants_(module)
+    rewriter = _Rewriter(module)
     for node in module.graph.nodes:
         rewriter.new[node] = rewriter.rewrite(node)
     module.graph = rewriter.graph
@@ -43,6 +44,19 @@ def plain_module(graph: Graph) -> fx.GraphModule:
 def alignments(module: fx.GraphModule) -> list[fx.Node]:
     """The nodes of a plain network that align channels."""
     return [node for node in module.graph.nodes if info(node).get("alignment")]
+
+
+def _align_constants_(module: fx.GraphModule) -> None:
+    """Align constants themselves, once, instead of whenever the network runs."""
+    for node in module.graph.nodes:
+        layer, source = called_module(module, node), next(iter(node.all_input_nodes), node)
+        held = called_module(module, source)
+        if isinstance(layer, Align) and isinstance(held, Constant | Fixed) and len(source.users) == 1:
+            value = layer(held.value.detach())
+            held.value = nn.Parameter(value) if isinstance(held, Constant) else value
+            pass_on_(node, source, "shape")
+            node.replace_all_uses_with(source)
+            module.graph.erase_node(node)
 
 
 class _Rewriter:

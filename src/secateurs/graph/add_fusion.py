@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import Align, SumInto
 from secateurs.graph.node_info import called_module, info, pass_on_, shape_of
+
+WIDENED = "align_into_"  # begins the names of what `spread_sums` inserts
 
 
 def fuse_sums_(module: fx.GraphModule) -> None:
@@ -69,10 +72,10 @@ def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
             env[node] = graph.node_copy(node, lambda n: env[n])
             continue
         wide, narrow = (env[n] for n in node.all_input_nodes)
-        name = free_name(module, f"align_into_{node.name}")
+        name = free_name(module, WIDENED + node.name)
         aligns[name] = layer.widen
         widened = graph.create_node("call_module", name, (narrow,))
-        pass_on_(node, widened, "shape", "other_shapes")
+        pass_on_(node, widened, "shape", "other_shapes", "original_channels")
         env[node] = graph.create_node("call_function", operator.add, (wide, widened), name=node.name)
         info(env[node]).update(info(node))
         info(env[node]).setdefault("name", str(node.target))  # of a network that was traced with the sum in it
@@ -84,3 +87,12 @@ def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
     for name in aligns:
         module.delete_submodule(name)
     return spread
+
+
+def spread_ids(module: fx.GraphModule, ids: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the ids of channels at the nodes of a network that `spread_sums` gave: what is widened for a sum has the sum's."""
+    found = dict(ids)
+    for node in module.graph.nodes:
+        if node.op == "call_module" and str(node.target).startswith(WIDENED) and (user := next(iter(node.users))).name in ids:
+            found[node.name] = ids[user.name]
+    return found

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from secateurs.config import Shortcut
-from secateurs.graph.add_fusion import spread_sums
+from secateurs.graph.add_fusion import spread_ids, spread_sums
 from secateurs.graph.channels import ids, none_of
 from secateurs.graph.cost import count_macs
 from secateurs.graph.coupling import Classes, Group, channels_of, find_classes, find_groups
@@ -37,11 +37,10 @@ from secateurs.graph.flow import (
     find_revivals,
 )
 from secateurs.graph.flow.liveness import Revivals
-from secateurs.graph.layers import Align
-from secateurs.graph.node_info import called_module, dims_of, info, shape_of
+from secateurs.graph.node_info import dims_of, info, shape_of
 from secateurs.graph.recurrent import recurrent_call
 from secateurs.graph.site import MaskPoint, Site, Sites, Unprunable
-from secateurs.graph.streams import find_streams
+from secateurs.graph.streams import find_streams, keeps_numbers
 from secateurs.graph.trace import Graph
 
 FUNCTIONAL: dict[Any, bool] = {  # layers in functional form, and whether they are transposed
@@ -57,7 +56,8 @@ Position = Shortcut | Literal["widths"]
 def search_sites(graph: Graph, shortcut: Position) -> Sites:
     """Find all sites of a traced network at one position."""
     present = frozenset(node.name for node in graph.module.graph.nodes)
-    graph = replace(graph, module=spread_sums(graph.module))
+    module = spread_sums(graph.module)
+    graph = replace(graph, module=module, ids=spread_ids(module, graph.ids))
     flows = find_flows(graph.module, inside=shortcut == "widths")
     order = {node: place for place, node in enumerate(flows.of)}
     search = _Search(graph, flows, shortcut, analyse(flows, {}).need, {}, order, present)
@@ -251,7 +251,8 @@ class _Search:
     def _chain(self, start: fx.Node) -> list[fx.Node]:
         """Return `start` and the ops behind it that treat each channel alone, up to the first value with several consumers.
 
-        Depthwise layers with one filter for each channel and alignments of earlier cuts belong to the chain.
+        Depthwise layers with one filter for each channel belong to the chain. So do alignments of earlier cuts, but not in the
+        place of a shuffle or a part: channels have other numbers behind those.
         """
         chain = [start]
         while True:
@@ -260,7 +261,7 @@ class _Search:
                 isinstance(flow, Channelwise)
                 or self._joins(user)
                 or self._is_depthwise(user)
-                or isinstance(called_module(self.graph.module, user), Align)
+                or (isinstance(flow, Moved) and flow.added and keeps_numbers(self.flows, user, self._numbers))
             ):
                 return chain
             chain.append(user)
@@ -329,11 +330,12 @@ class _Search:
     def streams(self) -> list[Site]:
         """Return the sites of the streams: one mask for all the tensors that the sums of a stage join."""
         sites: list[Site] = []
-        for stream in find_streams(self.flows, lambda node: (self._ids(node), self._original(node))):
+        for stream in find_streams(self.flows, self._numbers):
             taken = {site.name for site in sites}
             names = (stream.name if not number else f"{stream.name}_{number}" for number in count())
             name = next(name for name in names if name not in taken)
-            found = self.site(stream.places, lambda layers, name=name: name)  # type: ignore[misc]  # mypy cannot infer such a lambda
+            places = [self._behind_gather(place) for place in stream.places]
+            found = self.site(places, lambda layers, name=name: name)  # type: ignore[misc]  # mypy cannot infer such a lambda
             if isinstance(found, Site) and found.layers:
                 sites.append(found)
         return sites
@@ -490,6 +492,10 @@ class _Search:
         if self.shortcut == "widths":
             return torch.tensor(info(node)["features"][0]) if "features" in info(node) else torch.arange(self.flows.width(node))
         return self.graph.ids.get(node.name, torch.arange(self.flows.width(node)))
+
+    def _numbers(self, node: fx.Node) -> tuple[Tensor, int]:
+        """Return the ids, in the uncut network, of the channels of a node, and how many there were."""
+        return self._ids(node), self._original(node)
 
     def _units(self, grouped: Mapping[fx.Node, Tensor], original: Tensor) -> Tensor | None:
         """Return for each channel of the uncut network the unit that it is removed with, so that groups stay equally large.

@@ -7,7 +7,7 @@ from outside, so that a removed channel is nowhere written and nowhere read, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, fx
@@ -46,7 +46,6 @@ def find_streams(flows: Flows, numbers: Numbers) -> list[ResidualStream]:
     parameter (an embedding of positions), or a concatenation along another axis, belongs to a stream but does not make one.
     Alignments of earlier cuts keep a channel in its place if it has the same number on both sides.
     """
-    flows = replace(flows, inputs={node: _unaligned(flows, node, numbers) for node in flows.of})
     same = {node: _same_channels(flows, node, numbers) for node in flows.of}
     varying = _depending_on_inputs(flows)
     groups: dict[fx.Node, set[fx.Node]] = {}
@@ -72,23 +71,13 @@ def find_streams(flows: Flows, numbers: Numbers) -> list[ResidualStream]:
     return streams
 
 
-def _unaligned(flows: Flows, node: fx.Node, numbers: Numbers) -> tuple[fx.Node, ...]:
-    """The inputs of a node; of a sum, those before alignments between channels of the same numbers."""
-    inputs = flows.inputs[node]
-    if not _is_sum(flows, node):
-        return inputs
-    ids, wide = numbers(node)
-    found = []
-    for source in inputs:
-        flow, before = flows.of[source], source
-        if isinstance(flow, Moved) and flow.added and len(flow.index) == len(ids):
-            (aligned,), present = flows.inputs[source], flow.index >= 0
-            if flows.of[aligned].axis is not None:
-                theirs, there = numbers(aligned)
-                same = there == wide and torch.equal(theirs[flow.index[present]], ids[present])
-                before = aligned if same else source
-        found.append(before)
-    return tuple(found)
+def keeps_numbers(flows: Flows, node: fx.Node, numbers: Numbers) -> bool:
+    """Whether an op that moves channels gives each the number in the uncut network that it had before, or zeros."""
+    flow, (source,) = flows.of[node], dict.fromkeys(flows.inputs[node])
+    if not isinstance(flow, Moved) or flows.of[source].axis is None:
+        return False
+    (ids, wide), (theirs, there), present = numbers(node), numbers(source), flow.index >= 0
+    return wide == there and torch.equal(theirs[flow.index[present]], ids[present])
 
 
 def _depending_on_inputs(flows: Flows) -> set[fx.Node]:
@@ -116,6 +105,8 @@ def _same_channels(flows: Flows, node: fx.Node, numbers: Numbers) -> list[fx.Nod
         if flows.of[source].axis is not None:
             (ids, wide), (theirs, there) = numbers(node), numbers(source)
             found = {source} if wide == there and torch.equal(ids, theirs) else set()  # a pad of channels that a cut took back
+    elif isinstance(flow, Moved) and flow.added and keeps_numbers(flows, node, numbers):
+        found = set(flows.inputs[node])
     elif isinstance(flow, Join) and flow.zero_if != "third" and not _multiplies_matrices(flows, node):
         found = _wide(flows, node) if flow.zero_if in ("all", "any") else {flows.inputs[node][0]}
         found = {s for s in found if flows.of[s].axis is None or numbers(s)[1] == numbers(node)[1]}  # one of one channel is not
