@@ -93,7 +93,7 @@ bench-training: $(STAMP) ## Make the rows of docs/notes/training.md that are mis
 	@$(TABLE3) --depth 20 --targets 0.45 0.30 --budget $(BUDGETS)/3.7-epochs-features-bfloat16.toml --methods obs+refit fpgm:uniform li --seeds 0 1 2
 	@$(TABLE3) --depth 20 --targets 0.45 --budget $(BUDGETS)/3.7-epochs-features-bfloat16.toml@0.01 --methods obs+refit fpgm:uniform li
 	@$(TABLE3) --depth 20 --targets 0.45 --budget $(BUDGETS)/27-epochs.toml --methods obs+refit fpgm:uniform li sfp paper
-	@$(TABLE3) --depth 20 --targets 0.5 0.6 --budget $(BUDGETS)/10-epochs-labels.toml --methods untouched obs+refit fpgm:uniform li sfp
+	@$(TABLE3) --depth 20 --targets 0.45 0.5 0.6 --budget $(BUDGETS)/10-epochs-labels.toml --methods untouched obs+refit fpgm:uniform li sfp paper
 	@$(TABLE3) --depth 56 --targets 0.5 --budget $(BUDGETS)/10-epochs-mixup.toml --methods obs+refit fpgm:uniform
 	@$(BIN)/python -m benchmarks.rounds
 	@$(BIN)/python -m benchmarks.ensembles --networks resnet32 resnet56 --orders ensemble l1 fpgm --shares --targets 0.1 0.3
