@@ -335,7 +335,7 @@ class _Search:
             names = (stream.name if not number else f"{stream.name}_{number}" for number in count())
             name = next(name for name in names if name not in taken)
             places = [self._behind_gather(place) for place in stream.places]
-            found = self.site(places, lambda layers, name=name: name)  # type: ignore[misc]  # mypy cannot infer such a lambda
+            found = self.site(places, partial(_given, name))
             if isinstance(found, Site) and found.layers:
                 sites.append(found)
         return sites
@@ -543,6 +543,11 @@ class _Search:
         path = str(layer.target)
         path = path if path in layers or not layers else layers[0]
         return path if self.shortcut != "coupled" or whole else f"{path}.coupled"
+
+
+def _given(name: str, layers: tuple[str, ...]) -> str:
+    """The name of a stream's site, whatever layers lose filters with it."""
+    return name
 
 
 @dataclass(frozen=True)
