@@ -4,20 +4,19 @@ Cross-entropy, distillation from the untouched network's answers, from its answe
 of two images; BatchNorm live or frozen; three learning rates; averaged weights or those of the last step: from our repaired
 network, from those that L1 norms and the geometric median leave without repair, and from the untouched one.
 Every cell is a row of results/finetuning/rows.jsonl: give the same command again after a crash and it goes on. The validation
-set chooses the best cell; test accuracies are measured once and choose nothing. `--render` writes the table to
-docs/notes/training.md, and trains nothing.
+set chooses the best cell; test accuracies are measured once and choose nothing. `python -m benchmarks.finetuning_page`
+writes the tables of docs/notes/training.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
-from math import isnan, nan
 from os import getloadavg
 from pathlib import Path
 from time import perf_counter, process_time
@@ -27,9 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.conditions import conditions
-from benchmarks.render import with_part
 from secateurs import Graph, cost, trace
-from secateurs._util.files import write_text
 from secateurs.cli.inputs import BUILTIN, PUBLIC, Origin, build_model, load_data
 from secateurs.config import GENTLE, Precision, TrainSettings
 from secateurs.data import Data, subset
@@ -40,9 +37,11 @@ from secateurs.graph.masking import copied
 from secateurs.methods import Task, method
 from secateurs.methods.compare.rows import append_row, read_rows
 from secateurs.methods.compare.run import fewer
+from secateurs.methods.teacher import RecallingTeacher
 from secateurs.metrics import accuracy
 from secateurs.models import example_input
 from secateurs.repair import reconstruct_
+from secateurs.scoring.cache import MeasurementCache
 from secateurs.training import RateTrials, find_rate, train_
 from secateurs.training.state import copy_into_
 
@@ -137,6 +136,12 @@ class Subject:
     def data(self) -> Data:
         return fewer(load_data(self._origin), self.examples)
 
+    @cached_property
+    def _teacher(self) -> RecallingTeacher:
+        """Trainings of one seed and precision ask about the same batches: its answers are kept for all of them."""
+        self.runs.mkdir(parents=True, exist_ok=True)
+        return RecallingTeacher(self.graph.module, MeasurementCache(self.runs / f"{self.network}-teacher.sqlite"))
+
     def start(self, name: str, target: float, seed: int) -> tuple[Graph, float]:
         """A fresh copy of what a method makes, without training, and the seconds of its search; kept in its folder."""
         if name == UNTOUCHED:
@@ -200,12 +205,14 @@ class Subject:
         """Train once: the weights of the last step and their average are two rows."""
         graph, searched = self.start(cell.start, cell.target, cell.seed)
         settings, began = cell.settings(), process_time()
-        teacher = self.graph.module if settings.distill else None
+        teacher = self._teacher if settings.distill else None
         last: Mapping[str, Tensor] | None = None
+        spared = self._teacher.spared
         with suppress(Diverged):  # which is a result
             features = partial(paired_features, graph, self.graph)
             last = train_(graph.module, self.data.train, settings, teacher=teacher, features=features).last
-        seconds, before = process_time() - began, self.before(cell.start, cell.target, cell.seed)
+        seconds = process_time() - began + self._teacher.spared - spared  # that it would take alone
+        before = self.before(cell.start, cell.target, cell.seed)
         for averaged in (True, False):
             if last is not None and not averaged:
                 copy_into_(graph.module, last)
@@ -223,48 +230,6 @@ class Subject:
                 training_seconds=seconds,
                 conditions=conditions().sentence(),
             )
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Test accuracy by rate as Markdown; the best cell of a start by the validation set is bold."""
-    rates = sorted({row.rate for row in rows})
-    head = ["network", "MACs ↓", "start", "before", "loss", "BatchNorm", "weights", *(f"{rate:g}" for rate in rates)]
-    lines = [head, ["---"] * len(head)]
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.network, row.target, row.start, row.examples, row.epochs, row.precision), []).append(row)
-    for (network, target, start, examples, epochs, precision), group in sorted(groups.items(), key=lambda item: str(item[0])):
-        means = [_mean([row.validation_after for row in cell]) for cell in _cells(group).values()]
-        best = max((value for value in means if not isnan(value)), default=nan)
-        for loss, norm, averaged in product(LOSSES, ("live", "frozen"), (False, True)):
-            here = [row for row in group if (row.loss, row.batchnorm, row.averaged) == (loss, norm, averaged)]
-            if not here:
-                continue
-            shown = []
-            for rate in rates:
-                cell = [row for row in here if row.rate == rate]
-                text = f"{100 * _mean([row.test_after for row in cell]):.2f}" if cell else "–"
-                text = "diverged" if text == "nan" else text
-                wins = bool(cell) and _mean([row.validation_after for row in cell]) == best
-                shown.append(f"**{text}**" if wins else text)
-            name = f"{network}, {epochs} epoch{'s' if epochs != 1 else ''}, {precision}"
-            name += f", {examples} images" if examples else ""
-            before = f"{100 * _mean([row.test_before for row in here]):.2f}"
-            weights = "averaged" if averaged else "last"
-            lines.append([name, f"{100 * float(str(target)):.0f} %", str(start), before, loss, norm, weights, *shown])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def _cells(rows: Sequence[Row]) -> dict[tuple[object, ...], list[Row]]:
-    found: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row.loss, row.batchnorm, row.averaged, row.rate), []).append(row)
-    return found
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    """Not a number where a training diverged, which is never the best."""
-    return sum(nan if value is None else value for value in values) / len(values)
 
 
 def _share(value: float | None) -> str:
@@ -292,11 +257,10 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=Path("runs/finetuning"))
     parser.add_argument("--searches", action="store_true", help="only find the starts, and time that: OUT/searches.jsonl")
     parser.add_argument("--trials", action="store_true", help="only the trials by which lr auto chooses: OUT/trials.jsonl")
-    parser.add_argument("--render", action="store_true", help=f"only write the table to {PAGE.name}")
     given = parser.parse_args()
     path: Path = given.out / "rows.jsonl"
     known = {row.cell for row in read_rows(path, Row)}
-    for network in () if given.render else given.networks:
+    for network in given.networks:
         subject = Subject(network, given.runs, given.examples)
         for seed, target, start in product(given.seeds, given.targets, given.starts):
             share = 0.0 if start == UNTOUCHED else target
@@ -321,10 +285,6 @@ def main() -> int:
                         f"validation {row.validation_before:.2%} → {_share(row.validation_after)}, {row.training_seconds:.0f} s"
                     )
                 known.add(cell)
-    text = table(read_rows(path, Row))
-    if given.render:
-        write_text(PAGE, with_part(PAGE.read_text(), "python -m benchmarks.finetuning", text.rstrip()))
-    say("\n" + text)
     return 0
 
 

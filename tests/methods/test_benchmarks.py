@@ -16,7 +16,7 @@ from secateurs.metrics import accuracy
 
 with pytest.MonkeyPatch.context() as path:
     path.syspath_prepend(str(Path(__file__).parents[2]))
-    from benchmarks import ensembles, rounds
+    from benchmarks import ensembles, finetuning, finetuning_page, rounds
 
 PLAN = rounds.Plan("small", "l1:uniform", 0.3, 1, 1.0, 0.01, 0, "bfloat16", None)
 OTHERS: dict[str, Any] = {
@@ -139,3 +139,42 @@ def test_rows_of_ensembles_made_before_are_read() -> None:
     assert {row.order for row in rows} <= set(ensembles.ORDERS)
     assert len({row.case for row in rows}) == len(rows) > 0
     assert "| resnet20 |" in ensembles.rendered()
+
+
+TRAINED = finetuning.Row(
+    **{"network": "small", "start": "l1", "target": 0.3, "loss": "cross-entropy", "batchnorm": "live", "rate": 0.01, "seed": 0},
+    **{"epochs": 1, "precision": "bfloat16", "examples": None, "averaged": False, "macs_removed": 0.3},
+    **{"validation_before": 0.5, "validation_after": 0.8, "test_before": 0.5, "test_after": 0.7, "test_dense": 0.9},
+    **{"search_seconds": 0.0, "training_seconds": 1.0, "conditions": ""},
+)  # type: ignore[arg-type]  # fields of several types in one dict
+DISTILLED = finetuning_page.Change("", {"loss": "cross-entropy"}, {"loss": "distillation"})
+
+
+def test_a_change_is_worth_the_difference_of_rows_that_are_alike_otherwise() -> None:
+    rows = [TRAINED, replace(TRAINED, loss="distillation", test_after=0.75), replace(TRAINED, rate=0.002, test_after=0.6)]
+    rows += [
+        replace(TRAINED, start="fpgm", test_after=0.8),
+        replace(TRAINED, start="fpgm", loss="distillation", test_after=0.78),
+    ]
+    found, failed = finetuning_page.gains(rows, DISTILLED)
+    assert found == pytest.approx([5.0, -2.0])  # points; the row at 0.002 has no partner
+    assert failed == 0
+
+
+@pytest.mark.parametrize("after", [None, 0.44])
+def test_a_training_that_diverges_or_leads_nowhere_is_counted_and_not_averaged(after: float | None) -> None:
+    good, bad = TRAINED, replace(TRAINED, loss="distillation", test_after=after)
+    assert finetuning_page.gains([good, bad], DISTILLED) == ([], 1)
+    back = finetuning_page.Change("", DISTILLED.instead, DISTILLED.given)
+    assert finetuning_page.gains([good, bad], back) == ([], 0)  # of what failed nothing is gained
+
+
+def test_the_validation_set_chooses_the_row_that_is_shown() -> None:
+    better = replace(TRAINED, rate=0.002, validation_after=0.82, test_after=0.65)
+    table = finetuning_page.chosen_table([TRAINED, better, replace(TRAINED, rate=0.03, validation_after=None, test_after=None)])
+    assert "| 50.00 → 82.00 | 50.00 → 65.00 | cross-entropy, live, 0.002, last |" in table
+
+
+def test_the_tables_of_the_page_are_those_of_the_rows() -> None:
+    text = finetuning_page.render(read_rows(finetuning_page.ROWS, finetuning.Row))
+    assert text in finetuning_page.PAGE.read_text(), f"write them again: {finetuning_page.COMMAND}"
