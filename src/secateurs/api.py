@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import glob
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from fnmatch import fnmatch
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
@@ -18,27 +15,34 @@ from torch import nn
 
 from secateurs._util.format import size
 from secateurs._util.journal import Journal, disk_errors
-from secateurs._util.modules import Device, check_device, device_of, eval_mode, unwrapped
+from secateurs._util.modules import Device, check_device, device_of, unwrapped
 from secateurs._util.tensors import digest
 from secateurs._util.terminal import clock
 from secateurs.config import Deploy, EngineName, Recipe, TrainSettings, declarations
 from secateurs.criteria import as_criterion, resolved
-from secateurs.data.dataset import class_labels, derive
+from secateurs.data.dataset import class_labels
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
 from secateurs.data.forms import PAIR, Forward
-from secateurs.data.splits import Data, refuse_nonfinite
+from secateurs.data.splits import Data
 from secateurs.distributed import ALONE, Workers, join, restarts
 from secateurs.distributed import rank as torchrun_rank
-from secateurs.errors import DataError, InvalidInput, RunError, suggest
+from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.export.engines import engine_for
 from secateurs.export.int8 import int8_module
 from secateurs.graph.engine import Engine
-from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
-from secateurs.metrics import Measure, check_targets, correct, cross_entropy, display_name, output_loss
-from secateurs.pruning.acceptance import check_contract, contract_of
+from secateurs.metrics import Measure, correct, cross_entropy, display_name, output_loss
+from secateurs.pruning.arguments import (
+    Ignore,
+    check_data,
+    check_functions,
+    feasible,
+    recipe_for,
+    within_time_budget,
+    without_ignored,
+)
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
-from secateurs.pruning.estimate import Estimate, estimate, within_time
+from secateurs.pruning.estimate import Estimate, estimate
 from secateurs.pruning.finetune import check_training
 from secateurs.pruning.folder import (
     check_origin,
@@ -61,10 +65,6 @@ from secateurs.report.progress import RunWatcher, display
 from secateurs.report.result import Result
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.training.guard import START, KeptWeights
-
-Ignored = str | nn.Module | type[nn.Module]
-Ignore = Ignored | Sequence[Ignored]
-"""Layers that keep all their filters, with all layers in them: by pattern of names, by module, or by type."""
 
 
 class Pruner(Run):
@@ -120,7 +120,7 @@ class Pruner(Run):
                 "device and load its weights: model.to_empty(device='cpu'), then model.load_state_dict(...)."
             )
         functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
-        _check_functions(**functions, measure=measure, callback=callback)
+        check_functions(**functions, measure=measure, callback=callback)
         if recipe is not None and not isinstance(recipe, Recipe):
             raise InvalidInput(f"recipe: got {recipe!r:.40}, wanted a Recipe: Recipe.best(…), Recipe.paper(), or Recipe(…).")
         if time_budget is not None and not (isinstance(time_budget, Real) and time_budget > 0):
@@ -149,16 +149,16 @@ class Pruner(Run):
             seen = replace(data, test=opened.first_test)
         notes += data.notes
         targets = {"target_macs": macs, "target_parameters": parameters, "target_latency": target_latency, "max_ms": max_ms}
-        asked = _recipe(recipe, criterion, max_drop=max_drop, engine=engine, deploy=deploy, retrain=retrain, **targets)
+        asked = recipe_for(recipe, criterion, max_drop=max_drop, engine=engine, deploy=deploy, retrain=retrain, **targets)
         timed_in = _engine(asked, measure, device)
         graph = trace(model, example_for(model, data), leaves=leaves)
-        asked = _without_ignored(asked, graph, model, ignore)
+        asked = without_ignored(asked, graph, model, ignore)
         chosen_sites(asked, graph)  # an error here leaves no folder
         loss_fn, metric_fn = (
             form.measure(loss, output_loss if form.gives_loss else cross_entropy),
             form.measure(metric, correct),
         )
-        _check_data(graph, seen, loss_fn, metric_fn, evaluate)
+        check_data(graph, seen, loss_fn, metric_fn, evaluate)
         for settings in filter(None, (asked.finetune, asked.retrain)):
             check_training(graph, settings, seen.train, streams.get("train"), loss_fn=loss_fn)
         with workers.active():
@@ -169,10 +169,10 @@ class Pruner(Run):
         if asked.max_drop >= 1:
             notes.append(f"max_drop={asked.max_drop:g} allows all accuracy to be lost: 0.01 is one point")
         uncertified = recipe is None if uncertified is None else uncertified
-        asked = _feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
+        asked = feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
             runtime = Runtime(loss_fn, metric_fn, device, MeasurementCache(), None, whole)
-            asked = _within_time(workers, time_budget, asked, graph, data, runtime, notes)
+            asked = within_time_budget(workers, time_budget, asked, graph, data, runtime, notes)
         measures = {"loss": loss_fn, "metric": evaluate or metric_fn, **({} if measure is None else {"time": measure})}
         _check_workers(workers, graph, data, asked, measures)
         journal = Journal(None, KINDS, workers) if folder is None else None
@@ -309,7 +309,7 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
             raise InvalidInput(f"prune: {name} is a field of the recipe. Give recipe=Recipe.best({name}=…).")
         if name not in known:
             raise InvalidInput(f"prune: unknown option {name!r}.{suggest(name, known)}")
-    _check_functions(callback=options.get("callback"))
+    check_functions(callback=options.get("callback"))
     quiet = options.get("distributed", True) and torchrun_rank() > 0
     with _shown(progress and not quiet, options.pop("callback", None)) as (callback, follow):
         return follow(start_or_continue(model, train, val, callback=callback, **options))
@@ -450,12 +450,6 @@ def _shown(
         yield event, follow
 
 
-def _check_functions(**given: object) -> None:
-    for name, function in given.items():
-        if function is not None and not callable(function):
-            raise InvalidInput(f"{name}: got {type(function).__name__} ({function!r:.40}), wanted a function.")
-
-
 def _given(**options: object) -> list[str]:
     return [name for name, value in options.items() if value is not None]
 
@@ -470,17 +464,6 @@ def _quantise(recipe: Recipe) -> Callable[..., nn.Module] | None:
     return int8_module if recipe.deploy == "int8" else None
 
 
-def _recipe(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: Any) -> Recipe:
-    """The recipe with the arguments of the call; the best one known where none is given."""
-    known: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
-    drop = known.get("max_drop")
-    if isinstance(drop, int | float) and drop >= 1:
-        raise InvalidInput(f"max_drop={drop:g}: wanted a fraction below 1: 0.01 is one point of accuracy.")
-    if criterion is not None:
-        known["criterion"] = criterion if isinstance(criterion, str) else as_criterion(criterion)
-    return resolved(Recipe.best(**known) if recipe is None else replace(recipe, **known))
-
-
 def _check_workers(
     workers: Workers, graph: Graph, data: Data, recipe: Recipe, measures: Mapping[str, Callable[..., Any]]
 ) -> None:
@@ -492,82 +475,3 @@ def _check_workers(
     facts |= {"number of threads": str(found["machine"]["threads"]), "data": data.digest(), "recipe": recipe_digest(recipe)}
     facts["network"] = digest({name: t.detach().cpu() for name, t in graph.module.state_dict().items()})
     workers.check_same("before the run", {**facts, **{name: display_name(each) for name, each in measures.items()}})
-
-
-def _within_time(
-    workers: Workers, seconds: float, recipe: Recipe, graph: Graph, data: Data, runtime: Runtime, notes: list[str]
-) -> Recipe:
-    """The recipe that takes no longer, as the first worker measured it."""
-
-    def chosen() -> bytes:
-        found = within_time(seconds, recipe, graph, data, runtime, notes)
-        return json.dumps([found.criterion, found.repair]).encode()
-
-    criterion, repair = json.loads(workers.shared("the time budget", chosen))
-    return replace(recipe, criterion=criterion, repair=repair)
-
-
-def _feasible(recipe: Recipe, data: Data, whole: WholeMetric | None, *, trains: bool, given: bool, notes: list[str]) -> Recipe:
-    """The recipe, without its promise where the validation set is too small for it and no recipe was given."""
-    count = len(data.search) if whole is None or whole.count is None else whole.count
-    contract, labels = contract_of(recipe, trains=trains), class_labels(data.search.targets)
-    try:
-        check_contract(count, labels, contract, seed=derive(recipe.seed, "certify"))
-    except InvalidInput as error:
-        if given:
-            raise
-        notes.append(f"nothing is promised: {str(error).split('. ')[0]}; point estimates decide")
-        return replace(recipe, confidence=0.0)
-    return recipe
-
-
-def _without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ignore) -> Recipe:
-    """The recipe restricted to sites none of whose layers is ignored."""
-    if not ignore:
-        return recipe
-    ignored: set[str] = set()
-    for one in [ignore] if isinstance(ignore, str | nn.Module | type) else ignore:
-        if not isinstance(one, str | nn.Module | type):
-            raise InvalidInput(f"ignore: got {one!r:.60}, wanted patterns of layers' names, modules, or types of modules.")
-        found = [
-            (name, module)
-            for name, module in model.named_modules()
-            if (
-                fnmatch(name, one)
-                if isinstance(one, str)
-                else isinstance(module, one)
-                if isinstance(one, type)
-                else module is one
-            )
-        ]
-        if not found:
-            what = (
-                repr(one) if isinstance(one, str) else one.__name__ if isinstance(one, type) else f"this {type(one).__name__}"
-            )
-            raise InvalidInput(f"ignore: no layer of the network is {what}.")
-        ignored |= {f"{name}.{inner}".strip(".") for name, module in found for inner, _ in module.named_modules()}
-    widths = recipe.head_widths
-    positions = [site for shortcut in recipe.shortcuts for site in find_sites(graph, shortcut, head_widths=widths)]
-    sites = [site for site in positions if not ignored.intersection(site.layers)]
-    if not sites:
-        raise InvalidInput("ignore: no site is left to prune.")
-    return replace(recipe, sites=tuple(glob.escape(site.name) for site in sites))
-
-
-def _check_data(graph: Graph, data: Data, loss_fn: Measure, metric: Measure, evaluate: Evaluate | None) -> None:
-    """Refuse data that the network or our own loss and metric cannot take, before anything is written."""
-    refuse_nonfinite(data)
-    with eval_mode(graph.module):
-        for name, examples in data.named_sets().items():
-            few = examples.batch(slice(0, 2)).args
-            few = tuple(part.to(like) for part, like in zip(few, graph.example, strict=True))
-            try:
-                graph.module(*few)
-            except (RuntimeError, ValueError, IndexError) as error:
-                shapes = ", ".join(str(tuple(part.shape)) for part in few)
-                raise DataError(
-                    f"the {name} set: the network does not run on its inputs of shape {shapes} ({error}). Wanted inputs as in "
-                    f"the training set: {', '.join(str(tuple(part.shape)) for part in graph.example)}."
-                ) from error
-        measures = {"loss": loss_fn} if evaluate is not None else {"loss": loss_fn, "metric": metric}
-        check_targets(data, graph.module(*graph.example), measures)

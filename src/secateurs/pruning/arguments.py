@@ -1,0 +1,128 @@
+"""What the arguments of `prune` ask for: refused where they cannot be, and brought into one recipe."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import nn
+
+from secateurs._util.modules import eval_mode
+from secateurs.config import Recipe
+from secateurs.criteria import as_criterion, resolved
+from secateurs.data.dataset import class_labels, derive
+from secateurs.data.splits import Data, refuse_nonfinite
+from secateurs.distributed import Workers
+from secateurs.errors import DataError, InvalidInput
+from secateurs.graph.sites import find_sites
+from secateurs.graph.trace import Graph
+from secateurs.metrics import Measure, check_targets
+from secateurs.pruning.acceptance import check_contract, contract_of
+from secateurs.pruning.context import Runtime
+from secateurs.pruning.estimate import within_time
+from secateurs.pruning.whole_metric import Evaluate, WholeMetric
+
+Ignored = str | nn.Module | type[nn.Module]
+Ignore = Ignored | Sequence[Ignored]
+"""Layers that keep all their filters, with all layers in them: by pattern of names, by module, or by type."""
+
+
+def recipe_for(recipe: Recipe | None, criterion: str | Callable[..., Any] | None, **changes: Any) -> Recipe:
+    """The recipe with the arguments of the call; the best one known where none is given."""
+    known: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+    drop = known.get("max_drop")
+    if isinstance(drop, int | float) and drop >= 1:
+        raise InvalidInput(f"max_drop={drop:g}: wanted a fraction below 1: 0.01 is one point of accuracy.")
+    if criterion is not None:
+        known["criterion"] = criterion if isinstance(criterion, str) else as_criterion(criterion)
+    return resolved(Recipe.best(**known) if recipe is None else replace(recipe, **known))
+
+
+def without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ignore) -> Recipe:
+    """The recipe restricted to sites none of whose layers is ignored."""
+    if not ignore:
+        return recipe
+    ignored: set[str] = set()
+    for one in [ignore] if isinstance(ignore, str | nn.Module | type) else ignore:
+        if not isinstance(one, str | nn.Module | type):
+            raise InvalidInput(f"ignore: got {one!r:.60}, wanted patterns of layers' names, modules, or types of modules.")
+        found = [
+            (name, module)
+            for name, module in model.named_modules()
+            if (
+                fnmatch(name, one)
+                if isinstance(one, str)
+                else isinstance(module, one)
+                if isinstance(one, type)
+                else module is one
+            )
+        ]
+        if not found:
+            what = (
+                repr(one) if isinstance(one, str) else one.__name__ if isinstance(one, type) else f"this {type(one).__name__}"
+            )
+            raise InvalidInput(f"ignore: no layer of the network is {what}.")
+        ignored |= {f"{name}.{inner}".strip(".") for name, module in found for inner, _ in module.named_modules()}
+    widths = recipe.head_widths
+    positions = [site for shortcut in recipe.shortcuts for site in find_sites(graph, shortcut, head_widths=widths)]
+    sites = [site for site in positions if not ignored.intersection(site.layers)]
+    if not sites:
+        raise InvalidInput("ignore: no site is left to prune.")
+    return replace(recipe, sites=tuple(glob.escape(site.name) for site in sites))
+
+
+def feasible(recipe: Recipe, data: Data, whole: WholeMetric | None, *, trains: bool, given: bool, notes: list[str]) -> Recipe:
+    """The recipe, without its promise where the validation set is too small for it and no recipe was given."""
+    count = len(data.search) if whole is None or whole.count is None else whole.count
+    contract, labels = contract_of(recipe, trains=trains), class_labels(data.search.targets)
+    try:
+        check_contract(count, labels, contract, seed=derive(recipe.seed, "certify"))
+    except InvalidInput as error:
+        if given:
+            raise
+        notes.append(f"nothing is promised: {str(error).split('. ')[0]}; point estimates decide")
+        return replace(recipe, confidence=0.0)
+    return recipe
+
+
+def within_time_budget(
+    workers: Workers, seconds: float, recipe: Recipe, graph: Graph, data: Data, runtime: Runtime, notes: list[str]
+) -> Recipe:
+    """The recipe that takes no longer, as the first worker measured it."""
+
+    def chosen() -> bytes:
+        found = within_time(seconds, recipe, graph, data, runtime, notes)
+        return json.dumps([found.criterion, found.repair]).encode()
+
+    criterion, repair = json.loads(workers.shared("the time budget", chosen))
+    return replace(recipe, criterion=criterion, repair=repair)
+
+
+def check_functions(**given: object) -> None:
+    """Refuse arguments that are given and cannot be called."""
+    for name, function in given.items():
+        if function is not None and not callable(function):
+            raise InvalidInput(f"{name}: got {type(function).__name__} ({function!r:.40}), wanted a function.")
+
+
+def check_data(graph: Graph, data: Data, loss_fn: Measure, metric: Measure, evaluate: Evaluate | None) -> None:
+    """Refuse data that the network or our own loss and metric cannot take, before anything is written."""
+    refuse_nonfinite(data)
+    with eval_mode(graph.module):
+        for name, examples in data.named_sets().items():
+            few = examples.batch(slice(0, 2)).args
+            few = tuple(part.to(like) for part, like in zip(few, graph.example, strict=True))
+            try:
+                graph.module(*few)
+            except (RuntimeError, ValueError, IndexError) as error:
+                shapes = ", ".join(str(tuple(part.shape)) for part in few)
+                raise DataError(
+                    f"the {name} set: the network does not run on its inputs of shape {shapes} ({error}). Wanted inputs as in "
+                    f"the training set: {', '.join(str(tuple(part.shape)) for part in graph.example)}."
+                ) from error
+        measures = {"loss": loss_fn} if evaluate is not None else {"loss": loss_fn, "metric": metric}
+        check_targets(data, graph.module(*graph.example), measures)
