@@ -97,7 +97,8 @@ bench-training: $(STAMP) ## Make the rows of docs/notes/training.md that are mis
 	@$(TABLE3) --depth 56 --targets 0.5 --budget $(BUDGETS)/10-epochs-mixup.toml --methods obs+refit fpgm:uniform
 	@$(BIN)/python -m benchmarks.rounds
 	@$(BIN)/python -m benchmarks.ensembles --networks resnet32 resnet56 --orders ensemble l1 fpgm --shares --targets 0.1 0.3
-	@$(BIN)/python -m benchmarks.finetuning --precision bfloat16
+	@$(BIN)/python -m benchmarks.finetuning --losses cross-entropy distillation
+	@$(BIN)/python -m benchmarks.finetuning_page
 
 limits: $(STAMP) .venv-integrations/.installed ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits

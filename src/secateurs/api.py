@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from secateurs._util.format import size
@@ -34,8 +35,10 @@ from secateurs.graph.trace import Graph, trace
 from secateurs.metrics import Measure, correct, cross_entropy, display_name, output_loss
 from secateurs.pruning.arguments import (
     Ignore,
+    check_autograd,
     check_data,
     check_functions,
+    check_trials,
     feasible,
     recipe_for,
     within_time_budget,
@@ -65,6 +68,7 @@ from secateurs.report.progress import RunWatcher, display
 from secateurs.report.result import Result
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.training.guard import START, KeptWeights
+from secateurs.training.state import EpochRecord
 
 
 class Pruner(Run):
@@ -110,6 +114,7 @@ class Pruner(Run):
         uncertified: bool | None = None,
         distributed: bool = True,
     ) -> None:
+        check_autograd()
         clock, model, notes = Stopwatch(), unwrapped(model), list[str]()
         workers = join() if distributed else ALONE
         folder = None if folder is None else Path(folder).expanduser()
@@ -159,7 +164,10 @@ class Pruner(Run):
             form.measure(metric, correct),
         )
         check_data(graph, seen, loss_fn, metric_fn, evaluate)
-        for settings in filter(None, (asked.finetune, asked.retrain)):
+        check_trials(asked, trains=finetune is not None)
+        if asked.finetune is not None and finetune is not None:
+            notes.append("your finetune takes the place of that of the recipe")
+        for settings in filter(None, (None if finetune else asked.finetune, asked.retrain)):
             check_training(graph, settings, seen.train, streams.get("train"), loss_fn=loss_fn)
         with workers.active():
             whole = None if evaluate is None else WholeMetric.of(evaluate, graph)
@@ -254,12 +262,16 @@ class Pruner(Run):
             **known,
             max_drop=self.recipe.max_drop,
             confidence=self.recipe.confidence,
-            notes=(*self.notes, *self._undone()),
+            notes=(*self.notes, *self._otherwise(), *self._undone()),
             folder=self.journal.path,
             records=tuple(self.journal.records),
             recipe=self.recipe,
             context=self.context,
         )
+
+    def _otherwise(self) -> list[str]:
+        """What trainings did otherwise than asked for."""
+        return list(dict.fromkeys(f"training: {epoch.note}" for epoch in self.journal.of(EpochRecord) if epoch.note))
 
     def _undone(self) -> list[str]:
         """A note on trainings whose weights were not kept; those of trials are in the record of the trial."""
@@ -311,7 +323,8 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
             raise InvalidInput(f"prune: unknown option {name!r}.{suggest(name, known)}")
     check_functions(callback=options.get("callback"))
     quiet = options.get("distributed", True) and torchrun_rank() > 0
-    with _shown(progress and not quiet, options.pop("callback", None)) as (callback, follow):
+    leave = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    with leave, _shown(progress and not quiet, options.pop("callback", None)) as (callback, follow):
         return follow(start_or_continue(model, train, val, callback=callback, **options))
 
 
@@ -365,6 +378,7 @@ def resume(
     again only where the recipe trains or own measures take whole batches, `test` where a test set was given. Own callables are
     given again.
     """
+    check_autograd()
     path, model, finetune = Path(folder).expanduser(), unwrapped(model), with_step(finetune)
     check_device(device)
     workers = join() if distributed else ALONE
@@ -393,7 +407,7 @@ def resume(
                 f"secateurs.resume({str(path)!r}, model, train, val, {', '.join(missing)})"
                 f"{', or --data on the command line' * (missing == ['test=…'])}."
             )
-        if not isinstance(train, Data) and train is None and (stored.finetune or stored.retrain):
+        if train is None and (stored.finetune or stored.retrain) and not journal.of(ResultFigures):
             raise RunError(f"{path}: its recipe trains on the train loader. Give it again: resume(folder, model, train).")
         if ("time" in known["measures"]) != (measure is not None):
             raise RunError(f"{path}: was started with{'out' * (measure is not None)} measure=. Resume it the same way.")

@@ -16,8 +16,8 @@ from digit_loaders import ONE_CUT, RECIPE, build, digits, loader, loaders, right
 from torch import Tensor, nn
 
 import secateurs as sc
-from secateurs.config import CRITERIA
-from secateurs.data import Data
+from secateurs.config import CRITERIA, GENTLE
+from secateurs.data import Data, Examples
 from secateurs.errors import SecateursError
 from secateurs.pruning.estimate import estimate
 
@@ -42,6 +42,21 @@ def one_output() -> nn.Module:
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs[:, 0] - targets).square()
+
+
+def errors(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) != targets).float()
+
+
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 10))
+
+
+def flattened(examples: Examples) -> Examples:
+    return replace(examples, inputs=examples.batch(slice(None)).args[0].flatten(1))
+
+
+KL = replace(GENTLE, distance="kl")
 
 
 class NoLength:
@@ -138,8 +153,24 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"forward\(model, batch\) did not call the model: wanted exactly one call",
     ),
     "a training that no loss fits": (
-        lambda path: prune(model=one_output(), retrain="gentle", loss=squares, metric=squares, folder=path / "run"),
-        "distillation compares probabilities of classes.* Set distill = 0 to train by the loss",
+        lambda path: prune(model=one_output(), retrain=KL, loss=squares, metric=squares, folder=path / "run"),
+        "distance = 'kl' compares probabilities of classes.* Set distance = 'squared', or distill = 0",
+    ),
+    "a training by a loss without gradient": (
+        lambda path: prune(loss=errors, retrain=sc.TrainSettings(epochs=1), folder=path / "run"),
+        r"the loss \(errors\) has no gradient: it counts errors.* Give one that can be differentiated",
+    ),
+    "crops of what is no image": (
+        lambda path: sc.prune(flat(), Data("flat", *map(flattened, digits())), retrain="paper-retrain", folder=path / "run"),
+        r"augment = 'crop-flip' for inputs of shape \(\d+, 64\): wanted images",
+    ),
+    "trials without a training": (
+        lambda path: prune(recipe=replace(RECIPE, train_trials=True), folder=path / "run"),
+        "train_trials = true, and no training is given: set retrain",
+    ),
+    "smooth labels that nothing is trained on": (
+        lambda path: replace(KL, label_smoothing=0.1),
+        "label_smoothing = 0.1 with distill = 1, which trains on no labels: set distill below 1",
     ),
     "a training on a loader without length": (
         lambda path: sc.prune(trained(), NoLength(), loaders()[1], retrain="gentle", folder=path / "run"),

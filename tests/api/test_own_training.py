@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loaders, my_training, pruned, right, trained
+from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loader, loaders, my_training, pruned, right, trained
 from torch import nn
 
 import secateurs as sc
@@ -507,3 +507,82 @@ def test_killed_inside_their_training_the_run_is_resumed_before_it(tmp_path: Pat
     assert calls == ["again"]
     assert killed.plan == whole.plan
     assert differing_file(tmp_path / "whole", tmp_path / "run") is None
+
+
+SHORT = sc.TrainSettings(epochs=1, lr=0.002)
+
+
+def test_a_training_that_takes_the_place_of_the_recipes_is_noted() -> None:
+    recipe = replace(ONE_CUT["recipe"], finetune=SHORT)
+    result = sc.prune(trained(), *loaders(), finetune=lambda model: None, recipe=recipe, progress=False)
+    assert "your finetune takes the place of that of the recipe" in result.notes
+
+
+@pytest.mark.parametrize("keep_best", [True, False])
+def test_what_a_training_does_otherwise_than_asked_for_is_noted(keep_best: bool) -> None:
+    recipe = replace(ONE_CUT["recipe"], keep_best=keep_best, retrain=replace(SHORT, batch=8))
+    result = sc.prune(trained(), *loaders(), recipe=recipe, progress=False)
+    assert any("own batches and augmentation are used, not batch = 8" in note for note in result.notes)
+
+
+def test_the_seed_of_a_training_counts() -> None:
+    def weights(seed: int) -> dict[str, torch.Tensor]:
+        recipe = replace(ONE_CUT["recipe"], keep_best=False, retrain=replace(SHORT, seed=seed))
+        return weights_of(sc.prune(trained(), *loaders(), recipe=recipe, progress=False).model)
+
+    first = weights(1)
+    assert_same_bits(weights(1), first)
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in weights(2).items())
+
+
+@pytest.mark.parametrize("options", [{"retrain": SHORT}, {"finetune": my_training}])
+def test_inside_inference_mode_networks_are_trained_as_outside(options: dict[str, Any]) -> None:
+    outside = sc.prune(trained(), *loaders(), **options, **ONE_CUT)
+    with torch.inference_mode():
+        inside = sc.prune(trained(), *loaders(), **options, **ONE_CUT)
+        with pytest.raises(InvalidInput, match=r"inside torch\.inference_mode\(\), whose tensors cannot be trained"):
+            sc.Pruner(trained(), *loaders(), **options, recipe=ONE_CUT["recipe"])
+    assert_same_bits(weights_of(inside.model), weights_of(outside.model))
+
+
+def test_a_finished_run_with_training_is_shown_without_its_loader(tmp_path: Path) -> None:
+    result = sc.prune(trained(), *loaders(), retrain=SHORT, folder=tmp_path / "run", **ONE_CUT)
+    again = sc.resume(tmp_path / "run", build()).finish()
+    assert_same_bits(weights_of(again.model), weights_of(result.model))
+
+
+def test_reading_a_test_loader_leaves_the_users_random_state_alone() -> None:
+    model, before = trained(), torch.get_rng_state()
+    sc.prune(model, *loaders(), test=loader(digits()[2]), **ONE_CUT)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_several_labels_are_distilled_as_they_are_and_judged_by_the_users_metric() -> None:
+    """Labels that are independent of one another: a softmax over them would be of something else."""
+    train, validation, _ = digits()
+
+    def with_bits(examples: sc.Examples) -> Any:
+        bits = torch.stack([(examples.targets >> place) & 1 for place in range(4)], 1).float()
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(examples.inputs, bits), batch_size=64)
+
+    def loss(outputs: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(outputs, bits, reduction="none").mean(1)
+
+    def metric(outputs: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+        return ((outputs > 0) == (bits > 0)).float().mean(1)
+
+    model = nn.Sequential(*build()[:-1], nn.Linear(64, 4))
+    optimiser, batches = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), with_bits(train)
+    for _ in range(3):
+        for images, bits in batches:
+            optimiser.zero_grad()
+            loss(model(images), bits).mean().backward()
+            optimiser.step()
+    recipe = sc.Recipe(max_drop=0.3, criterion="l1", target_macs=0.4, confidence=0.0, allocation="global")
+    result = sc.prune(
+        *(model, batches, with_bits(validation)), loss=loss, metric=metric, recipe=recipe, retrain="gentle", progress=False
+    )
+    (kept,) = [record for record in result.records if isinstance(record, KeptWeights)]
+    found = {each.name: each.metric for each in kept.tried}
+    assert kept.by == "metric"
+    assert found[kept.kept] == max(found.values()) > found["start"]

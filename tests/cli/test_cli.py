@@ -313,6 +313,12 @@ def test_train_saves_weights_with_the_accuracy_it_prints(capsys: pytest.CaptureF
     assert "holds a training" in failing(capsys, "train", *NET, "--out", printed["folder"])
 
 
+def test_a_training_without_its_teacher_is_refused_before_there_is_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    said = failing(capsys, "train", *NET, *TRAINING, "--set", "distill=1.0", "--name", "mine")
+    assert "distill = 1: here is no teacher. Set distill = 0" in said
+    assert not Path("runs/mine").exists()
+
+
 def test_an_interrupted_training_ends_with_the_same_weights(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, weights: Path, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ from secateurs.methods.compare.rows import (
     Count,
     Row,
     budget_words,
+    check_comparable,
     comparison_rows,
     named_budget,
     read_rows,
@@ -490,6 +491,39 @@ def test_at_equal_minutes_a_budget_fits_with_all_its_seeds_and_its_whole_search(
     assert [line[0] for line in sheet.lines] == ["5 %", "30 %"]
     assert sheet.columns[2] == "10 min", "nothing fits into five"
     assert [line[2] for line in sheet.lines] == ["80.00 ± 0.00 (none)", "75.00 ± 21.21 (short)"]
+
+
+def test_at_equal_minutes_budgets_are_compared_by_the_seeds_that_all_have_run() -> None:
+    def row(name: str, seed: int, after: float) -> Row:
+        return made_up_row(
+            "l1", 0.3, after, seed=seed, budget=Budget(name, after=TrainSettings(epochs=1)), training_seconds=1.0
+        )
+
+    rows = [row("short", seed, after) for seed, after in enumerate((0.90, 0.80, 0.70))]
+    lucky = minutes_sheet([*rows, row("other", 0, 0.85)])  # above the mean of the three, below the seed that both have
+    assert lucky is not None
+    assert lucky.lines[0][2] == "80.00 ± 10.00 (short)"
+    better = minutes_sheet([*rows, row("other", 0, 0.91)])
+    assert better is not None
+    assert better.lines[0][2] == "91.00 (other)"
+
+
+def test_budgets_that_differ_in_more_than_the_rate_are_not_rates_of_one(tmp_path: Path) -> None:
+    for folder, epochs in (("a", 1), ("b", 6)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.toml").write_text(f"[after]\nepochs = {epochs}\n")
+    one, other = f"{tmp_path}/a/mine.toml@0.01", f"{tmp_path}/b/mine.toml@0.02"
+    comparison = Comparison(build("mlp", hidden=HIDDEN), load_data("digits"), tmp_path / "out", tmp_path / "runs")
+    message = "budgets 'mine@0.01' and 'mine@0.02' differ in more than the learning rate"
+    with pytest.raises(RunError, match=message):
+        comparison.budgets([one, other])
+    comparison.check(comparison.budgets([one]))
+    with pytest.raises(RunError, match=message):  # the file was edited before the second rate was tried
+        comparison.check(comparison.budgets([other]))
+    rows = [made_up_row("l1", 0.3, 0.9, budget=comparison.budgets([name])[0]) for name in (one, other)]
+    with pytest.raises(RunError, match=message):
+        check_comparable(rows)
+    comparison.check(comparison.budgets([one, one.replace("0.01", "0.03")]))
 
 
 def test_budgets_in_words_and_from_files(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from secateurs.training import (
     train_,
 )
 from secateurs.training.augment import suitable_augmentation
-from secateurs.training.objective import distance, held_out_means, objective_for
+from secateurs.training.objective import distance, held_out_means, judge_for, objective_for
 from secateurs.training.resumable import train_resumably_
 from secateurs.training.state import snapshot
 from torture.journals import entries_of
@@ -187,7 +187,68 @@ def test_dist_by_numpy() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["kl", "dist"])
+def test_the_divergence_of_a_dense_prediction_is_the_mean_over_its_pixels() -> None:
+    student, teacher = torch.randn(2, 6, 4, generator=seeded(0)).double()
+    one, other = ((logits / 2).softmax(1).numpy() for logits in (student, teacher))
+    expected = 4 * np.mean((other * (np.log(other) - np.log(one))).sum(1))
+    assert float(distance(student, teacher, 2.0, "kl")) == pytest.approx(expected, rel=1e-9)
+    dense = [logits.reshape(2, 3, 4).movedim(2, 1)[..., None] for logits in (student, teacher)]  # 2 images of 3 x 1 pixels
+    assert float(distance(*dense, 2.0, "kl")) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_squared_error_is_a_share_of_the_variance_by_hand() -> None:
+    teacher = torch.tensor([[100.0, -1.0], [104.0, 1.0]])  # around (102, 0): 2², 2², 1², 1²
+    assert float(distance(teacher + 0.5, teacher, 4.0, "squared")) == pytest.approx(0.25 / 2.5)
+    assert float(distance(teacher[:1] + 1, teacher[:1], 4.0, "squared")) == pytest.approx(1 / 5000.5)  # one: of its energy
+    assert float(distance(torch.ones(3), torch.zeros(3), 4.0, "squared")) == 1.0
+    assert float(distance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]), 4.0, "squared")) == pytest.approx(0.5)
+
+
+def test_outputs_of_a_loss_of_the_users_own_are_compared_as_classes_only_where_targets_are_class_numbers() -> None:
+    teacher, asked = seeded_net(lambda: nn.Linear(3, 4), 7), TrainSettings(distill=1.0, temperature=2.0)
+    inputs, outputs = torch.randn(5, 3, generator=seeded(1)), torch.randn(5, 4, generator=seeded(2))
+    wanted, numbers = teacher(inputs).detach(), torch.tensor([0, 1, 2, 3, 0])
+    kl, squared = (float(distance(outputs, wanted, 2.0, kind)) for kind in ("kl", "squared"))
+
+    def own(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.square().mean(1)
+
+    for loss_fn, targets, expected in (
+        (None, numbers, kl),
+        (None, outputs.softmax(1), kl),  # soft labels
+        (own, numbers, kl),  # weighted classes, say
+        (own, torch.zeros(5, 4), squared),  # regression, several labels
+        (own, torch.zeros(5, 4, dtype=torch.long), squared),
+        (own, {"ids": numbers}, squared),
+    ):
+        found = objective_for(asked, loss_fn=loss_fn, teacher=teacher)((inputs,), outputs, targets)
+        assert float(found) == pytest.approx(expected, rel=1e-6)
+    one = objective_for(asked, loss_fn=own, teacher=seeded_net(lambda: nn.Linear(3, 1), 7))  # one logit, labels 0 and 1
+    assert float(one((inputs,), outputs[:, :1], numbers % 2)) > 0
+
+
+def test_training_by_a_teacher_is_judged_by_the_users_own_loss() -> None:
+    examples = Examples(torch.randn(64, 3, generator=seeded(0)), torch.zeros(64, 2))
+    net, teacher = (seeded_net(lambda: nn.Linear(3, 2), seed) for seed in (1, 2))
+    with torch.no_grad():
+        net.weight.zero_()  # right for all examples, while every step towards the teacher is wrong
+        net.bias.zero_()
+
+    def own(outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean(1)
+
+    judge = judge_for(TrainSettings(distill=1.0), loss_fn=own, teacher=teacher)
+    assert held_out_means(net, examples, judge, teacher=teacher)[0] == 0.0
+    assert held_out_means(teacher, examples, judge, teacher=teacher)[0] == pytest.approx(
+        float(own(teacher(examples.inputs), examples.targets).mean().detach()), rel=1e-5
+    )
+    found = find_rate(
+        net, examples, TrainSettings(epochs=1, lr="auto", distill=1.0), held_out=examples, teacher=teacher, loss_fn=own
+    )
+    assert found.lr == min(rate for rate, _ in found.tried)  # which does the least harm
+
+
+@pytest.mark.parametrize("kind", ["kl", "dist", "squared"])
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_gradients_equal_finite_differences(kind: Any, share: float) -> None:
     asked = TrainSettings(distill=share, distance=kind, temperature=2.0)
@@ -244,7 +305,7 @@ def _nothing(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def test_outputs_that_are_no_classes_are_refused() -> None:
     for shape in ((5, 1), (5,)):
-        with pytest.raises(InvalidInput, match=r"wanted \(N, K, …\) with 2 classes or more. Set distill = 0"):
+        with pytest.raises(InvalidInput, match=r"wanted \(N, K, …\) with 2 classes or more. Set distance = 'squared'"):
             distance(torch.zeros(shape), torch.ones(shape), 2.0)
 
 

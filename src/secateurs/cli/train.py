@@ -209,6 +209,8 @@ def train(
         The folder, as a name under runs/.
     """
     settings = inputs.chosen_settings(recipe, inputs.overrides(flags))
+    if settings.distill:
+        raise InvalidInput(f"distill = {settings.distill:g}: here is no teacher. Set distill = 0, and train by labels.")
     origin = inputs.named_origin(model, data, model_option, data_option, weights, device, settings.seed)
     inputs.check_device(device)
     folder = inputs.run_folder(out, name, "train", model, data)

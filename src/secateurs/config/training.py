@@ -13,7 +13,7 @@ from secateurs.errors import RecipeError, suggest
 
 Schedule = Literal["constant", "step", "cosine", "linear", "one-cycle"]
 Optimiser = Literal["sgd", "adamw"]
-Distance = Literal["kl", "dist"]
+Distance = Literal["auto", "kl", "dist", "squared"]
 Augment = Literal["none", "crop", "crop-flip", "auto"]
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -55,7 +55,9 @@ class TrainSettings(Checked):
     distill: float = setting(0.0, "Share of the loss that is the distance to the teacher's outputs.", low=0, high=1)
     temperature: float = setting(4.0, "Temperature of the distillation.", above=0)
     distance: Distance = setting(
-        "kl", "Distance to the teacher: Kullback-Leibler divergence, or dist (correlations over classes and over the batch)."
+        "auto",
+        "Distance to the teacher's outputs: kl (Kullback-Leibler divergence) and dist (correlations over classes and over the "
+        "batch) are of class logits, squared (error as a share of the variance) of any; auto: kl of classes, else squared.",
     )
     features: float = setting(
         0.0, "Weight of the relative squared error of feature maps to the teacher's, besides the rest of the loss.", low=0
@@ -96,6 +98,11 @@ class TrainSettings(Checked):
         if self.mixup > 0 and self.distill < 1:
             raise RecipeError(
                 f"mixup = {self.mixup:g} with distill = {self.distill:g}: a mixture has no label, set distill = 1 or mixup = 0."
+            )
+        if self.label_smoothing > 0 and self.distill == 1:
+            raise RecipeError(
+                f"label_smoothing = {self.label_smoothing:g} with distill = 1, which trains on no labels: set distill below 1, "
+                f"or label_smoothing = 0."
             )
         if self.nesterov and (self.momentum == 0 or self.optimiser != "sgd"):
             raise RecipeError(

@@ -17,14 +17,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from secateurs.config import TrainSettings
-from secateurs.data.dataset import derive
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.graph.features import paired_features
 from secateurs.methods.base import ROUNDING, EpochSeconds, MethodRun, MethodState, Pruned, Task, Trained
 from secateurs.metrics import cross_entropy
 from secateurs.training import EpochRecord, History, KeptWeights, candidates, keep_best_, learning_rate
-from secateurs.training.objective import Penalty, held_out_means, objective_for
-from secateurs.training.resumable import train_resumably_
+from secateurs.training.objective import Penalty, held_out_means, judge_for
+from secateurs.training.resumable import seeded_for, train_resumably_
 from secateurs.training.schedule import steps_in_epoch, total_steps
 from secateurs.training.state import snapshot
 
@@ -49,10 +48,9 @@ def training_stages(task: Task, sites: int) -> tuple[TrainingStage, ...]:
         bounds = [planned * stage // max(sites, 1) for stage in range(max(sites, 1) + 1)]
         stages = [end - start for start, end in pairwise(bounds) if end > start]
         for number, steps in enumerate(stages):
-            seed = derive(task.seed, "between", number)
-            found.append(TrainingStage("finetune", replace(between, steps=steps, seed=seed)))
+            found.append(TrainingStage("finetune", seeded_for(replace(between, steps=steps), task.seed, "between", number)))
     if after is not None and _steps(after, examples):
-        found.append(TrainingStage("retrain", replace(after, seed=derive(task.seed, "after"))))
+        found.append(TrainingStage("retrain", seeded_for(after, task.seed, "after")))
     return tuple(found)
 
 
@@ -152,13 +150,14 @@ def _keep_best_(
     """Leave the best of the weights before, after and in between in the network, as a run does."""
     task, module = run.task, state.graph.module
     teacher = run.teacher
-    objective = objective_for(settings, loss_fn=None if task.loss_fn is cross_entropy else task.loss_fn, teacher=teacher)
+    own = None if task.loss_fn is cross_entropy else task.loss_fn
+    judge = judge_for(settings, loss_fn=own, teacher=teacher)
 
     def measure() -> tuple[float, float | None]:
         options: dict[str, Any] = {"teacher": teacher, "metric": task.metric, "batch": task.batch, "device": task.device}
-        return held_out_means(module, run.context.held_out_examples, objective, **options)
+        return held_out_means(module, run.context.held_out_examples, judge, **options)
 
-    by: Literal["loss", "metric"] = "metric" if settings.distill < 1 else "loss"
+    by: Literal["loss", "metric"] = "metric" if settings.distill < 1 or own is not None else "loss"
     return keep_best_(module, candidates(start, snapshot(module), history.last), measure, by=by)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from typing import Any
 
+import torch
 from torch import nn
 
 from secateurs._util.modules import eval_mode
@@ -100,6 +101,21 @@ def within_time_budget(
 
     criterion, repair = json.loads(workers.shared("the time budget", chosen))
     return replace(recipe, criterion=criterion, repair=repair)
+
+
+def check_autograd() -> None:
+    """Refuse to begin where torch makes tensors that can never be trained."""
+    if torch.is_inference_mode_enabled():
+        raise InvalidInput(
+            "this is called inside torch.inference_mode(), whose tensors cannot be trained: call it outside, or under "
+            "torch.no_grad()."
+        )
+
+
+def check_trials(recipe: Recipe, *, trains: bool) -> None:
+    """Refuse trials that are to be trained where no training is given."""
+    if recipe.train_trials and recipe.retrain is None and not trains:
+        raise InvalidInput("train_trials = true, and no training is given: set retrain, such as 'gentle', or give finetune.")
 
 
 def check_functions(**given: object) -> None:

@@ -23,11 +23,11 @@ from secateurs.data.dataset import Examples, derive
 from secateurs.data.splits import subset
 from secateurs.data.stream import Stream
 from secateurs.distributed import active
-from secateurs.errors import Diverged, RunError
+from secateurs.errors import Diverged, InvalidInput, RunError
 from secateurs.graph.features import paired_features
 from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure, cross_entropy, loss
+from secateurs.metrics import Measure, cross_entropy, display_name, loss
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PruningContext
 from secateurs.pruning.results import Retrained, Trial
@@ -36,8 +36,8 @@ from secateurs.repair import reconstruct_
 from secateurs.training import History, KeptWeights, candidates, keep_best_, recalibrate_
 from secateurs.training.checks import check_trainable
 from secateurs.training.guard import AVERAGE, END, START, Candidate, better
-from secateurs.training.objective import held_out_means, objective_for
-from secateurs.training.resumable import CHECKPOINT, train_resumably_
+from secateurs.training.objective import held_out_means, judge_for, objective_for
+from secateurs.training.resumable import CHECKPOINT, seeded_for, train_resumably_
 from secateurs.training.state import copy_into_, named_tensors, snapshot
 
 RETRAINED = "checkpoints/retrained"
@@ -57,8 +57,13 @@ def check_training(
     args = tuple(part.to(like) for part, like in zip(few.args, graph.example, strict=True))
     sample = Examples(args if len(args) > 1 else args[0], few.targets)
     check_trainable(graph.module, examples if stream is None else stream, settings, sample=sample)
-    with eval_mode(graph.module), torch.no_grad():
-        objective(args, graph.module(*args), few.targets)
+    with eval_mode(graph.module), torch.enable_grad():
+        found = objective(args, graph.module(*args), few.targets)
+    if not found.requires_grad:
+        raise InvalidInput(
+            f"the loss ({display_name(loss_fn)}) has no gradient: it counts errors, is detached, or computed elsewhere. Give "
+            f"one that can be differentiated, or no training."
+        )
 
 
 def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkState) -> NetworkState:
@@ -248,19 +253,20 @@ def _train(
 ) -> NetworkState:
     """Train by the settings; undone where that exceeds the `budget`, or diverges, if one is given."""
     runtime, recipe = context.runtime, context.recipe
-    settings = replace(settings, seed=derive(recipe.seed, phase, step))
+    settings = seeded_for(settings, recipe.seed, phase, step)
     module, teacher = state.graph.module, context.original.module if settings.distill else None
     loss_fn = None if runtime.loss_fn is cross_entropy else runtime.loss_fn
     held_out = context.held_out_examples.ready(context.dtype)
-    # a teacher's answers tell far more of an image than right or wrong; with labels, what is asked for is the metric
-    by: Literal["loss", "metric"] = "metric" if settings.distill < 1 else "loss"
+    # a teacher's answers tell far more of an image than right or wrong; with labels, or a loss of the user's own, what is asked
+    # for is the metric
+    by: Literal["loss", "metric"] = "metric" if settings.distill < 1 or loss_fn is not None else "loss"
     chosen: list[KeptWeights] = []
 
     def measure() -> tuple[float, float | None]:
-        objective = objective_for(settings, loss_fn=loss_fn, teacher=teacher)
+        judge = judge_for(settings, loss_fn=loss_fn, teacher=teacher)
         metric = runtime.metric if runtime.evaluate is None else None
         options: dict[str, Any] = {"teacher": teacher, "metric": metric, "device": runtime.device}
-        loss, found = runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, objective, batch=n, **options))
+        loss, found = runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, judge, batch=n, **options))
         return loss, context.own_metric(state.graph) if runtime.evaluate is not None and by == "metric" else found
 
     def trained() -> NetworkState:

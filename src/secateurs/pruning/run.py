@@ -19,13 +19,14 @@ from secateurs.compaction.serialization import save
 from secateurs.config import Recipe, Shortcut
 from secateurs.criteria.ranking import Ranking
 from secateurs.data.dataset import Examples
+from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.graph.cost import cost
 from secateurs.graph.engine import TorchEngine, at_batch
 from secateurs.graph.node_info import info
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
-from secateurs.metrics import display_name
+from secateurs.metrics import Evaluation, display_name
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
 from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, retrain, take_trial
@@ -101,10 +102,6 @@ class Run:
         self._last_allocated = ""
         self._together: CutsTogether | None = None
         self._loss_cut, self._training = self.state.loss, 0.0  # right after the current cut; seconds of training after it
-        if context.recipe.train_trials and context.recipe.retrain is None and context.runtime.finetune is None:
-            raise InvalidInput(
-                "train_trials = true, and no training is given: set retrain, such as 'gentle', or give finetune."
-            )
         assert context.acceptance_sets  # too few images for the contract are an error at once
 
     def algorithm1(self) -> Iterator[Step]:
@@ -516,7 +513,7 @@ class Run:
         given = context.runtime.test if self.data.test is None else self.data.test
         test = None if given is None else given.ready(context.dtype)
         context.progress.report("measure", 0, _MEASUREMENTS)
-        before, after = (None if test is None else context.evaluate(network, test) for network in (original, graph))
+        before, after = (None if test is None else self._tested(network, test) for network in (original, graph))
         context.progress.report("measure", 1, _MEASUREMENTS)
         first, last = (context.measured(NetworkState(network)).accuracy for network in (original, graph))
         context.progress.report("measure", 2, _MEASUREMENTS)
@@ -537,6 +534,11 @@ class Run:
             else {"latency": None},
             seconds=0.0,  # known when all is saved
         )
+
+    def _tested(self, network: Graph, test: Examples | Stream) -> Evaluation:
+        """What a network is worth on the test set; the user's random state, which a loader draws from, stays as it is."""
+        with seeded_everywhere(self.recipe.seed, "test", loader=test.loader if isinstance(test, Stream) else None):
+            return self.context.evaluate(network, test)
 
     def _measure_times(self, examples: Examples) -> dict[str, Any]:
         """The speed of the smaller network, also at batches of 1 and 64, and where the time goes in both networks."""

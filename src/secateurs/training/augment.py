@@ -29,11 +29,17 @@ def augment(images: Inputs, kind: Augment, *, pad: int, generator: torch.Generat
     """Augment images (N, C, H, W) as `kind` says, each independently; "none" returns them unchanged."""
     if kind == "none":
         return images
-    if not isinstance(images, Tensor) or images.ndim != 4:
-        shapes = ", ".join(str(tuple(part.shape)) for part in input_parts(images))
-        raise InvalidInput(f"augment = {kind!r} for inputs of shape {shapes}: wanted images (N, C, H, W), or 'none'")
+    check_augmentable(images, kind)
+    assert isinstance(images, Tensor)
     cropped = random_crop(images, pad=pad, generator=generator)
     return random_flip(cropped, generator=generator) if kind == "crop-flip" else cropped
+
+
+def check_augmentable(images: Inputs, kind: Augment) -> None:
+    """InvalidInput where crops are asked for of inputs that are no images."""
+    if kind in ("crop", "crop-flip") and (not isinstance(images, Tensor) or images.ndim != 4):
+        shapes = ", ".join(str(tuple(part.shape)) for part in input_parts(images))
+        raise InvalidInput(f"augment = {kind!r} for inputs of shape {shapes}: wanted images (N, C, H, W), or 'none'")
 
 
 def random_crop(images: Tensor, *, pad: int, generator: torch.Generator) -> Tensor:

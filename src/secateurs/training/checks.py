@@ -15,7 +15,7 @@ from secateurs.data.dataset import Examples, seeded
 from secateurs.data.stream import Stream
 from secateurs.errors import InvalidInput
 from secateurs.graph.features import FeaturePairs
-from secateurs.training.augment import check_mixable
+from secateurs.training.augment import check_augmentable, check_mixable
 
 
 def check_length(examples: Examples | Stream) -> None:
@@ -45,6 +45,10 @@ def check_trainable(
     check_length(examples)
     if not any(weight.requires_grad for weight in module.parameters()):
         raise InvalidInput("no parameter of this network requires a gradient: there is nothing to train")
+    if torch.is_inference_mode_enabled():
+        raise InvalidInput("training inside torch.inference_mode(): nothing can be trained there, call it outside.")
+    if not isinstance(examples, Stream):
+        check_augmentable(examples.stored.inputs, settings.augment)
     shown = sample if sample is not None or isinstance(examples, Stream) else examples
     if shown is not None and shown.scaling is None:
         check_mixable(shown.inputs, settings.mixup)

@@ -31,7 +31,7 @@ from secateurs.training.checks import (
     train_mode,
 )
 from secateurs.training.fake_int8 import fake_int8
-from secateurs.training.objective import Objective, Penalty, held_out_means, objective_for
+from secateurs.training.objective import Objective, Penalty, held_out_means, judge_for, objective_for
 from secateurs.training.parallel import average_statistics_, own_part, summed, synchronised, wrapped
 from secateurs.training.precision import usable_precision
 from secateurs.training.schedule import learning_rate, steps_in_epoch, total_steps
@@ -181,7 +181,7 @@ def find_rate(
     count = examples.length or 1 if isinstance(examples, Stream) else steps_in_epoch(len(examples), settings.batch)
     steps = min(_PILOT_STEPS, total_steps(settings, count))
     short = replace(settings, steps=steps, epochs=max(1, ceil(steps / count)), warmup=0, average=0.0)
-    objective, tried = objective_for(settings, loss_fn=loss_fn, teacher=teacher), list[tuple[float, float | None]]()
+    judge, tried = judge_for(settings, loss_fn=loss_fn, teacher=teacher), list[tuple[float, float | None]]()
     before = snapshot(module)
     with undone_on_error(module):
         for rate in AUTO_RATES[settings.optimiser]:
@@ -190,7 +190,7 @@ def find_rate(
                 train_(
                     module, examples, replace(short, lr=rate), metric=_no_metric, penalty=penalty, momentum=momentum, **options
                 )
-                found, _ = held_out_means(module, held_out, objective, teacher=teacher, batch=settings.batch, device=device)
+                found, _ = held_out_means(module, held_out, judge, teacher=teacher, batch=settings.batch, device=device)
             except Diverged:
                 found = inf
             tried.append((rate, found if isfinite(found) else None))
@@ -320,7 +320,7 @@ class _Loop:
             measured = measure()
             copy_into_(self.module, last)
         accuracy = None if self.metric is None else right / examples
-        return EpochRecord(number, self.step, self.rate, loss_sum / examples, accuracy, *measured)
+        return EpochRecord(number, self.step, self.rate, loss_sum / examples, accuracy, *measured, note=self.note)
 
     def _update_average(self) -> None:
         """Move the average of weights and statistics towards those after this step, without bias to where it began.

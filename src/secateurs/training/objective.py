@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from secateurs._util.modules import Device, eval_mode, on_device
-from secateurs.config import Distance, TrainSettings
+from secateurs.config import TrainSettings
 from secateurs.data.dataset import Batch, Examples
 from secateurs.errors import InvalidInput
 from secateurs.graph.features import FeaturePairs
@@ -54,9 +54,12 @@ def _aim(settings: TrainSettings, loss_fn: Measure | None, teacher: nn.Module | 
         return lambda inputs, outputs, targets: plain(outputs, targets).mean()
     if teacher is None:
         raise InvalidInput(f"distill = {settings.distill} needs a teacher: give teacher=…, or set distill = 0")
-    share, temperature, kind = settings.distill, settings.temperature, settings.distance
+    share, temperature = settings.distill, settings.temperature
 
     def apart_from(wanted: Any, outputs: Any, targets: Any) -> Tensor:
+        kind = settings.distance
+        if kind == "auto":  # what a loss of the user's own takes need not be class logits
+            kind = "kl" if loss_fn is None or _are_classes(targets, logits_of(outputs)) else "squared"
         apart = distance(outputs, wanted, temperature, kind)
         return apart if share == 1 else (1 - share) * plain(outputs, targets).mean() + share * apart
 
@@ -75,30 +78,59 @@ def _aim(settings: TrainSettings, loss_fn: Measure | None, teacher: nn.Module | 
     return with_teacher if pairs is None else with_features
 
 
-def distance(outputs: Any, wanted: Any, temperature: float, kind: Distance = "kl") -> Tensor:
-    """Distance of the student's class probabilities, softened by the temperature, from the teacher's; times temperature².
+def distance(outputs: Any, wanted: Any, temperature: float, kind: Literal["kl", "dist", "squared"] = "kl") -> Tensor:
+    """Distance of the student's outputs from the teacher's.
 
-    "kl": their mean divergence (Hinton). "dist": 1 - Pearson's correlation over the classes of an example, plus 1 - that over
-    the examples of a class (Huang 2022). The square keeps gradients as large as those of the plain loss at any temperature.
+    Of class probabilities, softened by the temperature, and times temperature²: "kl": their mean divergence (Hinton); "dist":
+    1 - Pearson's correlation over the classes of an example, plus 1 - that over the examples of a class (Huang 2022). The
+    square keeps gradients as large as those of the plain loss at any temperature. The pixels of a dense prediction are
+    examples. "squared": the squared error as a share of the variance of the teacher's outputs over the batch.
     """
     outputs, wanted = _full_precision(logits_of(outputs)), _full_precision(logits_of(wanted))
     if not isinstance(outputs, Tensor) or not isinstance(wanted, Tensor) or outputs.shape != wanted.shape:
         raise InvalidInput(
-            "distillation needs one tensor of class logits, of the same shape, from network and teacher. Set distill = 0 to "
-            "train by the loss."
+            "distillation needs one tensor of outputs, of the same shape, from network and teacher. Set distill = 0 to train "
+            "by the loss."
         )
+    if kind == "squared":
+        return _squared(outputs, wanted)
     if outputs.ndim < 2 or outputs.shape[1] < 2:  # the probabilities of one class are always equal: nothing would be trained
         raise InvalidInput(
-            f"distillation compares probabilities of classes; the network gives outputs of shape {tuple(outputs.shape)}: "
-            f"wanted (N, K, …) with 2 classes or more. Set distill = 0 to train by the loss."
+            f"distance = {kind!r} compares probabilities of classes; the network gives outputs of shape "
+            f"{tuple(outputs.shape)}, wanted (N, K, …) with 2 classes or more. Set distance = 'squared', or distill = 0 to "
+            f"train by the loss."
         )
-    student = functional.log_softmax(outputs / temperature, 1)
-    teacher = functional.log_softmax(wanted / temperature, 1)
+    student, teacher = (
+        functional.log_softmax(logits / temperature, 1).movedim(1, -1).flatten(0, -2)  # (examples, classes)
+        for logits in (outputs, wanted)
+    )
     if kind == "kl":
         return temperature**2 * functional.kl_div(student, teacher, reduction="batchmean", log_target=True)
-    # (examples, classes): the pixels of a dense prediction are examples
-    one, other = (logs.exp().movedim(1, -1).flatten(0, -2) for logs in (student, teacher))
+    one, other = student.exp(), teacher.exp()
     return temperature**2 * ((1 - _pearson(one, other, 1)).mean() + (1 - _pearson(one, other, 0)).mean())
+
+
+def _are_classes(targets: Any, logits: Any) -> bool:
+    """Whether targets are class numbers (N, …), each for the logits (N, K, …) of 2 classes or more."""
+    if not isinstance(targets, Tensor) or targets.is_floating_point() or not isinstance(logits, Tensor) or logits.ndim < 2:
+        return False
+    return logits.shape[1] > 1 and targets.shape == (len(logits), *logits.shape[2:])
+
+
+def _squared(outputs: Tensor, wanted: Tensor) -> Tensor:
+    spread = (wanted - wanted.mean(0)).square().mean()
+    scale = torch.where(spread > 0, spread, wanted.square().mean())  # a single example, or the same output for all
+    return (outputs - wanted).square().mean() / torch.where(scale > 0, scale, 1.0)
+
+
+def judge_for(settings: TrainSettings, *, loss_fn: Measure | None, teacher: nn.Module | None) -> Objective:
+    """The mean loss by which weights are compared on held-out examples: the user's own where there is one.
+
+    Else it is what the training minimises. Networks that are near to a teacher need not be near to what the user wants.
+    """
+    if loss_fn is None:
+        return objective_for(settings, loss_fn=None, teacher=teacher)
+    return lambda inputs, outputs, targets: loss_fn(outputs, targets).mean()
 
 
 def _full_precision(outputs: Any) -> Any:

@@ -10,12 +10,17 @@ from torch import nn
 
 from secateurs._util.journal import Journal
 from secateurs.config import TrainSettings
-from secateurs.data.dataset import Examples
+from secateurs.data.dataset import Examples, derive
 from secateurs.data.stream import Stream
 from secateurs.training.loop import find_rate, train_
 from secateurs.training.state import EpochRecord, History, RateTrials, StateMeta, TrainState, packed
 
 CHECKPOINT = "checkpoints/training"
+
+
+def seeded_for(settings: TrainSettings, seed: int, *purpose: str | int) -> TrainSettings:
+    """The settings for one training of a run: its seed is made of the run's, the purpose, and the one asked for, if not 0."""
+    return replace(settings, seed=derive(seed, *purpose, *([settings.seed] if settings.seed else [])))
 
 
 def train_resumably_(

@@ -31,6 +31,7 @@ class EpochRecord:
     search_accuracy: float | None = None
     phase: str = "train"  # within a pruning run: "finetune" or "retrain"
     step: int = 0  # of the run that it belongs to
+    note: str = ""  # what the training did otherwise than asked for
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,12 @@ def at_rate(budget: Budget, rate: str) -> Budget:
 def _with_augmentation(settings: TrainSettings, examples: Examples) -> TrainSettings:
     """Add the paper's crops and flips for colour images, and none for others."""
     kind, pad = suitable_augmentation(examples)
-    return replace(settings, augment=kind, pad=pad or settings.pad)
+    return _of_classes(replace(settings, augment=kind, pad=pad or settings.pad))
+
+
+def _of_classes(settings: TrainSettings) -> TrainSettings:
+    """Comparisons are of classifiers: rows record the distance that "auto" stands for there."""
+    return replace(settings, distance="kl") if settings.distance == "auto" else settings
 
 
 def _read_budget(path: Path) -> Budget:
@@ -135,7 +140,7 @@ def _read_budget(path: Path) -> Budget:
         )
     if "between" in tables:  # its steps decide when it ends
         tables["between"] = {"schedule": "constant", "epochs": tables["between"].get("steps", 1), **tables["between"]}
-    trainings = {name: settings_from(table, where=f"{path}, {name}") for name, table in tables.items()}
+    trainings = {name: _of_classes(settings_from(table, where=f"{path}, {name}")) for name, table in tables.items()}
     return Budget(path.stem, **trainings, keep_best=keep_best)
 
 
@@ -312,12 +317,36 @@ def check_conditions(where: str | Path, base: Base, budgets: Iterable[Budget], w
     for budget in budgets:
         if wanted.budgets.get(budget.name, budget) != budget:
             raise RunError(f"{where}: budget {budget.name!r} had other settings there. Give the changed budget another name.")
+        check_rates([budget, *wanted.budgets.values()], where=f"{where}: ")
+
+
+def check_rates(budgets: Iterable[Budget], *, where: str = "") -> None:
+    """Raise if a budget at several rates, which a table takes for one, has other settings than the rate at one of them."""
+    first: dict[str, Budget] = {}
+    for budget in budgets:
+        one = first.setdefault(stem_of(budget), budget)
+        if _without_rate(one) != _without_rate(budget):
+            raise RunError(
+                f"{where}budgets {one.name!r} and {budget.name!r} differ in more than the learning rate, and would be compared "
+                f"as rates of one. Give one of them another name."
+            )
+
+
+def stem_of(budget: Budget) -> str:
+    """The name of a budget without the learning rate in it."""
+    return budget.name.partition(AT)[0]
+
+
+def _without_rate(budget: Budget) -> Budget:
+    parts = {part: replace(found, lr=1.0) for part in ("between", "after") if (found := getattr(budget, part))}
+    return replace(budget, name=stem_of(budget), **parts)
 
 
 def check_comparable(rows: Sequence[Row]) -> None:
     """Raise if rows have different networks or data, or if methods were not trained alike under one budget."""
     first = {row.budget.name: row for row in reversed(rows)}
     base = next((row for row in rows if row.structure_sha256), rows[0]) if rows else None
+    check_rates({row.budget.name: row.budget for row in rows}.values())
     for row in rows:
         one = first[row.budget.name]
         check_conditions(f"the row of {_name(row)}", row, [row.budget], Conditions(base or row, {one.budget.name: one.budget}))

@@ -44,6 +44,7 @@ from secateurs.methods.compare.rows import (
     Row,
     append_row,
     check_conditions,
+    check_rates,
     comparison_rows,
     named_budget,
 )
@@ -98,6 +99,7 @@ class Comparison:
             budget = named_budget(name, self.data.train, sites=sites)
             if found.setdefault(budget.name, budget) != budget:
                 raise InvalidInput(f"budgets: two of them are called {budget.name!r}. Give one of the files another name.")
+        check_rates(found.values())
         return tuple(found.values())
 
     def check(self, budgets: Sequence[Budget]) -> None:

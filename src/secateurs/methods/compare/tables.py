@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import mean, stdev
 
 from secateurs._util.format import NOTHING
 from secateurs._util.tables import Sheet
 from secateurs.methods.compare.paired import lead_of
-from secateurs.methods.compare.rows import AT, Row, budget_words, budgets_of, check_comparable, methods_of
+from secateurs.methods.compare.rows import Row, budget_words, budgets_of, check_comparable, methods_of, stem_of
 from secateurs.report.comparison import Summary
 
 MISSED = "†"  # marks cells with a network that kept more MACs than its target
@@ -76,7 +77,7 @@ def _target_sheet(
 def own_rate_sheet(rows: Sequence[Row], stem: str) -> Sheet | None:
     """Test accuracy of each method at its own best learning rate, by the validation set; None where all rows have one rate."""
     best = _at_own_rates(rows, stem)
-    if len({row.budget.name for row in rows if row.budget.name.partition(AT)[0] == stem}) < 2:
+    if len({row.budget.name for row in rows if stem_of(row.budget) == stem}) < 2:
         return None
     words = {key: f" @ {_rate(group[0]):g} of {tried}" for key, (group, tried) in best.items()}
     title = f"Test accuracy (%), every method at the best of its learning rates by the validation set; budget {stem}"
@@ -87,7 +88,7 @@ def own_rate_sheet(rows: Sequence[Row], stem: str) -> Sheet | None:
 def _at_own_rates(rows: Sequence[Row], stem: str) -> dict[tuple[str, float], tuple[list[Row], int]]:
     """Return by method and target the rows at the rate that the validation set chooses, and how many rates it chose from."""
     found = {}
-    for key, group in by_target(row for row in rows if row.budget.name.partition(AT)[0] == stem).items():
+    for key, group in by_target(row for row in rows if stem_of(row.budget) == stem).items():
         rates = {name: [row for row in group if row.budget.name == name] for name in budgets_of(group)}
         most = max(len(same) for same in rates.values())  # seeds: a rate that some have not run is not compared
         whole = {name: same for name, same in rates.items() if len(same) == most}
@@ -102,7 +103,7 @@ def leads_sheet(rows: Sequence[Row]) -> Sheet | None:
     The best by mean test accuracy at each budget and target; each at its own best rate where there are several.
     """
     lines = []
-    for stem in dict.fromkeys(name.partition(AT)[0] for name in budgets_of(rows)):
+    for stem in dict.fromkeys(stem_of(row.budget) for row in rows):
         best = {key: group for key, (group, _) in _at_own_rates(rows, stem).items()}
         for target in sorted({target for _, target in best if target}):
             ranked = [group for (_, share), group in best.items() if share == target and all(row.reached for row in group)]
@@ -127,7 +128,8 @@ def _rate(row: Row) -> float:
 def minutes_sheet(rows: Sequence[Row], minutes: Sequence[float] = (5, 10, 15, 30, 60, 120)) -> Sheet | None:
     """Test accuracy within a number of minutes of search and training: of all budgets that fit, the best by the validation set.
 
-    A budget fits if all its seeds do. A seed's search counts as that of its dearest row, as targets may share measurements.
+    A budget fits if all its seeds do; budgets are compared by the seeds that all of them have run, if there are any. A seed's
+    search counts as that of its dearest row, as targets may share measurements.
     """
     lines, searched = [], dict[tuple[str, int], float]()
     for row in rows:
@@ -139,7 +141,7 @@ def minutes_sheet(rows: Sequence[Row], minutes: Sequence[float] = (5, 10, 15, 30
             fitting = [
                 run for run in runs if all(searched[method, row.seed] + row.training_seconds <= 60 * bound for row in run)
             ]
-            best = max(fitting, key=lambda found: mean(row.search.after for row in found), default=[])
+            best = max(fitting, key=partial(_validation, seeds=_common_seeds(fitting)), default=[])
             cells.append(f"{mean_spread([row.test.after for row in best])} ({best[0].budget.name})" if best else NOTHING)
         lines.append((f"{100 * target:g} %", method, *cells))
     used = [place for place in range(len(minutes)) if len({line[place + 2] for line in lines} - {NOTHING})]
@@ -149,6 +151,15 @@ def minutes_sheet(rows: Sequence[Row], minutes: Sequence[float] = (5, 10, 15, 30
     kept = [(line[0], line[1], *(line[place + 2] for place in used)) for line in lines]
     title = "Test accuracy (%) within minutes of search and training together: the best budget that fits, by the validation set"
     return Sheet(title, columns, tuple(kept))
+
+
+def _common_seeds(runs: Sequence[Sequence[Row]]) -> set[int]:
+    return set.intersection(*({row.seed for row in run} for run in runs)) if runs else set()
+
+
+def _validation(run: Sequence[Row], seeds: set[int]) -> float:
+    """Mean validation accuracy over the seeds, or over all where the run has none of them."""
+    return mean([row.search.after for row in run if row.seed in seeds] or [row.search.after for row in run])
 
 
 def _cost_sheet(rows: Sequence[Row], budget: str) -> Sheet:
@@ -244,6 +255,6 @@ def tables_text(rows: Sequence[Row]) -> str:
 
 def across_budgets(rows: Sequence[Row]) -> list[Sheet]:
     """Return the tables of all budgets together: leads, each method at its own best rate, and at equal minutes."""
-    stems = dict.fromkeys(name.partition(AT)[0] for name in budgets_of(rows))
+    stems = dict.fromkeys(stem_of(row.budget) for row in rows)
     found = [leads_sheet(rows), *(own_rate_sheet(rows, stem) for stem in stems), minutes_sheet(rows)]
     return [sheet for sheet in found if sheet is not None]
