@@ -526,6 +526,14 @@ def test_budgets_that_differ_in_more_than_the_rate_are_not_rates_of_one(tmp_path
     comparison.check(comparison.budgets([one, one.replace("0.01", "0.03")]))
 
 
+def test_rows_of_a_release_without_a_distance_are_comparable_with_those_that_name_it() -> None:
+    old, new = (Budget("mine", after=TrainSettings(epochs=1, distance=kind)) for kind in ("auto", "kl"))  # by default, by name
+    check_comparable([made_up_row("l1", 0.3, 0.9, budget=old), made_up_row("fpgm", 0.3, 0.9, budget=new)])
+    other = Budget("mine", after=TrainSettings(epochs=1, distance="dist"))
+    with pytest.raises(RunError, match="budget 'mine' had other settings there"):
+        check_comparable([made_up_row("l1", 0.3, 0.9, budget=old), made_up_row("fpgm", 0.3, 0.9, budget=other)])
+
+
 def test_budgets_in_words_and_from_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(SHORT)

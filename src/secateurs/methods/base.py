@@ -339,7 +339,7 @@ def opened(
 
 def _completed(budget: dict[str, Any]) -> dict[str, Any]:
     """A recorded budget with the defaults of all settings that the release which recorded it did not have."""
-    every: dict[str, Any] = json.loads(json.dumps(asdict(TrainSettings())))
+    every: dict[str, Any] = json.loads(json.dumps(asdict(TrainSettings(distance="kl"))))  # there was no other distance
     found = {name: every | value if isinstance(value, dict) else value for name, value in budget.items()}
     return {"keep_best": False, **found}
 

@@ -315,7 +315,7 @@ def check_conditions(where: str | Path, base: Base, budgets: Iterable[Budget], w
                 f"comparison share one base. Give what it was started with, or another --out and --runs."
             )
     for budget in budgets:
-        if wanted.budgets.get(budget.name, budget) != budget:
+        if _settled(wanted.budgets.get(budget.name, budget)) != _settled(budget):
             raise RunError(f"{where}: budget {budget.name!r} had other settings there. Give the changed budget another name.")
         check_rates([budget, *wanted.budgets.values()], where=f"{where}: ")
 
@@ -338,8 +338,15 @@ def stem_of(budget: Budget) -> str:
 
 
 def _without_rate(budget: Budget) -> Budget:
-    parts = {part: replace(found, lr=1.0) for part in ("between", "after") if (found := getattr(budget, part))}
-    return replace(budget, name=stem_of(budget), **parts)
+    return _settled(budget, lr=1.0, name=stem_of(budget))
+
+
+def _settled(budget: Budget, *, name: str = "", **changes: Any) -> Budget:
+    """The budget with changes to its trainings, and with the distance that rows of releases without that setting had."""
+    parts: dict[str, Any] = {
+        part: replace(_of_classes(found), **changes) for part in ("between", "after") if (found := getattr(budget, part))
+    }
+    return replace(budget, name=name or budget.name, **parts)
 
 
 def check_comparable(rows: Sequence[Row]) -> None:
