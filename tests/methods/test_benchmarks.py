@@ -142,11 +142,27 @@ def test_rows_of_ensembles_made_before_are_read() -> None:
 
 
 TRAINED = finetuning.Row(
-    **{"network": "small", "start": "l1", "target": 0.3, "loss": "cross-entropy", "batchnorm": "live", "rate": 0.01, "seed": 0},
-    **{"epochs": 1, "precision": "bfloat16", "examples": None, "averaged": False, "macs_removed": 0.3},
-    **{"validation_before": 0.5, "validation_after": 0.8, "test_before": 0.5, "test_after": 0.7, "test_dense": 0.9},
-    **{"search_seconds": 0.0, "training_seconds": 1.0, "conditions": ""},
-)  # type: ignore[arg-type]  # fields of several types in one dict
+    network="small",
+    start="l1",
+    target=0.3,
+    loss="cross-entropy",
+    batchnorm="live",
+    rate=0.01,
+    seed=0,
+    epochs=1,
+    precision="bfloat16",
+    examples=None,
+    averaged=False,
+    macs_removed=0.3,
+    validation_before=0.5,
+    validation_after=0.8,
+    test_before=0.5,
+    test_after=0.7,
+    test_dense=0.9,
+    search_seconds=0.0,
+    training_seconds=1.0,
+    conditions="",
+)
 DISTILLED = finetuning_page.Change("", {"loss": "cross-entropy"}, {"loss": "distillation"})
 
 
