@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from secateurs import Recipe, TrainSettings, read_recipe
 from secateurs.cli.inputs import field_flags
-from secateurs.config import GENTLE, PAPER_RETRAIN, read_settings, recipe_from, setting, write_recipe
+from secateurs.config import GENTLE, PAPER_RETRAIN, declarations, read_settings, recipe_from, setting, write_recipe
 from secateurs.errors import InvalidInput, RecipeError
 
 
@@ -80,7 +80,7 @@ def test_a_training_by_name_may_be_changed_field_by_field(tmp_path: Path) -> Non
         ("[finetune]\nepoch = 1", r"unknown field 'finetune.epoch'. Did you mean 'epochs'"),
         ("max_drop = 'much'", r"max_drop = 'much': got str, wanted a number\."),
         ("max_drop = 2.0", r"max_drop = 2.0: wanted 0 to 1"),
-        ("rounds = 0", r"rounds = 0: wanted 1 or more"),
+        ("rounds = 0", r"rounds = 0: wanted 1 to 1,000"),
         ("direction = 'sideways'", r"direction = 'sideways': wanted one of forward, backward"),
         ("design = 'exakt'", r"design = 'exakt': wanted one of exact, bernoulli, balanced. Did you mean 'exact'"),
         ("[retrain]\nschedule = 'cosin'", r"retrain.schedule = 'cosin': wanted one of .*Did you mean 'cosine'"),
@@ -161,3 +161,34 @@ def test_one_declaration_gives_a_field_its_check_its_place_in_files_and_its_flag
 def test_a_number_that_no_float_can_hold_is_an_error() -> None:
     with pytest.raises(RecipeError, match="out of range"):
         Recipe(max_drop=10**400)
+
+
+NUMBERS = [
+    (kind, name)
+    for kind in (Recipe, TrainSettings)
+    for name, (hint, _, _) in declarations(kind).items()
+    if {int, float} & {hint, *get_args(hint)}
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), NUMBERS, ids=lambda part: getattr(part, "__name__", part))
+@given(
+    beyond=st.integers(min_value=1 << 64) | st.integers(max_value=-(1 << 64)) | st.floats(min_value=1e30) | st.just(10**5000)
+)
+@settings(max_examples=8, deadline=None)
+def test_no_number_of_a_recipe_is_beyond_all_measure(kind: type, name: str, beyond: float) -> None:
+    """Every field that holds a number says between which ends; the error names the field and both."""
+    hint, _, declared = declarations(kind)[name]
+    given = (beyond,) if get_args(hint)[1:] == (...,) else beyond
+    assert {declared.low, declared.above} != {None}
+    assert {declared.high, declared.below} != {None}
+    with pytest.raises(RecipeError, match=rf"^{name} = .*(wanted|out of range)"):
+        kind(**{name: given})
+
+
+def test_the_numbers_of_the_hostile_recipe() -> None:
+    """Numbers that were read without complaint."""
+    for name, value in (("masks", 10**12), ("batch", 1 << 62), ("seed", 1 << 70), ("epochs", 10**9)):
+        kind: Any = TrainSettings if name == "epochs" else Recipe
+        with pytest.raises(RecipeError, match=rf"{name} = {value}: wanted -?[\d,]+ to [\d,]+\."):
+            kind(**{name: value})

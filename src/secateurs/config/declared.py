@@ -14,13 +14,20 @@ from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin, get
 from secateurs._util.decode import brief
 from secateurs.errors import RecipeError, suggest
 
+MOST_EXAMPLES = 1_000_000_000  # no set is larger; a number beyond it is a slip of the pen, or hostile
+MOST_AT_ONCE = 1 << 20  # examples in a batch: more fit into no memory
+SEEDS: dict[str, float] = {"low": -(1 << 63), "high": (1 << 63) - 1}  # what TOML and torch hold
+
 T = TypeVar("T")
 FlagGroup = Literal["pruning", "scoring", "training"]
 
 
 @dataclass(frozen=True)
 class Declared:
-    """What a field means, and the range of its values; one with a `group` has a flag under that heading."""
+    """What a field means, and the range of its values; one with a `group` has a flag under that heading.
+
+    Every number has a range with two ends: a recipe may come from anywhere, and 10^12 masks would be an endless run.
+    """
 
     help: str
     group: FlagGroup | None = None
@@ -32,18 +39,31 @@ class Declared:
     def check(self, name: str, value: float) -> None:
         """RecipeError unless the number is finite and in range."""
         every = (
-            (operator.ge, self.low, "{:g} or more"),
-            (operator.gt, self.above, "a number above {:g}"),
-            (operator.le, self.high, "at most {:g}"),
-            (operator.lt, self.below, "below {:g}"),
+            (operator.ge, self.low, "{} or more"),
+            (operator.gt, self.above, "a number above {}"),
+            (operator.le, self.high, "at most {}"),
+            (operator.lt, self.below, "below {}"),
         )
         limits = [(within, limit, text) for within, limit, text in every if limit is not None]
-        if math.isfinite(value) and all(within(value, limit) for within, limit, _ in limits):
+        # whole numbers are finite, and may be too large to be asked
+        if (isinstance(value, int) or math.isfinite(value)) and all(within(value, limit) for within, limit, _ in limits):
             return
-        wanted = " and ".join(text.format(limit) for _, limit, text in limits) or "a finite number"
+        wanted = " and ".join(text.format(_number(limit)) for _, limit, text in limits) or "a finite number"
         if self.low is not None and self.high is not None:
-            wanted = f"{self.low:g} to {self.high:g}"
-        raise RecipeError(f"{name} = {value!r}: wanted {wanted}.")
+            wanted = f"{_number(self.low)} to {_number(self.high)}"
+        raise RecipeError(f"{name} = {_shown(value)}: wanted {wanted}.")
+
+
+def _number(limit: float) -> str:
+    return f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+
+
+def _shown(value: Any) -> str:
+    """A value in an error message."""
+    try:
+        return brief(repr(value))
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return "a number of thousands of digits"
 
 
 def setting(default: T, help: str, group: FlagGroup | None = None, **limits: float) -> T:
@@ -89,8 +109,9 @@ class Checked:
         kind: Any = type(self)
         for name, (hint, _, declared) in declarations(kind).items():
             value = _checked(name, getattr(self, name), hint)
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                declared.check(name, value)
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, int | float) and not isinstance(number, bool):
+                    declared.check(name, number)
             object.__setattr__(self, name, value)
 
 
@@ -101,7 +122,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
     kinds = [part for part in parts if part is not NoneType and get_origin(part) is not Literal]
     if (value is None and NoneType in parts) or (isinstance(value, str) and value in choices):
         return value
-    shown = brief(repr(value))
+    shown = _shown(value)
     if not kinds:
         raise RecipeError(f"{name} = {shown}: wanted one of {', '.join(choices)}.{suggest(brief(value), choices, listed=True)}")
     (kind,) = kinds

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from secateurs.config.declared import declarations, setting
+from secateurs.config.declared import MOST_AT_ONCE, MOST_EXAMPLES, SEEDS, declarations, setting
 from secateurs.config.scoring import NETWORK_WIDE, PAPER, EnsembleSettings, Scoring
 from secateurs.config.training import Precision, TrainSettings, named_settings
 from secateurs.errors import RecipeError, suggest
@@ -74,7 +74,7 @@ class Recipe(EnsembleSettings):
     head_widths: bool = setting(
         False, "Also remove features within the heads of attention, the same from every head, besides whole heads.", "pruning"
     )
-    rounds: int = setting(1, "Largest number of passes over the sites.", "pruning", low=1)
+    rounds: int = setting(1, "Largest number of passes over the sites.", "pruning", low=1, high=1000)
     sites: tuple[str, ...] = setting((), "Only sites whose names match this pattern, such as 'layer3.*'.", "pruning")
     target_parameters: float | None = setting(
         None, "Stop when this share of the parameters is removed.", "pruning", low=0, high=1
@@ -102,7 +102,11 @@ class Recipe(EnsembleSettings):
     )
     scoring: Pool = setting("train", "Set that masks are scored on; search is the validation set.", "scoring")
     scoring_examples: int | Literal["all"] | None = setting(
-        None, "Number of its examples, a stratified subset; by default as many as the noise requires.", "scoring", low=2
+        None,
+        "Number of its examples, a stratified subset; by default as many as the noise requires.",
+        "scoring",
+        low=2,
+        high=MOST_EXAMPLES,
     )
     repair: Repair = setting(
         "none",
@@ -110,7 +114,7 @@ class Recipe(EnsembleSettings):
         "then train all layers together to give what they gave, without labels.",
         "pruning",
     )
-    repair_examples: int = setting(1024, "Training examples that a repair is solved on.", "pruning", low=1)
+    repair_examples: int = setting(1024, "Training examples that a repair is solved on.", "pruning", low=1, high=MOST_EXAMPLES)
     repaired_masks: bool = setting(False, "Score masks after repair too, with one solution for each.")
     search: Method = setting(
         "bisect",
@@ -129,6 +133,7 @@ class Recipe(EnsembleSettings):
         "of fewer at narrow sites.",
         "pruning",
         low=1,
+        high=65_536,
     )
     latency_aware: bool = setting(
         False, "Keep only numbers of filters that are measurably faster in the engine than any larger one.", "pruning"
@@ -146,14 +151,16 @@ class Recipe(EnsembleSettings):
         None, "Stop when the network takes this share of its original time in the engine.", "pruning", above=0, below=1
     )
     max_ms: float | None = setting(
-        None, "Stop when the network takes this number of milliseconds in the engine.", "pruning", above=0
+        None, "Stop when the network takes this number of milliseconds in the engine.", "pruning", above=0, high=1e7
     )
-    latency_batch: int | None = setting(None, "Examples at once where time is measured; by default 1.", "pruning", low=1)
+    latency_batch: int | None = setting(
+        None, "Examples at once where time is measured; by default 1.", "pruning", low=1, high=MOST_AT_ONCE
+    )
     latency_threads: int | None = setting(
-        None, "Threads of the engine where time is measured; by default those of torch.", "pruning", low=1
+        None, "Threads of the engine where time is measured; by default those of torch.", "pruning", low=1, high=4096
     )
     latency_seconds: float | None = setting(
-        None, "Seconds that measuring the times of all layers may take; by default 300.", "pruning", above=0
+        None, "Seconds that measuring the times of all layers may take; by default 300.", "pruning", above=0, high=1e6
     )
     finetune: TrainSettings | None = setting(None, "After every cut.")
     retrain: TrainSettings | None = setting(None, "After all cuts.")
@@ -169,15 +176,21 @@ class Recipe(EnsembleSettings):
         "training",
     )
     recalibrate: int | None = setting(
-        None, "Training examples on which BatchNorm statistics are measured again after every cut.", "training", low=1
+        None,
+        "Training examples on which BatchNorm statistics are measured again after every cut.",
+        "training",
+        low=1,
+        high=MOST_EXAMPLES,
     )
-    batch: int = setting(256, "Examples at once while scoring and searching; fewer where memory runs out.", "scoring", low=1)
+    batch: int = setting(
+        256, "Examples at once while scoring and searching; fewer where memory runs out.", "scoring", low=1, high=MOST_AT_ONCE
+    )
     scoring_precision: Precision = setting(
         "float32",
         "Precision of the passes that score masks (autocast); accuracies are measured in the network's own.",
         "scoring",
     )
-    seed: int = setting(0, "Seed of everything random.", "scoring")
+    seed: int = setting(0, "Seed of everything random.", "scoring", **SEEDS)
 
     @staticmethod
     def best(**changes: Any) -> Recipe:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from secateurs.config.declared import Checked, setting
+from secateurs.config.declared import MOST_EXAMPLES, Checked, setting
 from secateurs.errors import RecipeError
 
 Transform = Literal["linear", "log", "rank"]
@@ -31,8 +31,8 @@ class EnsembleSettings(Checked):
         "scoring",
     )
     adaptive: bool = setting(True, "Stop scoring a site when the set of its least important filters is stable.", "scoring")
-    masks_per_filter: int = setting(256, "Largest number of masks for each filter of a site.", "scoring", low=1)
-    masks: int | None = setting(None, "Number of masks at every site, whatever its width.", "scoring", low=4)
+    masks_per_filter: int = setting(256, "Largest number of masks for each filter of a site.", "scoring", low=1, high=100_000)
+    masks: int | None = setting(None, "Number of masks at every site, whatever its width.", "scoring", low=4, high=10_000_000)
     off: float = setting(
         0.3,
         "Share of a site's filters that a mask switches off (the paper's P, 0.3); estimator network: spread over all sites.",
@@ -45,7 +45,7 @@ class EnsembleSettings(Checked):
     )
     transform: Transform = setting("linear", "Transform of the losses before the fit; not for slopes.")
     model: Model = setting("linear", "The model of the scores: linear, or with terms for pairs of filters.")
-    ridge: float = setting(0.0, "Ridge penalty of the fit.")
+    ridge: float = setting(0.0, "Ridge penalty of the fit.", low=0, high=1e9)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +68,9 @@ class Scoring(EnsembleSettings):
     agreement: float = setting(
         0.85, "Share of resampled sets of least important filters that must agree, beyond chance.", above=0, high=1
     )
-    examples: int | Literal["all"] | None = setting(None, "Number of examples; None: as many as the noise requires.", low=2)
+    examples: int | Literal["all"] | None = setting(
+        None, "Number of examples; None: as many as the noise requires.", low=2, high=MOST_EXAMPLES
+    )
 
     def bound(self, channels: int) -> int:
         """Largest number of masks for a site of `channels` filters."""

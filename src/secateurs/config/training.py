@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from secateurs._util.decode import brief
-from secateurs.config.declared import Checked, setting
+from secateurs.config.declared import MOST_AT_ONCE, SEEDS, Checked, setting
 from secateurs.errors import RecipeError, suggest
 
 Schedule = Literal["constant", "step", "cosine", "linear", "one-cycle"]
@@ -17,28 +17,40 @@ Distance = Literal["auto", "kl", "dist", "squared"]
 Augment = Literal["none", "crop", "crop-flip", "auto"]
 Precision = Literal["float32", "bfloat16", "float16"]
 
+MOST_EPOCHS = 100_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings(Checked):
     """SGD with everything that decides its result; the same settings, data and start give the same weights."""
 
-    epochs: int = setting(10, "Passes over the training examples.", "training", low=0)
-    steps: int | None = setting(None, "Stop after this number of optimiser steps, even within an epoch.", "training", low=0)
-    batch: int = setting(128, "Examples in an optimiser step.", "training", low=1)
+    epochs: int = setting(10, "Passes over the training examples.", "training", low=0, high=MOST_EPOCHS)
+    steps: int | None = setting(
+        None, "Stop after this number of optimiser steps, even within an epoch.", "training", low=0, high=1_000_000_000
+    )
+    batch: int = setting(128, "Examples in an optimiser step.", "training", low=1, high=MOST_AT_ONCE)
     optimiser: Optimiser = setting("sgd", "SGD with momentum, or AdamW.", "training")
     lr: float | Literal["auto"] = setting(
-        0.01, "Learning rate; auto: the best of three, by short trials on held-out examples.", "training", above=0
+        0.01, "Learning rate; auto: the best of three, by short trials on held-out examples.", "training", above=0, high=1000
     )
     momentum: float = setting(0.9, "Momentum of SGD.", "training", low=0, high=0.9999)
-    weight_decay: float = setting(1e-4, "Weight decay.", "training", low=0)
+    weight_decay: float = setting(1e-4, "Weight decay.", "training", low=0, high=1000)
     nesterov: bool = setting(False, "Use Nesterov's momentum.")
     schedule: Schedule = setting("cosine", "How the learning rate changes.", "training")
     milestones: tuple[int, ...] = setting(
-        (), "With schedule step: the epochs, counted from 0, at which the learning rate is multiplied by factor.", "training"
+        (),
+        "With schedule step: the epochs, counted from 0, at which the learning rate is multiplied by factor.",
+        "training",
+        low=1,
+        high=MOST_EPOCHS,
     )
     factor: float = setting(0.1, "With schedule step: what the learning rate is multiplied by.", above=0, high=1)
     warmup: int = setting(
-        0, "Epochs over which the learning rate rises linearly, before the schedule begins.", "training", low=0
+        0,
+        "Epochs over which the learning rate rises linearly, before the schedule begins.",
+        "training",
+        low=0,
+        high=MOST_EPOCHS,
     )
     warmup_share: float = setting(0.0, "The same as a share of all steps.", low=0, below=1)
     augment: Augment = setting(
@@ -51,16 +63,19 @@ class TrainSettings(Checked):
     label_smoothing: float = setting(
         0.0, "Share of the target that is spread over all classes.", "training", low=0, high=0.9999
     )
-    clip_norm: float | None = setting(None, "Largest norm of the whole gradient.", above=0)
+    clip_norm: float | None = setting(None, "Largest norm of the whole gradient.", above=0, high=1e9)
     distill: float = setting(0.0, "Share of the loss that is the distance to the teacher's outputs.", low=0, high=1)
-    temperature: float = setting(4.0, "Temperature of the distillation.", above=0)
+    temperature: float = setting(4.0, "Temperature of the distillation.", above=0, high=1e4)
     distance: Distance = setting(
         "auto",
         "Distance to the teacher's outputs: kl (Kullback-Leibler divergence) and dist (correlations over classes and over the "
         "batch) are of class logits, squared (error as a share of the variance) of any; auto: kl of classes, else squared.",
     )
     features: float = setting(
-        0.0, "Weight of the relative squared error of feature maps to the teacher's, besides the rest of the loss.", low=0
+        0.0,
+        "Weight of the relative squared error of feature maps to the teacher's, besides the rest of the loss.",
+        low=0,
+        high=1e6,
     )
     freeze_batchnorm: bool = setting(
         False,
@@ -74,7 +89,7 @@ class TrainSettings(Checked):
     )
     int8: bool = setting(False, "Round weights and inputs of layers as an int8 file does, straight-through.", "training")
     channels_last: bool = setting(False, "Compute with channels last in memory.")
-    seed: int = setting(0, "Seed of everything random, the first weights included.", "training")
+    seed: int = setting(0, "Seed of everything random, the first weights included.", "training", **SEEDS)
 
     def __post_init__(self) -> None:
         super().__post_init__()
