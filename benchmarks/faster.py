@@ -90,7 +90,7 @@ def pruner(network: str, choice: str, images: int, engine_batch: int) -> Pruner:
     """The run of a choice, continued if it was begun; its curves are in its folder."""
     by, shortcut = choice.split()
     folder, model, given = FOLDER / f"{network}-{choice.replace(' ', '-')}", build_model(origin(network)), data(network, images)
-    recipe = Recipe(
+    recipe = Recipe.fast(
         max_drop=POINT,
         confidence=0.0,
         criterion="obs",

@@ -130,7 +130,9 @@ def small_run(folder: Path, kind: str) -> None:
     if kind == "best":
         recipe = Recipe.best(max_drop=0.1, confidence=0.9, repair_examples=256, batch=64, round_to=1, retrain=training)
     else:
-        recipe = Recipe(masks=96, max_drop=0.05, confidence=0.0, batch=64, round_to=1, scoring_examples=256, finetune=training)
+        recipe = Recipe.fast(
+            masks=96, max_drop=0.05, confidence=0.0, batch=64, round_to=1, scoring_examples=256, finetune=training
+        )
     run = secateurs.api.start_or_continue(build("mlp", hidden=(24, 20)), load("digits"), recipe=recipe, folder=folder)
     notes.phase = BETWEEN
     notes.say("opened")

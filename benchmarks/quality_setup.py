@@ -145,7 +145,7 @@ class Subject:
         """What a divided run of this method works with; few of the search images steer."""
         size = SIZES[self.model]
         steering = subset(self._searched, size.steering, seed=derive(seed, "steering"))
-        recipe = Recipe(
+        recipe = Recipe.fast(
             criterion=method.criterion,
             repair=method.repair,
             repair_examples=REPAIR_EXAMPLES,

@@ -72,7 +72,7 @@ class Setting:
     seed: int
 
     def context(self, *, scoring: Pool = "train", signal: Signal = "loss", repaired: bool = False) -> PruningContext:
-        recipe = Recipe(
+        recipe = Recipe.fast(
             criterion="ensemble",
             scoring=scoring,
             signal=signal,

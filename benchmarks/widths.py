@@ -124,7 +124,7 @@ def by_time(name: str, shortcut: Any, rounds: int) -> dict[str, Any]:
         return Examples(torch.randn(count, 3, SIDE, SIDE, generator=generator), torch.arange(count) % 10)
 
     data = Data("random", images(IMAGES), images(IMAGES), images(2), classes=tuple(map(str, range(1000))))
-    recipe = Recipe(
+    recipe = Recipe.fast(
         max_drop=1.0,
         confidence=0.0,
         criterion="l1",

@@ -78,7 +78,7 @@ def measured(what: str, images: int, sites: str, validation: int, folder: Path |
             seconds, cpu = time.perf_counter() - began, time.process_time() - used
         steps = {"steps": len(run.steps), "with the final measurement": time.perf_counter() - began}
         return {"seconds": seconds, **busy(run, cpu), "digest": digest(dict(run.graph.module.state_dict())), **steps}
-    run = Pruner(model, data, recipe=Recipe(allocation="global", max_drop=0.01, round_to=8, masks=images), folder=folder)
+    run = Pruner(model, data, recipe=Recipe.fast(allocation="global", max_drop=0.01, round_to=8, masks=images), folder=folder)
     kept, save = list[float](), KeptAnswers.save
 
     def timed(self: KeptAnswers, *given: Any) -> None:

@@ -38,8 +38,10 @@ class RecipeFields(SphinxDirective):
         """Build the table from the declarations in `secateurs.config`."""
         from secateurs import config
 
-        declared = config.declarations(getattr(config, self.arguments[0]))
-        return [_table(("field", "default", "meaning"), [(name, repr(d[1]), d[2].help) for name, d in declared.items()])]
+        kind = getattr(config, self.arguments[0])
+        declared, default = config.declarations(kind), kind()  # which has the fields that depend on others filled in
+        rows = [(name, repr(getattr(default, name)), d[2].help) for name, d in declared.items()]
+        return [_table(("field", "default", "meaning"), rows)]
 
 
 class RecordFields(SphinxDirective):

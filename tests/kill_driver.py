@@ -31,7 +31,7 @@ RECIPE = Recipe.paper(
     finetune=TrainSettings(epochs=3, batch=32, lr=0.02),
     retrain=TrainSettings(epochs=6, batch=32, lr=0.02, schedule="step", milestones=(3,)),
 )
-ALLOCATED = Recipe(
+ALLOCATED = Recipe.fast(
     max_drop=0.1,
     confidence=0.9,
     allocation="global",

@@ -14,8 +14,19 @@ from hypothesis import strategies as st
 
 from secateurs import Recipe, TrainSettings, read_recipe
 from secateurs.cli.inputs import field_flags
-from secateurs.config import GENTLE, PAPER_RETRAIN, declarations, read_settings, recipe_from, setting, write_recipe
+from secateurs.config import (
+    GENTLE,
+    PAPER_RETRAIN,
+    PORTFOLIO,
+    declarations,
+    read_settings,
+    recipe_fields,
+    recipe_from,
+    setting,
+    write_recipe,
+)
 from secateurs.errors import InvalidInput, RecipeError
+from secateurs.pruning.arguments import recipe_for
 
 
 def written(folder: Path, text: str) -> Path:
@@ -43,10 +54,10 @@ def test_what_is_written_is_read_back(
     sites: list[str],
 ) -> None:
     training = None if epochs is None else TrainSettings(epochs=epochs, schedule="step", milestones=(3, 5))
-    recipe = Recipe(
+    recipe = Recipe.fast(
         max_drop=max_drop,
         rounds=rounds,
-        direction=direction,  # type: ignore[arg-type]
+        direction=direction,
         target_macs=target,
         finetune=training,
         sites=tuple(sites),
@@ -54,6 +65,41 @@ def test_what_is_written_is_read_back(
     path = tmp_path_factory.mktemp("recipes") / "recipe.toml"
     write_recipe(path, recipe)
     assert read_recipe(path) == recipe
+
+
+def test_the_defaults_are_what_prune_does_and_the_named_ways_are_theirs() -> None:
+    """The values are those that the published rows were made with, by the names that the ways had then."""
+    best = {"max_drop": 0.01, "allocation": "global", "criterion": "obs", "repair": "every-layer", "confidence": 0.95}
+    fast = {"max_drop": 0.005, "allocation": "sequential", "criterion": "ensemble", "repair": "none", "confidence": 0.95}
+    assert {name: getattr(Recipe(), name) for name in best} == best
+    assert {name: getattr(recipe_for(None, None), name) for name in best} == best
+    assert {name: getattr(Recipe.fast(), name) for name in fast} == fast
+    assert {name: getattr(Recipe.paper(), name) for name in fast} == {**fast, "confidence": 0.0}
+    assert (Recipe.fast().estimator, Recipe.fast(allocation="global").estimator, Recipe.fast().off) == (
+        "gradient",
+        "gradient",
+        0.3,
+    )
+    assert (Recipe.paper().estimator, Recipe.paper().off) == ("losses", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("given", "filled"),
+    [
+        ({"criterion": "ensemble"}, {"estimator": "network", "off": 0.9}),  # one scoring ranks all sites
+        ({"criterion": "ensemble", "off": 0.3}, {"estimator": "gradient", "off": 0.3}),
+        ({"criterion": "ensemble", "masks": 40}, {"estimator": "gradient", "off": 0.3}),
+        ({"criterion": "ensemble", "estimator": "network"}, {"off": 0.9}),
+        ({"portfolio": PORTFOLIO}, {"criterion": "portfolio", "estimator": "network"}),
+        ({"repair": "none"}, {"criterion": "portfolio", "portfolio": PORTFOLIO}),  # obs ranks by what a repair can do
+        ({"repair": "none", "portfolio": ("l1",)}, {"criterion": "portfolio", "estimator": "gradient"}),
+        ({"max_drop": 0.2}, {"criterion": "obs"}),
+    ],
+)
+def test_fields_that_depend_on_others_are_filled_in(given: dict[str, Any], filled: dict[str, Any]) -> None:
+    recipe = Recipe(**given)
+    assert {name: getattr(recipe, name) for name in given | filled} == given | filled
+    assert replace(recipe) == recipe == recipe_from(recipe_fields(recipe))
 
 
 def test_tables_and_overrides(tmp_path: Path) -> None:

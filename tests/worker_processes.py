@@ -93,10 +93,10 @@ def run_workers(size: int, work: Callable[[int], Any], *, timeout: float = 30.0,
 # ---- whole runs ----------------------------------------------------------------------------------------------------------
 
 PAPER = Recipe.paper(max_drop=0.05, rounds=1, search="bisect", masks_per_filter=30, scoring_examples=192, batch=64)
-FAST = Recipe(max_drop=0.1, confidence=0.9, batch=64)
+FAST = Recipe.fast(max_drop=0.1, confidence=0.9, batch=64)
 BEST = Recipe.best(max_drop=0.3, confidence=0.0, repair_examples=200, batch=64, round_to=1)
 ENSEMBLES = replace(BEST, criterion="ensemble", estimator="gradient", masks=256)
-TRAINED = Recipe(
+TRAINED = Recipe.fast(
     max_drop=0.3,
     confidence=0.0,
     criterion="l1",

@@ -51,22 +51,26 @@ lr = 0.02
 schedule = "step"
 milestones = [1]
 """
-PAPER = (
+SITE_BY_SITE = 'allocation = "sequential"\ncriterion = "ensemble"\nrepair = "none"\n'
+PAPER = SITE_BY_SITE + (
     'estimator = "losses"\nadaptive = false\nmasks_per_filter = 6\nscoring_examples = 128\nbudget = "site"\nconfidence = 0\n'
 )
 
 RECIPES: dict[str, str] = {
     "paper forward": 'max_drop = 0.03\nsearch = "bisect"\n' + PAPER,
     "paper backward, after": 'max_drop = 0.03\ndirection = "backward"\nshortcut = "after"\n' + PAPER,
-    "fast": "max_drop = 0.05\nconfidence = 0.9\n",
+    "fast": SITE_BY_SITE + "max_drop = 0.05\nconfidence = 0.9\n",
     "best": 'max_drop = 0.1\nconfidence = 0.9\ncriterion = "portfolio"\nrepair = "every-layer"\nallocation = "global"\n'
     "repair_examples = 128\n",
     "two rounds, trained": "max_drop = 0.05\nrounds = 2\n" + PAPER + TRAINED,
     "global with a target": 'max_drop = 0.5\nconfidence = 0\nallocation = "global"\ncriterion = "l1"\ntarget_macs = 0.4\n'
     'repair = "least-squares"\nrepair_examples = 128\n',
-    "leave-one-out": 'max_drop = 0.05\nconfidence = 0\ncriterion = "leave-one-out"\nshortcut = "after"\n',
-    "obs": 'max_drop = 0.05\nconfidence = 0\ncriterion = "obs"\nrepair = "least-squares"\nrepair_examples = 128\n',
-    "pairs": 'max_drop = 0.05\nconfidence = 0\nestimator = "losses"\nadaptive = false\nmodel = "pairs"\nmasks = 80\n'
+    "leave-one-out": 'max_drop = 0.05\nconfidence = 0\nallocation = "sequential"\ncriterion = "leave-one-out"\n'
+    'repair = "none"\nshortcut = "after"\n',
+    "obs": 'max_drop = 0.05\nconfidence = 0\nallocation = "sequential"\ncriterion = "obs"\nrepair = "least-squares"\n'
+    "repair_examples = 128\n",
+    "pairs": SITE_BY_SITE
+    + 'max_drop = 0.05\nconfidence = 0\nestimator = "losses"\nadaptive = false\nmodel = "pairs"\nmasks = 80\n'
     "scoring_examples = 128\n",
 }
 

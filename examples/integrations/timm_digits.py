@@ -47,7 +47,7 @@ for _ in range(4):
         schedule.step()
 
 # 300 validation images certify little, and the default recipe takes longer: one criterion and point estimates are quick
-recipe = sc.Recipe(max_drop=0.05, criterion="l1", confidence=0)
+recipe = sc.Recipe.fast(max_drop=0.05, criterion="l1", confidence=0)
 result = sc.prune(model, train, val, test=test, recipe=recipe, progress=False)
 print(result)
 path = result.export(folder / "small.onnx")

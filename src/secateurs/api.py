@@ -127,7 +127,7 @@ class Pruner(Run):
         functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
         check_functions(**functions, measure=measure, callback=callback)
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise InvalidInput(f"recipe: got {recipe!r:.40}, wanted a Recipe: Recipe.best(…), Recipe.paper(), or Recipe(…).")
+            raise InvalidInput(f"recipe: got {recipe!r:.40}, wanted a Recipe: Recipe(…), Recipe.fast(…) or Recipe.paper(…).")
         if time_budget is not None and not (isinstance(time_budget, Real) and time_budget > 0):
             raise InvalidInput(f"time_budget: got {time_budget!r:.40}, wanted a number of seconds above 0.")
         finetune = with_step(finetune)
@@ -307,7 +307,7 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     certified as a metric is. `finetune(model)` is the user's own training after the cuts, `retrain="gentle"` (or
     `TrainSettings`) is ours, `criterion` a name or a function (graph, site, data) -> scores (C,). `ignore` lists layers that
     keep all filters. With a `time_budget` in seconds a cheaper recipe is taken where the work may take longer. `recipe` has all
-    other settings; without one, `Recipe.best()`. With a `folder` all is kept there, and `resume` continues after a crash.
+    other settings; without one, `Recipe()`. With a `folder` all is kept there, and `resume` continues after a crash.
 
     In a script that torchrun started on several processes, all of them call this and share the measurements; the first one
     prints and has the folder, and after a restart of torchrun the run in it goes on. `distributed=False`: this process alone.
@@ -318,7 +318,7 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     known = inspect.signature(Pruner).parameters
     for name in options:
         if name in declarations(Recipe) and name not in known:
-            raise InvalidInput(f"prune: {name} is a field of the recipe. Give recipe=Recipe.best({name}=…).")
+            raise InvalidInput(f"prune: {name} is a field of the recipe. Give recipe=Recipe({name}=…).")
         if name not in known:
             raise InvalidInput(f"prune: unknown option {name!r}.{suggest(name, known)}")
     check_functions(callback=options.get("callback"))

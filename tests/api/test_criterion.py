@@ -20,7 +20,7 @@ def test_their_criterion_ranks() -> None:
         assert len(data) > 0
         return -torch.arange(site.channels)
 
-    recipe = sc.Recipe(confidence=0, max_drop=0.9, largest_share=0.5, sites=("0",))
+    recipe = sc.Recipe.fast(confidence=0, max_drop=0.9, largest_share=0.5, sites=("0",))
     result = sc.prune(trained(), *loaders(), recipe=recipe, criterion=last_first, progress=False)
     assert result.steps[0].criterion == "last_first"
     assert result.steps[0].removed == (11, 10, 9, 8, 7, 6)
@@ -65,7 +65,7 @@ class Block(nn.Sequential):
 
 @pytest.mark.parametrize("ignore", ["body", ["bod?"], [Block], Block, "body.0"])
 def test_an_ignored_block_is_ignored_with_all_its_layers(ignore: Any) -> None:
-    recipe = sc.Recipe(confidence=0, max_drop=0.2, criterion="l1")
+    recipe = sc.Recipe.fast(confidence=0, max_drop=0.2, criterion="l1")
     result = sc.prune(Blocks(), *loaders(), ignore=ignore, recipe=recipe, progress=False)
     assert [step.site for step in result.steps] == ["stem.0"]
 

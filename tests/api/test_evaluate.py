@@ -33,7 +33,7 @@ def test_their_metric_of_the_whole_set_decides() -> None:
     assert result.search.before - result.search.after <= 0.05 + 1e-9
     assert result.metric == "macro_recall"
     assert "Nothing is promised" in str(result)
-    sequential = sc.Recipe(confidence=0, criterion="l1", max_drop=0.05)
+    sequential = sc.Recipe.fast(confidence=0, criterion="l1", max_drop=0.05)
     other = sc.prune(trained(), *loaders(), evaluate=macro_recall, recipe=sequential, progress=False)
     assert other.search.before - other.search.after <= 0.05 + 1e-9
 
@@ -63,7 +63,7 @@ def each_right(model: nn.Module) -> Tensor:
         return model(digits()[1].inputs).argmax(1) == digits()[1].targets
 
 
-@pytest.mark.parametrize("recipe", [RECIPE, sc.Recipe(criterion="l1", max_drop=0.05)], ids=["global", "sequential"])
+@pytest.mark.parametrize("recipe", [RECIPE, sc.Recipe.fast(criterion="l1", max_drop=0.05)], ids=["global", "sequential"])
 def test_values_of_examples_are_certified_as_those_of_the_metric_are(recipe: sc.Recipe) -> None:
     own = sc.prune(trained(), *loaders(), evaluate=each_right, recipe=recipe, progress=False)
     ours = sc.prune(trained(), *loaders(), recipe=recipe, progress=False)

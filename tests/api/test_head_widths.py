@@ -63,7 +63,7 @@ def removed_masks(result: sc.Result) -> tuple[sc.Graph, dict[str, Tensor]]:
 def test_one_run_cuts_neurons_heads_and_features(allocation: str) -> None:
     """What is left computes what the user's network does with all that was removed set to zero."""
     targets = {} if allocation == "sequential" else {"target_macs": 0.75}
-    recipe = sc.Recipe(criterion="l1", **settings(allocation=allocation, branches=False, largest_share=0.7, **targets))
+    recipe = sc.Recipe.fast(criterion="l1", **settings(allocation=allocation, branches=False, largest_share=0.7, **targets))
     result = sc.prune(network(), *loaders(), recipe=recipe, progress=False)
     cut = {step.site: step.noun for step in result.steps if step.removed}
     assert cut.keys() >= {"qkv", "hidden", *WIDTHS}
@@ -90,15 +90,16 @@ def test_the_best_recipe_repairs_what_features_leave(tmp_path: Path) -> None:
 
 def test_widths_are_asked_for() -> None:
     sites = {
-        step.site for step in sc.Pruner(network(), *loaders(), recipe=sc.Recipe(criterion="l1", **settings(head_widths=False)))
+        step.site
+        for step in sc.Pruner(network(), *loaders(), recipe=sc.Recipe.fast(criterion="l1", **settings(head_widths=False)))
     }
     assert "qkv" in sites
     assert not sites & set(WIDTHS)
-    chosen = sc.Pruner(network(), *loaders(), recipe=sc.Recipe(criterion="l1", **settings(sites=("*.value",))))
+    chosen = sc.Pruner(network(), *loaders(), recipe=sc.Recipe.fast(criterion="l1", **settings(sites=("*.value",))))
     assert [step.site for step in chosen] == ["qkv.value"]
     with pytest.raises(InvalidInput, match="no site has such a name"):
         list(
             sc.Pruner(
-                network(), *loaders(), recipe=sc.Recipe(criterion="l1", **settings(head_widths=False, sites=("*.value",)))
+                network(), *loaders(), recipe=sc.Recipe.fast(criterion="l1", **settings(head_widths=False, sites=("*.value",)))
             )
         )

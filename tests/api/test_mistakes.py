@@ -86,7 +86,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a typo in an option": (lambda path: prune(max_dorp=0.01), "prune: unknown option 'max_dorp'. Did you mean 'max_drop'"),
     "a field as an option": (
         lambda path: prune(confidence=0),
-        r"prune: confidence is a field of the recipe. Give recipe=Recipe.best\(confidence=…\)",
+        r"prune: confidence is a field of the recipe. Give recipe=Recipe\(confidence=…\)",
     ),
     "an unknown criterion": (
         lambda path: prune(criterion="l3"),
@@ -100,7 +100,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a network for other inputs": (lambda path: prune(model=three_channels()), r"\(2, 1, 8, 8\)"),
     "a network with NaN": (lambda path: prune(model=broken_weights()), "(?i)nan"),
     "a drop as text in a call": (lambda path: prune(max_drop="0.01"), "max_drop = '0.01': got str, wanted a number"),
-    "a name for a recipe": (lambda path: prune(recipe="best"), r"recipe: got 'best', wanted a Recipe: Recipe.best\(…\)"),
+    "a name for a recipe": (lambda path: prune(recipe="best"), r"recipe: got 'best', wanted a Recipe: Recipe\(…\)"),
     "no time at all": (lambda path: prune(time_budget=-1), "time_budget: got -1, wanted a number of seconds above 0"),
     "a time as text": (lambda path: prune(time_budget="10"), "time_budget: got '10', wanted a number of seconds above 0"),
     "a number for a callback": (lambda path: prune(callback=5), r"callback: got int \(5\), wanted a function"),
@@ -140,7 +140,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a pattern of no layer": (lambda path: prune(ignore=["head.*"]), r"ignore: no layer of the network is 'head\.\*'"),
     "a pattern of no site": (
-        lambda path: prune(recipe=sc.Recipe(sites=("layer9",))),
+        lambda path: prune(recipe=sc.Recipe.fast(sites=("layer9",))),
         r"sites = \[layer9\]: no site has such a name. Known: '0', '3'",
     ),
     "a device that is not there": (lambda path: prune(device="gpu"), "device: got 'gpu', which cannot be used here"),
@@ -207,7 +207,7 @@ def test_the_message_says_what_is_wrong_and_nothing_is_written(name: str, tmp_pa
 
 def test_an_unknown_criterion_gets_one_list_of_all() -> None:
     with pytest.raises(SecateursError) as found:
-        sc.Recipe(criterion="magnitude")
+        sc.Recipe.fast(criterion="magnitude")
     assert all(str(found.value).count(f"{name},") <= 1 for name in CRITERIA)
     assert all(name in str(found.value) for name in CRITERIA)
 

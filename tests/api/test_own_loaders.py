@@ -87,7 +87,7 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 
 def test_augmentation_stays_alive_in_training() -> None:
     data = Augmented(digits()[0])
-    recipe = sc.Recipe(
+    recipe = sc.Recipe.fast(
         max_drop=0.9, confidence=0, criterion="l1", sites=("0",), finetune=sc.TrainSettings(epochs=2, lr=0.01, batch=64)
     )
     sc.prune(trained(), DataLoader(data, 64), loaders()[1], recipe=recipe, progress=False)

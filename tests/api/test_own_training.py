@@ -109,7 +109,7 @@ def test_a_refusal_of_certification_says_what_the_confidence_that_is_left_gives(
 
 
 # a quarter of the filters is cut, so that a training may lose much and still be within the drop
-NARROWED = sc.Recipe(max_drop=0.5, confidence=0.0, criterion="l1", sites=("0",), largest_share=0.25)
+NARROWED = sc.Recipe.fast(max_drop=0.5, confidence=0.0, criterion="l1", sites=("0",), largest_share=0.25)
 
 
 def worsen(model: Any) -> None:
@@ -578,7 +578,7 @@ def test_several_labels_are_distilled_as_they_are_and_judged_by_the_users_metric
             optimiser.zero_grad()
             loss(model(images), bits).mean().backward()
             optimiser.step()
-    recipe = sc.Recipe(max_drop=0.3, criterion="l1", target_macs=0.4, confidence=0.0, allocation="global")
+    recipe = sc.Recipe.fast(max_drop=0.3, criterion="l1", target_macs=0.4, confidence=0.0, allocation="global")
     result = sc.prune(
         *(model, batches, with_bits(validation)), loss=loss, metric=metric, recipe=recipe, retrain="gentle", progress=False
     )

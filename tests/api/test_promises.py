@@ -19,7 +19,7 @@ def forget_threes(model: nn.Module) -> None:
 
 
 def test_the_bound_holds_for_the_network_after_their_training(tmp_path: Path) -> None:
-    recipe = sc.Recipe(max_drop=0.3, criterion="l1", sites=("0",), largest_share=0.1, round_to=1, keep_best=False)
+    recipe = sc.Recipe.fast(max_drop=0.3, criterion="l1", sites=("0",), largest_share=0.1, round_to=1, keep_best=False)
     alone = sc.prune(trained(), *loaders(), recipe=recipe, progress=False)
     result = sc.prune(trained(), *loaders(), recipe=recipe, finetune=forget_threes, folder=tmp_path / "run", progress=False)
     lost = right(trained(), digits()[1]) - right(result.model, digits()[1])
@@ -34,7 +34,7 @@ def test_the_bound_holds_for_the_network_after_their_training(tmp_path: Path) ->
 
 
 def test_a_budget_for_every_site_promises_nothing_about_all_of_them() -> None:
-    recipe = sc.Recipe(max_drop=0.1, criterion="l1", budget="site")
+    recipe = sc.Recipe.fast(max_drop=0.1, criterion="l1", budget="site")
     result = sc.prune(trained(), *loaders(), recipe=recipe, progress=False)
     assert sum(bool(step.removed) for step in result.steps) == 2
     assert all(step.bound is not None for step in result.steps)

@@ -160,7 +160,7 @@ def test_a_resumed_run_has_the_notes_and_figures_of_the_run_itself(tmp_path: Pat
 
 
 def test_of_two_targets_both_are_met_or_missed_aloud() -> None:
-    recipe = sc.Recipe(max_drop=0.9, confidence=0, criterion="l1")
+    recipe = sc.Recipe.fast(max_drop=0.9, confidence=0, criterion="l1")
     result = sc.prune(trained(), *loaders(), recipe=recipe, macs=0.05, parameters=0.7, progress=False)
     assert result.macs.removed >= 0.05
     assert result.parameters.removed >= 0.7 or "of 70.0% wanted" in str(result)

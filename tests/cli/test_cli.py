@@ -230,7 +230,7 @@ def test_flags_show_the_defaults_and_choices_of_their_fields(
         "--max-drop": "0.005 is half a point. [default: 0.01]",
         "--budget": "[choices: site, run] [default: run]",
         "--repair": "[choices: none, least-squares, every-layer, whole-network] [default: every-layer]",
-        "--criterion": "portfolio, or your own as package.module:function. [default: obs]",
+        "--criterion": "or portfolio where one is given or nothing is repaired. [default: obs]",
         "--rounds": "[default: 1]",
         "--finetune-lr": "held-out examples. [choices: auto] [default: 0.01, if any finetune flag is given]",
         "--retrain": "After all cuts: train, as named. One of gentle, gentle-int8, paper-finetune, paper-retrain.",
@@ -267,7 +267,9 @@ def test_values_of_options_are_toml_or_text() -> None:
 
 
 def test_flags_override_a_recipe_file(tmp_path: Path) -> None:
-    (tmp_path / "own.toml").write_text("max_drop = 0.1\nrounds = 2\n[finetune]\nepochs = 7\nlr = 0.5\n")
+    (tmp_path / "own.toml").write_text(
+        "max_drop = 0.1\nrounds = 2\nallocation = 'sequential'\nrepair = 'none'\n[finetune]\nepochs = 7\nlr = 0.5\n"
+    )
     recipe = recipes.chosen_recipe("own.toml", overrides({"max_drop": 0.2, "finetune_epochs": 1}))
     assert (recipe.max_drop, recipe.rounds) == (0.2, 2)
     assert recipe.finetune == TrainSettings(epochs=1, lr=0.5)
@@ -281,8 +283,9 @@ def test_shipped_recipes_are_valid_and_found_by_name() -> None:
         assert recipes.find_recipe(name) == path
 
 
-def test_fast_and_paper_are_named_recipes() -> None:
-    assert read_recipe(recipes.find_recipe("fast")) == Recipe()
+def test_best_fast_and_paper_are_named_recipes() -> None:
+    assert read_recipe(recipes.find_recipe("best")) == Recipe() == Recipe.best()
+    assert read_recipe(recipes.find_recipe("fast")) == Recipe.fast()
     assert read_recipe(recipes.find_recipe("paper")) == Recipe.paper()
 
 
@@ -576,7 +579,7 @@ def test_a_run_started_in_python_says_that_it_cannot_be_built_again(capsys: pyte
     from secateurs import Pruner
 
     data = load_data("digits")
-    run = Pruner(build("mlp", hidden=(8, 6)), data, recipe=Recipe(confidence=0), folder=tmp_path / "library")
+    run = Pruner(build("mlp", hidden=(8, 6)), data, recipe=Recipe.fast(confidence=0), folder=tmp_path / "library")
     run.close()
     assert "secateurs.resume" in failing(capsys, "resume", str(tmp_path / "library"))
     assert execute(["show", str(tmp_path / "library")]) == 0

@@ -138,6 +138,7 @@ def test_a_criterion_by_name_ranks_and_is_found_again(
     assert printed["steps"][0]["criterion"] == "last_first"
     (tmp_path / "own.toml").write_text(
         'criterion = "portfolio"\nportfolio = ["owncode:last_first"]\nmax_drop = 0.9\nconfidence = 0\nlargest_share = 0.5\n'
+        'allocation = "sequential"\nrepair = "none"\n'
     )
     assert document(capsys, "prune", *NET, "--recipe", "own.toml")["steps"][0]["removed"] == [7, 6, 5, 4]
     # as after a crash: the last line of the journal is gone, and so are the user's module and its folder
@@ -194,7 +195,7 @@ def in_python(folder: str, **options: Any) -> sc.Result:
     from owncode import build, loaders  # type: ignore[import-not-found]
 
     train, val, _ = loaders()
-    recipe = Recipe(max_drop=0.9, confidence=0, largest_share=0.5)
+    recipe = Recipe.fast(max_drop=0.9, confidence=0, largest_share=0.5)
     return sc.prune(build(), train, val, recipe=recipe, folder=folder, progress=False, **options)
 
 
@@ -235,7 +236,7 @@ def test_a_stopped_run_of_python_says_what_it_needs(capsys: pytest.CaptureFixtur
         raise AssertionError("is not called before the first cut")
 
     train, val, test = loaders()
-    recipe = Recipe(max_drop=0.9, confidence=0, largest_share=0.5)
+    recipe = Recipe.fast(max_drop=0.9, confidence=0, largest_share=0.5)
     sc.Pruner(build(), train, val, test=test, recipe=recipe, criterion=mine, folder="tested").close()
     sc.Pruner(build(), train, val, recipe=recipe, finetune=training, folder="trained").close()
     assert execute(["show", "tested"]) == 0

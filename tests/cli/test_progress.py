@@ -66,7 +66,7 @@ def test_a_terminal_shows_bars_with_site_accuracy_and_macs() -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=100, _environ={})
     screen = progress.Screen(console)
-    watcher = progress.RunWatcher(screen, Recipe(rounds=2), [a_step()])
+    watcher = progress.RunWatcher(screen, Recipe.fast(rounds=2), [a_step()])
     watcher.watch(Progress("score", 5, 10, "layer2.0.conv1", number=4, sites=7))
     console.print(screen.render())
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())

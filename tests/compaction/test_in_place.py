@@ -298,7 +298,7 @@ def test_a_result_is_cut_into_the_model() -> None:
     torch.manual_seed(0)
     model = build("resnet8-b", widths=(4, 6, 8))
     x, y = torch.randn(96, 3, 16, 16), torch.randint(10, (96,))
-    recipe = Recipe(criterion="l1", repair="least-squares", max_drop=0.5, confidence=0, shortcut="coupled")
+    recipe = Recipe.fast(criterion="l1", repair="least-squares", max_drop=0.5, confidence=0, shortcut="coupled")
     result = prune(model, [(x[:48], y[:48])], [(x[48:], y[48:])], recipe=recipe, progress=False)
     assert result.macs.removed > 0
     assert result.cut_(model) is model

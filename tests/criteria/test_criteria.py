@@ -308,7 +308,7 @@ def test_an_unknown_criterion_gets_a_suggestion() -> None:
 @pytest.mark.usefixtures("own_criteria")
 def test_a_registered_function_is_a_criterion() -> None:
     with pytest.raises(RecipeError, match="by number"):
-        Recipe(criterion="by number")
+        Recipe.fast(criterion="by number")
 
     @criterion("by number")
     def by_number(context: CriterionContext) -> Tensor:
@@ -318,7 +318,7 @@ def test_a_registered_function_is_a_criterion() -> None:
     with pytest.raises(InvalidInput, match="'by number' is registered already"):
         criterion("by number")(by_number)
     # recipes may name it: a run removes the filters that it scores lowest, the last ones
-    recipe = Recipe(criterion="by number", max_drop=1.0, confidence=0, sites=("layers.1",), largest_share=0.5)
+    recipe = Recipe.fast(criterion="by number", max_drop=1.0, confidence=0, sites=("layers.1",), largest_share=0.5)
     pruner = Pruner(perceptron(), few_digits(384), recipe=recipe)
     (step,) = pruner
     assert step.removed == (11, 10, 9, 8, 7, 6)
@@ -331,7 +331,7 @@ def test_a_function_without_a_module_is_a_criterion(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("secateurs.criteria._OWN", {})
     names: dict[str, Any] = {"torch": torch}
     exec("def alone(graph, site, data): return -torch.arange(site.channels)", names)
-    recipe = Recipe(max_drop=1.0, confidence=0, sites=("layers.1",), largest_share=0.5)
+    recipe = Recipe.fast(max_drop=1.0, confidence=0, sites=("layers.1",), largest_share=0.5)
     pruner = Pruner(perceptron(), few_digits(384), recipe=recipe, criterion=names["alone"])
     assert pruner.recipe.criterion == "__main__:alone"
     (step,) = pruner

@@ -130,7 +130,7 @@ def test_every_part_of_a_run_takes_two_inputs(tmp_path: Path) -> None:
     assert result.bound is not None
     assert result.accuracy_after == pytest.approx(right(result.model, sets()[2]))
     one_by_one = replace(
-        sc.Recipe(max_drop=0.1, confidence=0), sites=("both.0",), finetune=sc.TrainSettings(epochs=1, lr=0.001)
+        sc.Recipe.fast(max_drop=0.1, confidence=0), sites=("both.0",), finetune=sc.TrainSettings(epochs=1, lr=0.001)
     )
     assert sc.prune(trained(), train, val, recipe=one_by_one, progress=False).macs.removed > 0
 

@@ -285,7 +285,9 @@ print(sc.resume(sys.argv[1], Flat(), DataLoader(Noisy(table(100)), 16, shuffle=T
 
 def test_a_run_with_random_transforms_is_resumed_in_another_process(tmp_path: Path) -> None:
     train, val = DataLoader(Noisy(table(100)), 16, shuffle=True), DataLoader(Noisy(table(60, 1)), 16)
-    recipe = sc.Recipe(max_drop=0.5, confidence=0, criterion="l1", round_to=1, finetune=sc.TrainSettings(epochs=1, lr=0.01))
+    recipe = sc.Recipe.fast(
+        max_drop=0.5, confidence=0, criterion="l1", round_to=1, finetune=sc.TrainSettings(epochs=1, lr=0.01)
+    )
     options: dict[str, Any] = {"recipe": recipe, "folder": tmp_path / "run"}
     pruner = sc.Pruner(Flat(), train, val, **options)
     pruner.close()

@@ -55,10 +55,10 @@ def test_a_network_is_timed_as_it_is_exported() -> None:
 
 
 def test_recipes_name_engines() -> None:
-    found = engine_for(Recipe(engine="onnxruntime", latency_batch=8, latency_threads=2))
+    found = engine_for(Recipe.fast(engine="onnxruntime", latency_batch=8, latency_threads=2))
     assert (type(found), found.name, found.batch, found.threads) == (OnnxEngine, "onnxruntime", 8, 2)
-    assert type(engine_for(Recipe(engine="compile"))) is CompileEngine
-    assert type(engine_for(Recipe())) is TorchEngine
-    assert type(engine_for(Recipe(), lambda module: 1.0)) is MeasureEngine
+    assert type(engine_for(Recipe.fast(engine="compile"))) is CompileEngine
+    assert type(engine_for(Recipe.fast())) is TorchEngine
+    assert type(engine_for(Recipe.fast(), lambda module: 1.0)) is MeasureEngine
     with pytest.raises(InvalidInput, match="give one of them"):
-        engine_for(Recipe(engine="torch"), lambda module: 1.0)
+        engine_for(Recipe.fast(engine="torch"), lambda module: 1.0)

@@ -547,7 +547,7 @@ def test_a_run_for_int8_certifies_the_file_that_it_exports(
 
 def test_deploy_needs_onnx_runtime() -> None:
     with pytest.raises(RecipeError, match="deploy = 'int8'"):
-        Recipe(deploy="int8")
+        Recipe.fast(deploy="int8")
     with pytest.raises(RecipeError, match="deploy = 'int8'"):
         Recipe.best(deploy="int8", engine="torch")
     assert Recipe.best(deploy="int8").weighs_time

@@ -158,7 +158,7 @@ def right(module: nn.Module, examples: Examples) -> Tensor:
 )
 def test_the_promise_holds_for_the_network_that_a_run_gives(data: Data, trained: Plain, allocation: Any, repair: Any) -> None:
     max_drop, confidence = 0.1, 0.9
-    recipe = Recipe(
+    recipe = Recipe.fast(
         max_drop=max_drop,
         confidence=confidence,
         budget="run",
@@ -185,7 +185,7 @@ def test_the_promise_holds_for_the_network_that_a_run_gives(data: Data, trained:
 
 
 def test_without_confidence_the_estimate_on_all_validation_images_decides(data: Data, trained: Plain) -> None:
-    recipe = Recipe(max_drop=0.05, confidence=0.0, allocation="global", criterion="l1", repair="least-squares")
+    recipe = Recipe.fast(max_drop=0.05, confidence=0.0, allocation="global", criterion="l1", repair="least-squares")
     outcome = Pruner(trained, data, recipe=recipe).finish()
     drop = float((right(trained, data.search) - right(outcome.graph.module, data.search)).mean())
     assert drop <= 0.05 + 1e-12
@@ -198,7 +198,7 @@ def test_without_confidence_the_estimate_on_all_validation_images_decides(data: 
 
 def test_a_portfolio_records_its_winner_and_the_margin(data: Data, trained: Plain) -> None:
     names = ("l1", "l2", "random")
-    recipe = Recipe(max_drop=0.05, confidence=0.0, criterion="portfolio", portfolio=names, repair="none", sites=("one",))
+    recipe = Recipe.fast(max_drop=0.05, confidence=0.0, criterion="portfolio", portfolio=names, repair="none", sites=("one",))
     (step,) = Pruner(trained, data, recipe=recipe).finish().steps
     assert {name for name, _ in step.compared} == set(names)
     losses = [loss for _, loss in step.compared]
@@ -229,7 +229,7 @@ def figures(outcome: RunResult) -> list[tuple[object, ...]]:
 def test_a_repeated_run_reads_all_measurements_from_the_cache(
     tmp_path: Path, data: Data, trained: Plain, allocation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = Recipe(
+    recipe = Recipe.fast(
         max_drop=0.15, masks=512, allocation=allocation, criterion="portfolio", repair="least-squares", repair_examples=128
     )
     first = Pruner(trained, data, recipe=recipe, store=tmp_path / "measured").finish()
@@ -255,7 +255,7 @@ def shapes(module: nn.Module) -> dict[str, torch.Size]:
 def test_a_repaired_network_reloads_to_what_was_reported(
     tmp_path: Path, data: Data, trained: Plain, options: dict[str, Any]
 ) -> None:
-    recipe = Recipe(max_drop=0.1, confidence=0.0, criterion="l1", repair="least-squares", repair_examples=256, **options)
+    recipe = Recipe.fast(max_drop=0.1, confidence=0.0, criterion="l1", repair="least-squares", repair_examples=256, **options)
     outcome = Pruner(trained, data, recipe=recipe, folder=tmp_path / "run").finish()
     assert all(step.repaired is None or step.repaired[1] <= step.repaired[0] for step in outcome.steps)
     assert sum(len(step.removed) for step in outcome.steps) > 2
@@ -283,7 +283,7 @@ def test_what_the_search_measures_is_what_the_run_makes(name: str, options: dict
     generator = seeded(0)
     sets = [Examples(torch.randn(12, *shape, generator=generator, dtype=torch.float64), torch.arange(12) % 10) for _ in "123"]
     graph = trace(model, sets[0].inputs[:2])
-    recipe = Recipe(confidence=0.0, repair="least-squares", repair_examples=12, shortcut=shortcut)
+    recipe = Recipe.fast(confidence=0.0, repair="least-squares", repair_examples=12, shortcut=shortcut)
     context = PruningContext(
         graph, Data("random", *sets), recipe, Runtime(cross_entropy, correct, None, MeasurementCache(), None)
     )
@@ -303,4 +303,4 @@ def test_what_the_search_measures_is_what_the_run_makes(name: str, options: dict
 def test_too_few_validation_images_for_a_promise_are_an_error_before_any_work(data: Data, trained: Plain) -> None:
     few = Data("few", data.train, subset(data.search, 31, seed=0), data.test)
     with pytest.raises(InvalidInput, match=r"max_drop=0.05 cannot be certified at 95 % with 31 validation images: with the 25"):
-        Pruner(trained, few, recipe=Recipe(max_drop=0.05))
+        Pruner(trained, few, recipe=Recipe.fast(max_drop=0.05))

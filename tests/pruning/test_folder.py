@@ -90,6 +90,22 @@ def test_a_run_of_a_release_with_fewer_settings_goes_on(tmp_path: Path, monkeypa
     assert_same_bits(found.model.state_dict(), expected.model.state_dict())
 
 
+def test_a_recipe_without_a_field_whose_default_has_changed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filled in by today's defaults it would be another run."""
+
+    def fewer(recipe: Recipe) -> dict[str, Any]:
+        return {name: value for name, value in recipe_fields(recipe).items() if name not in ("allocation", "repair")}
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(files, "recipe_fields", fewer)
+        earlier.setattr(folder, "recipe_fields", fewer)
+        started(tmp_path)
+    with pytest.raises(RunError, match=r"recipe\.toml: no allocation, repair: the release that started the run had other"):
+        resume(tmp_path, perceptron(), DATA)
+
+
 def test_changed_data_is_refused(tmp_path: Path) -> None:
     started(tmp_path)
     flipped = Examples(DATA.search.inputs.flip(0), DATA.search.targets, DATA.search.scaling, DATA.search.ids)
@@ -313,7 +329,7 @@ def test_a_field_of_the_wrong_type_is_named(tmp_path: Path, unit: str, field: st
 
 @pytest.mark.parametrize(("unit", "field"), [("trial", "accuracy"), ("curve", "ranking"), ("division", "removed")])
 def test_a_journal_line_of_an_allocation_without_a_field_is_named(tmp_path: Path, unit: str, field: str) -> None:
-    recipe = Recipe(max_drop=0.2, confidence=0, criterion="l1", allocation="global")
+    recipe = Recipe.fast(max_drop=0.2, confidence=0, criterion="l1", allocation="global")
     Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path).finish()
     entries = [{k: v for k, v in e.items() if e["unit"] != unit or k != field} for e in entries_of(tmp_path)]
     write_entries(tmp_path, entries)
@@ -386,7 +402,7 @@ def test_a_pattern_that_fits_no_site_leaves_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_ranking_of_the_wrong_type_is_named(tmp_path: Path) -> None:
-    recipe = Recipe(max_drop=0.2, confidence=0, criterion="l1", allocation="global")
+    recipe = Recipe.fast(max_drop=0.2, confidence=0, criterion="l1", allocation="global")
     Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path).finish()
     spoilt = [{**e, "ranking": {**e["ranking"], "order": "all"}} if e["unit"] == "curve" else e for e in entries_of(tmp_path)]
     write_entries(tmp_path, spoilt)

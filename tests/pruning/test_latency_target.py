@@ -94,7 +94,7 @@ def small_net(widths: tuple[int, ...] = (24, 32, 16)) -> nn.Module:
 
 def recipe(**changes: Any) -> Recipe:
     fixed = {"max_drop": 1.0, "confidence": 0.0, "criterion": "l1", "allocation": "global", "target_latency": 0.5}
-    return Recipe(**{**fixed, "round_to": 1, **changes})
+    return Recipe.fast(**{**fixed, "round_to": 1, **changes})
 
 
 @pytest.fixture
@@ -513,9 +513,9 @@ def test_a_function_of_the_users_own_is_an_engine(tmp_path: Path) -> None:
 
 def test_a_target_in_time_needs_all_sites_weighed_together() -> None:
     with pytest.raises(RecipeError, match="set allocation = 'global'"):
-        Recipe(target_latency=0.5)
+        Recipe.fast(target_latency=0.5)
     with pytest.raises(RecipeError, match="shortcut = 'auto': allocations are compared"):
-        Recipe(shortcut="auto")
+        Recipe.fast(shortcut="auto")
     with pytest.raises(RecipeError, match="target_latency"):
         recipe(target_latency=1.5)
 

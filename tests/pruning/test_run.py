@@ -168,7 +168,7 @@ def test_regression_with_an_own_loss_and_metric() -> None:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 1))
-    recipe = Recipe(max_drop=0.05, confidence=0, finetune=TrainSettings(epochs=5, lr=0.05, batch=32))
+    recipe = Recipe.fast(max_drop=0.05, confidence=0, finetune=TrainSettings(epochs=5, lr=0.05, batch=32))
     outcome = Pruner(model, data, recipe=recipe, loss=squared, metric=closeness).finish()
     assert outcome.search.before - outcome.steps[0].accuracy_cut <= 0.05 + 1e-9
     assert outcome.graph.module(x).shape == (300, 1)
@@ -202,7 +202,7 @@ def test_several_outputs_with_an_own_loss_and_metric() -> None:
         return (outputs[0].argmax(1) == wanted["left"]) & (outputs[1].argmax(1) == wanted["right"])
 
     data = Data("two", part(slice(0, 80)), part(slice(80, 100)), part(slice(100, 120)))
-    outcome = Pruner(TwoHeads(), data, recipe=Recipe(max_drop=0.2, confidence=0), loss=both, metric=right).finish()
+    outcome = Pruner(TwoHeads(), data, recipe=Recipe.fast(max_drop=0.2, confidence=0), loss=both, metric=right).finish()
     assert outcome.search.before - outcome.search.after <= 0.2 + 1e-9
     assert [tuple(o.shape) for o in outcome.graph.module(x)] == [(120, 3), (120, 2)]
 
@@ -249,7 +249,7 @@ def test_a_shared_cache_separates_repairs_networks_and_settings(tmp_path: Path) 
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), activation, nn.Linear(12, 10))
         return [s.evaluated for s in Pruner(model, DATA, recipe=recipe, metric=metric, store=store).finish().steps]
 
-    plain = Recipe(max_drop=0.05, confidence=0, criterion="l1", repair="least-squares", repair_examples=8)
+    plain = Recipe.fast(max_drop=0.05, confidence=0, criterion="l1", repair="least-squares", repair_examples=8)
     for recipe, k, activation in [
         (plain, 5, nn.ReLU()),
         (plain, 1, nn.ReLU()),
@@ -263,13 +263,13 @@ def test_a_shared_cache_separates_repairs_networks_and_settings(tmp_path: Path) 
 def test_allocated_cuts_stay_within_the_drop_when_trained() -> None:
     training = TrainSettings(epochs=1, steps=6, lr=0.1, batch=32)
     for seed in (0, 4):
-        recipe = Recipe(max_drop=0.03, confidence=0, criterion="l1", allocation="global", finetune=training, seed=seed)
+        recipe = Recipe.fast(max_drop=0.03, confidence=0, criterion="l1", allocation="global", finetune=training, seed=seed)
         outcome = Pruner(perceptron(), DATA, recipe=recipe).finish()
         assert outcome.search.before - outcome.search.after <= 0.03 + 1e-9
 
 
 def test_a_stopped_allocation_tries_nothing_twice(tmp_path: Path) -> None:
-    recipe = Recipe(max_drop=0.2, confidence=0.8, criterion="l1", allocation="global")
+    recipe = Recipe.fast(max_drop=0.2, confidence=0.8, criterion="l1", allocation="global")
     whole = Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path / "whole").finish()
 
     def stop_at_third(progress: Progress) -> None:
@@ -290,7 +290,9 @@ def test_a_stopped_allocation_tries_nothing_twice(tmp_path: Path) -> None:
 
 
 def test_allocated_cuts_reach_both_targets() -> None:
-    recipe = Recipe(max_drop=1.0, confidence=0, allocation="global", criterion="l1", target_macs=0.3, target_parameters=0.7)
+    recipe = Recipe.fast(
+        max_drop=1.0, confidence=0, allocation="global", criterion="l1", target_macs=0.3, target_parameters=0.7
+    )
     outcome = Pruner(perceptron(), DATA, recipe=recipe).finish()
     assert 1 - outcome.cost_after.macs / outcome.cost_before.macs >= 0.3
     assert 1 - outcome.cost_after.parameters / outcome.cost_before.parameters >= 0.7
@@ -298,12 +300,12 @@ def test_allocated_cuts_reach_both_targets() -> None:
 
 
 def test_a_step_counts_all_its_accuracies_on_the_same_images() -> None:
-    for step in Pruner(perceptron(), DATA, recipe=Recipe(max_drop=0.3, criterion="l1", confidence=0.9)):
+    for step in Pruner(perceptron(), DATA, recipe=Recipe.fast(max_drop=0.3, criterion="l1", confidence=0.9)):
         assert step.accuracy == step.accuracy_cut  # nothing was trained
 
 
 def test_kept_rankings_are_those_of_their_steps(tmp_path: Path) -> None:
-    recipe = Recipe(max_drop=0.3, confidence=0, allocation="global", criterion="l1")
+    recipe = Recipe.fast(max_drop=0.3, confidence=0, allocation="global", criterion="l1")
     run = Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path)
     steps = list(run)
     linear = {f"layers.{n}": m for n, m in enumerate(perceptron().get_submodule("layers")) if isinstance(m, nn.Linear)}
@@ -315,7 +317,7 @@ def test_kept_rankings_are_those_of_their_steps(tmp_path: Path) -> None:
 
 
 def test_only_fast_widths_are_kept_when_latency_counts(tmp_path: Path) -> None:
-    recipe = Recipe(max_drop=1.0, confidence=0, criterion="l1", latency_aware=True)
+    recipe = Recipe.fast(max_drop=1.0, confidence=0, criterion="l1", latency_aware=True)
     steps = list(Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path))
     allowed = {entry["site"]: entry["widths"] for entry in entries_of(tmp_path) if entry["unit"] == "widths"}
     assert set(allowed) == {step.site for step in steps}

@@ -105,4 +105,4 @@ def test_each_block_ends_in_its_sum() -> None:
 
 def test_refitting_wants_all_cuts_to_be_made_at_once() -> None:
     with pytest.raises(RecipeError, match="allocation = 'global'"):
-        Recipe(repair="every-layer")
+        Recipe.fast(repair="every-layer")

@@ -77,7 +77,9 @@ def test_a_disturbed_network_comes_nearer_to_the_original_and_batchnorm_stays() 
 
 
 def test_a_run_with_it_keeps_what_is_better_and_ends_the_same_when_stopped(tmp_path: Path) -> None:
-    recipe = Recipe(max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", target_macs=0.3)
+    recipe = Recipe.fast(
+        max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", target_macs=0.3
+    )
     data = few_digits(384)
     whole = Pruner(perceptron(), data, recipe=recipe, folder=tmp_path / "whole")
     result = whole.finish()
@@ -103,7 +105,7 @@ def test_a_run_with_it_keeps_what_is_better_and_ends_the_same_when_stopped(tmp_p
 
 def test_it_comes_after_all_cuts() -> None:
     with pytest.raises(RecipeError, match="repair = 'whole-network': comes after all cuts: set allocation = 'global'"):
-        Recipe(repair="whole-network")
+        Recipe.fast(repair="whole-network")
 
 
 def test_gradients_come_back_as_they_were() -> None:
@@ -143,7 +145,9 @@ def test_frozen_layers_are_measured_and_stay(norms_too: bool) -> None:
 
 
 def test_a_run_of_a_frozen_network_ends_with_the_weights_before() -> None:
-    recipe = Recipe(max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", target_macs=0.3)
+    recipe = Recipe.fast(
+        max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", target_macs=0.3
+    )
     run = Pruner(perceptron().requires_grad_(False), few_digits(384), recipe=recipe)
     run.finish()
     (kept,) = run.journal.of(KeptWeights)

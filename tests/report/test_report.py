@@ -311,7 +311,7 @@ def allocated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose cuts were allocated to all sites together, ranked by a criterion that gives orders and no importances."""
     folder = tmp_path_factory.mktemp("allocated") / "run"
     torch.manual_seed(0)
-    asked = Recipe(
+    asked = Recipe.fast(
         max_drop=0.2,
         confidence=0.6,
         allocation="global",

@@ -195,6 +195,9 @@ SMALL = """
 max_drop = 0.1
 budget = "site"
 confidence = 0
+allocation = "sequential"
+criterion = "ensemble"
+repair = "none"
 rounds = 3
 sites = ["layer3.*"]
 masks = 24
@@ -345,6 +348,7 @@ def test_a_short_run_on_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """The last block of the public ResNet-20, validated and tested on 1,000 images each, one training step after a cut."""
     (tmp_path / "short.toml").write_text(
         'max_drop = 0.05\nbudget = "site"\nconfidence = 0\nsites = ["layer3.2.*"]\n'
+        'allocation = "sequential"\ncriterion = "ensemble"\nrepair = "none"\n'
         "scoring_examples = 256\nmasks = 32\nadaptive = false\n"
         "[finetune]\nepochs = 1\nsteps = 1\n"
     )

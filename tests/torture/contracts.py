@@ -85,7 +85,7 @@ class Ended:
 
 def simulate(kind: str, world: World, confidence: float, *, certifying: float | None = None) -> Ended:
     """Prune a world as a run of that kind would; confidence 0: by point estimate."""
-    recipe = Recipe(
+    recipe = Recipe.fast(
         max_drop=MAX_DROP,
         confidence=confidence,
         budget="site" if kind == "site" else "run",

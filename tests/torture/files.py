@@ -73,7 +73,7 @@ def samples() -> Samples:
         small.plan.save(folder / "plan.json")
         write_recipe(
             folder / "recipe.toml",
-            Recipe(finetune=TrainSettings(epochs=2, schedule="step", milestones=(1,)), sites=("a*", "b")),
+            Recipe.fast(finetune=TrainSettings(epochs=2, schedule="step", milestones=(1,)), sites=("a*", "b")),
         )
         texts = {path: (folder / path).read_bytes() for path in ("plan.json", "recipe.toml")}
     described = json.loads(pruned[8 : 8 + struct.unpack("<Q", pruned[:8])[0]])

@@ -39,8 +39,8 @@ RECIPES: dict[str, Recipe] = {
     "paper": Recipe.paper(
         max_drop=0.1, search="bisect", masks_per_filter=4, scoring_examples=48, finetune=SHORT, retrain=replace(SHORT, epochs=3)
     ),
-    "rounds": Recipe(round_to=1, max_drop=0.1, confidence=0, criterion="l1", rounds=2, budget="site", finetune=SHORT),
-    "allocated": Recipe(
+    "rounds": Recipe.fast(round_to=1, max_drop=0.1, confidence=0, criterion="l1", rounds=2, budget="site", finetune=SHORT),
+    "allocated": Recipe.fast(
         round_to=1,
         max_drop=0.2,
         confidence=0.8,
@@ -50,7 +50,7 @@ RECIPES: dict[str, Recipe] = {
         repair_examples=48,
         retrain=SHORT,
     ),
-    "fast": Recipe(round_to=1, max_drop=0.2, confidence=0.8, criterion="portfolio", portfolio=("l1", "fpgm")),
+    "fast": Recipe.fast(round_to=1, max_drop=0.2, confidence=0.8, criterion="portfolio", portfolio=("l1", "fpgm")),
 }
 STOPS = ("after a step", "in training", "in the search", "at the end")
 

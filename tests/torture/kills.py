@@ -57,11 +57,11 @@ _LONG = TrainSettings(epochs=4, batch=32, lr=0.02, schedule="step", milestones=(
 RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
     "paper": (perceptron, _paper()),
     "paper, backward, masks after the add": (residual, _paper(direction="backward", shortcut="after")),
-    "fast": (perceptron, Recipe(round_to=1, max_drop=0.1, confidence=0.9)),
-    "fast, masks after the add": (residual, Recipe(round_to=1, max_drop=0.2, confidence=0, shortcut="after")),
+    "fast": (perceptron, Recipe.fast(round_to=1, max_drop=0.1, confidence=0.9)),
+    "fast, masks after the add": (residual, Recipe.fast(round_to=1, max_drop=0.2, confidence=0, shortcut="after")),
     "best": (
         perceptron,
-        Recipe(
+        Recipe.fast(
             round_to=1,
             max_drop=0.1,
             confidence=0.9,
@@ -73,7 +73,7 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
     ),
     "obs, every layer": (
         residual,
-        Recipe(
+        Recipe.fast(
             round_to=1,
             max_drop=0.2,
             confidence=0.9,
@@ -85,26 +85,30 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
     ),
     "whole network": (
         residual,
-        Recipe(max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", repair_examples=128),
+        Recipe.fast(
+            max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", repair_examples=128
+        ),
     ),
     "two rounds with fine-tuning": (perceptron, _paper(rounds=2, finetune=_SHORT)),
     "fine-tuning with the budget of the run": (residual, _paper(budget="run", finetune=_SHORT, recalibrate=128)),
     "global, with a target": (
         residual,
-        Recipe(round_to=1, max_drop=1.0, confidence=0, allocation="global", criterion="l1", target_macs=0.3),
+        Recipe.fast(round_to=1, max_drop=1.0, confidence=0, allocation="global", criterion="l1", target_macs=0.3),
     ),
     "global, trained": (
         perceptron,
-        Recipe(round_to=1, max_drop=0.2, confidence=0, allocation="global", criterion="l1", finetune=_SHORT, retrain=_SHORT),
+        Recipe.fast(
+            round_to=1, max_drop=0.2, confidence=0, allocation="global", criterion="l1", finetune=_SHORT, retrain=_SHORT
+        ),
     ),
-    "leave one out": (perceptron, Recipe(round_to=1, max_drop=0.1, confidence=0, criterion="leave-one-out")),
+    "leave one out": (perceptron, Recipe.fast(round_to=1, max_drop=0.1, confidence=0, criterion="leave-one-out")),
     "obs": (
         perceptron,
-        Recipe(round_to=1, max_drop=0.1, confidence=0, criterion="obs", repair="least-squares", repair_examples=128),
+        Recipe.fast(round_to=1, max_drop=0.1, confidence=0, criterion="obs", repair="least-squares", repair_examples=128),
     ),
     "contract, and the worst class": (
         perceptron,
-        Recipe(round_to=1, max_drop=0.3, confidence=0.7, worst_class=0.9, criterion="l2"),
+        Recipe.fast(round_to=1, max_drop=0.3, confidence=0.7, worst_class=0.9, criterion="l2"),
     ),
     "retraining at the end": (perceptron, _paper(retrain=_LONG)),
     "retraining with a teacher": (
@@ -115,8 +119,11 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
     "bernoulli masks, log scores": (perceptron, _paper(design="bernoulli", transform="log")),
     "balanced masks, ranks": (perceptron, _paper(design="balanced", transform="rank", off=0.5)),
     "pairs": (perceptron, _paper(model="pairs", masks=80)),
-    "divergence": (perceptron, Recipe(round_to=1, max_drop=0.1, confidence=0, signal="divergence")),
-    "taylor, recalibrated": (residual, Recipe(round_to=1, max_drop=0.2, confidence=0, criterion="taylor", recalibrate=128)),
+    "divergence": (perceptron, Recipe.fast(round_to=1, max_drop=0.1, confidence=0, signal="divergence")),
+    "taylor, recalibrated": (
+        residual,
+        Recipe.fast(round_to=1, max_drop=0.2, confidence=0, criterion="taylor", recalibrate=128),
+    ),
     "batchnorm, the paper's search": (residual, _paper(criterion="batchnorm", search="paper")),
     "geometric median, scanned": (residual, _paper(criterion="fpgm", search="scan", round_to=2)),
     "repaired masks": (

@@ -262,7 +262,7 @@ def test_a_run_trains_by_them() -> None:
     results = [
         prune(
             *(perceptron(), data.train, data.search),
-            recipe=Recipe(target_macs=0.3, confidence=0.0, retrain=replace(ASKED, features=weight), keep_best=False),
+            recipe=Recipe.fast(target_macs=0.3, confidence=0.0, retrain=replace(ASKED, features=weight), keep_best=False),
         )
         for weight in (30.0, 0.0)
     ]

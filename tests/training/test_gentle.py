@@ -470,7 +470,7 @@ def harmed(**changes: Any) -> Pruner:
         return -cross_entropy(outputs, targets).clamp(max=20)
 
     training = TrainSettings(epochs=1, batch=64, lr=0.2)
-    recipe = Recipe(max_drop=1.0, confidence=0, criterion="l1", target_parameters=0.2, retrain=training, **changes)
+    recipe = Recipe.fast(max_drop=1.0, confidence=0, criterion="l1", target_parameters=0.2, retrain=training, **changes)
     model = perceptron()
     train_(model, DATA.train, TrainSettings(epochs=10, batch=32, lr=0.1))
     found = Pruner(model, DATA, recipe=recipe, loss=unwanted)
@@ -493,7 +493,7 @@ def test_a_training_that_harms_is_undone_and_the_record_says_so() -> None:
 
 def test_weights_that_the_budget_refuses_are_not_said_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AccuracyBudget, "still_within", lambda *given, **options: False)
-    recipe = Recipe(max_drop=1.0, confidence=0, criterion="l1", target_parameters=0.2)
+    recipe = Recipe.fast(max_drop=1.0, confidence=0, criterion="l1", target_parameters=0.2)
     run = Pruner(perceptron(), DATA, recipe=recipe, retrain=TrainSettings(epochs=3, batch=32, lr=0.05))
     list(run)
     (kept,) = run.journal.of(KeptWeights)
@@ -509,7 +509,7 @@ DIVERGING = TrainSettings(epochs=3, batch=32, lr=1e30)
 @pytest.mark.parametrize("budget", ["run", "site"])
 @pytest.mark.parametrize("keep_best", [True, False])
 def test_a_training_that_diverges_leaves_the_network_before_it(phase: str, budget: Any, keep_best: bool) -> None:
-    recipe = Recipe(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), budget=budget, keep_best=keep_best)
+    recipe = Recipe.fast(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), budget=budget, keep_best=keep_best)
     untrained = Pruner(perceptron(), DATA, recipe=recipe).finish()
     run = Pruner(perceptron(), DATA, recipe=replace(recipe, **{phase: DIVERGING}))
     result = run.finish()
@@ -524,7 +524,7 @@ def test_a_training_that_diverges_leaves_the_network_before_it(phase: str, budge
 def test_with_several_workers_a_divergence_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them may diverge alone, while the others wait for it."""
     monkeypatch.setattr("secateurs.pruning.finetune.active", lambda: SimpleNamespace(size=2))
-    recipe = Recipe(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), retrain=DIVERGING)
+    recipe = Recipe.fast(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), retrain=DIVERGING)
     with pytest.raises(Diverged, match="training diverged in epoch 0"):
         Pruner(perceptron(), DATA, recipe=recipe).finish()
 
@@ -535,7 +535,7 @@ def test_a_training_that_diverges_in_a_later_epoch_leaves_the_network_before_the
 
     # every step multiplies the weights by 9: too large for float32 in the second epoch
     asked = TrainSettings(epochs=3, batch=64, lr=1e-3, weight_decay=1e4, momentum=0.0, schedule="constant")
-    plain = Recipe(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",))
+    plain = Recipe.fast(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",))
     untrained = Pruner(perceptron(), DATA, recipe=plain).finish()
     recipe = replace(plain, retrain=asked)
     whole = Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path / "whole").finish()
@@ -561,12 +561,14 @@ def test_a_training_that_diverges_in_a_later_epoch_leaves_the_network_before_the
 
 
 def test_gentle_by_its_name_in_a_recipe_and_in_the_call() -> None:
-    assert Recipe(retrain="gentle").retrain == GENTLE  # type: ignore[arg-type]  # a name stands for settings
-    assert Recipe(finetune="paper-finetune").finetune == PAPER_FINETUNE  # type: ignore[arg-type]
-    assert Recipe(retrain="paper-retrain").retrain == PAPER_RETRAIN  # type: ignore[arg-type]
+    assert Recipe.fast(retrain="gentle").retrain == GENTLE  # type: ignore[arg-type]  # a name stands for settings
+    assert Recipe.fast(finetune="paper-finetune").finetune == PAPER_FINETUNE  # type: ignore[arg-type]
+    assert Recipe.fast(retrain="paper-retrain").retrain == PAPER_RETRAIN  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match=r"retrain = 'gentel': wanted a table of settings, .*Did you mean 'gentle'"):
-        Recipe(retrain="gentel")  # type: ignore[arg-type]
-    found = Pruner(perceptron(), DATA, max_drop=0.3, macs=0.3, recipe=Recipe(confidence=0, criterion="l1"), retrain="gentle")
+        Recipe.fast(retrain="gentel")  # type: ignore[arg-type]
+    found = Pruner(
+        perceptron(), DATA, max_drop=0.3, macs=0.3, recipe=Recipe.fast(confidence=0, criterion="l1"), retrain="gentle"
+    )
     assert found.recipe.retrain == GENTLE
     found.finish()
     (rate,), (kept,) = found.journal.of(RateTrials), found.journal.of(KeptWeights)
@@ -577,7 +579,7 @@ def test_gentle_by_its_name_in_a_recipe_and_in_the_call() -> None:
 
 
 def test_a_certified_bound_is_no_worse_after_training() -> None:
-    recipe = Recipe(max_drop=0.3, confidence=0.9, criterion="l1", retrain=TrainSettings(epochs=1, batch=64, lr=0.02))
+    recipe = Recipe.fast(max_drop=0.3, confidence=0.9, criterion="l1", retrain=TrainSettings(epochs=1, batch=64, lr=0.02))
     found = Pruner(perceptron(), DATA, recipe=recipe)
     list(found)
     values = found.budget.original.values
@@ -594,7 +596,7 @@ def test_a_gentle_run_that_stops_between_any_two_records_ends_the_same(tmp_path:
     """Stopped after every line that a training writes, resumed each time."""
     from secateurs import resume
 
-    recipe = Recipe(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), retrain=replace(GENTLE, batch=64))
+    recipe = Recipe.fast(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), retrain=replace(GENTLE, batch=64))
     whole = Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path / "whole").finish()
     folder, append = tmp_path / "stopped", Journal.append
 

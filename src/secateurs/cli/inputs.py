@@ -19,14 +19,12 @@ from secateurs._util.terminal import warn
 from secateurs.config import (
     NAMED_SETTINGS,
     TRAININGS,
-    EnsembleSettings,
     Recipe,
     Shortcut,
     TrainSettings,
     declarations,
     read_recipe,
     read_settings,
-    recipe_fields,
     recipe_from,
     settings_from,
 )
@@ -120,7 +118,7 @@ if TYPE_CHECKING:
     RecipeFlags = dict[str, Any]
     TrainFlags = dict[str, Any]
 else:
-    _recipe = field_flags(Recipe, _HEADINGS, "finetune.augment=crop-flip", TRAININGS, Recipe.best())
+    _recipe = field_flags(Recipe, _HEADINGS, "finetune.augment=crop-flip", TRAININGS, Recipe())
     _settings = field_flags(TrainSettings, {"training": Group("Settings of the training", sort_key=10)}, "clip_norm=1.0")
     RecipeFlags = Annotated[TypedDict("RecipeFlags", _recipe, total=False), Parameter(name="*")]
     TrainFlags = Annotated[TypedDict("TrainFlags", _settings, total=False), Parameter(name="*")]
@@ -422,13 +420,9 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def chosen_recipe(name: str | None, overrides: dict[str, Any]) -> Recipe:
-    """The recipe of a file or name (None: `Recipe.best()`), with single fields overridden."""
+    """The recipe of a file or name (None: `Recipe()`), with single fields overridden."""
     if name is None:
-        # what the best recipe is depends on these
-        given = {
-            name: overrides[name] for name in ("repair", "portfolio", *declarations(EnsembleSettings)) if name in overrides
-        }
-        return recipe_from(recipe_fields(Recipe.best(**given)), where="the command line", **overrides)
+        return recipe_from({}, where="the command line", **overrides)
     return read_recipe(find_recipe(name), **overrides)
 
 

@@ -16,6 +16,7 @@ from secateurs.config.files import (
     write_recipe,
 )
 from secateurs.config.recipe import (
+    CHANGED_DEFAULTS,
     CRITERIA,
     PORTFOLIO,
     REFITTED,
@@ -55,6 +56,7 @@ from secateurs.config.training import (
 )
 
 __all__ = [
+    "CHANGED_DEFAULTS",
     "CRITERIA",
     "FAST",
     "GENTLE",

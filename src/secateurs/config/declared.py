@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
@@ -66,10 +67,14 @@ def _shown(value: Any) -> str:
         return "a number of thousands of digits"
 
 
-def setting(default: T, help: str, group: FlagGroup | None = None, **limits: float) -> T:
-    """Declare a field of a recipe or of settings: its default, what it means, the heading of its flag, its range."""
-    declared: T = dataclasses.field(default=default, metadata={"declared": Declared(help, group, **limits)})
-    return declared
+def setting(default: T | None, help: str, group: FlagGroup | None = None, **limits: float) -> T:
+    """Declare a field of a recipe or of settings: its default, what it means, the heading of its flag, its range.
+
+    None for a field that cannot be None: what it is depends on the other fields, and the class fills it in.
+    """
+    declared: Any = dataclasses.field(default=default, metadata={"declared": Declared(help, group, **limits)})
+    made: T = declared
+    return made
 
 
 @cache
@@ -98,12 +103,17 @@ def refuse_unknown(kind: Any, fields: dict[str, Any], where: str, prefix: str = 
 class Checked:
     """Settings whose fields are checked by their declarations; numbers become plain ints and floats, lists tuples."""
 
+    given: Mapping[str, Any]
+    """The fields that it was made from, by name; no field itself, and no part of a comparison."""
+
     def __new__(cls, *values: Any, **fields: Any) -> Self:
         """RecipeError, not Python's TypeError, for a value without a name or a field that is not declared."""
         if values:
             raise RecipeError(f"{cls.__name__}({brief(repr(values[0]))}): wanted fields by name, such as max_drop=0.01.")
         refuse_unknown(cls, fields, cls.__name__)
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", dict(fields))
+        return made
 
     def __post_init__(self) -> None:
         kind: Any = type(self)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from secateurs.config.declared import MOST_AT_ONCE, MOST_EXAMPLES, SEEDS, declarations, setting
-from secateurs.config.scoring import NETWORK_WIDE, PAPER, EnsembleSettings, Scoring
+from secateurs.config.scoring import PAPER, EnsembleSettings, Scoring
 from secateurs.config.training import Precision, TrainSettings, named_settings
 from secateurs.errors import RecipeError, suggest
 
@@ -35,17 +35,23 @@ PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
 TRAININGS = ("finetune", "retrain")
 """The fields of a recipe that are trainings."""
 
+CHANGED_DEFAULTS = frozenset({"max_drop", "allocation", "criterion", "repair", "portfolio", "estimator", "off"})
+"""Fields whose defaults were others in earlier releases, which wrote all of them into every run folder."""
+
+_SITE_BY_SITE = {"max_drop": 0.005, "allocation": "sequential", "criterion": "ensemble", "repair": "none"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(EnsembleSettings):
-    """How a network is pruned: `Recipe.best()`, Algorithm 1 as published by `Recipe.paper()`, or field by field.
+    """How a network is pruned. `Recipe()` is what `sc.prune` does: the best that was measured, without training.
 
-    A field that is not given means the fast way: site by site, nothing repaired. Training is off unless asked for. Drops are
-    fractions: 0.005 is half a point.
+    That is structured OBS, all cuts allocated together, every layer repaired. `Recipe.fast()` goes site by site and repairs
+    nothing, `Recipe.paper()` is Algorithm 1 as published; all three take single fields. Training is off unless asked for.
+    Drops are fractions: 0.005 is half a point.
     """
 
     max_drop: float = setting(
-        0.005, "Accuracy on the validation set that may be lost, a fraction: 0.005 is half a point.", "pruning", low=0, high=1
+        0.01, "Accuracy on the validation set that may be lost, a fraction: 0.005 is half a point.", "pruning", low=0, high=1
     )
     budget: Budget = setting(
         "run", "The drop counts from the start of the whole run, or from the start of each site (the paper).", "pruning"
@@ -59,8 +65,8 @@ class Recipe(EnsembleSettings):
     )
     worst_class: float | None = setting(None, "Accuracy that any single class may lose, a fraction.", "pruning", low=0, high=1)
     allocation: Allocation = setting(
-        "sequential",
-        "Cut each site in turn as far as possible (the paper), or weigh the cuts of all sites together.",
+        "global",
+        "Cut each site in turn as far as possible (sequential, the paper), or weigh the cuts of all sites together (global).",
         "pruning",
     )
     direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
@@ -90,11 +96,14 @@ class Recipe(EnsembleSettings):
         below=1,
     )
     criterion: str = setting(
-        "ensemble",
-        f"Criterion that ranks the filters: {', '.join(CRITERIA)}, or your own as package.module:function.",
+        None,
+        f"Criterion that ranks the filters: {', '.join(CRITERIA)}, or your own as package.module:function. By default obs, or "
+        "portfolio where one is given or nothing is repaired.",
         "scoring",
     )
-    portfolio: tuple[str, ...] = setting(PORTFOLIO, "The criteria that criterion 'portfolio' compares.")
+    portfolio: tuple[str, ...] = setting(
+        None, f"The criteria that criterion 'portfolio' compares, by default {', '.join(PORTFOLIO)}."
+    )
     signal: Signal = setting(
         "loss",
         "Score masks by the loss, or by the divergence from the unpruned network's outputs, which needs no labels.",
@@ -109,7 +118,7 @@ class Recipe(EnsembleSettings):
         high=MOST_EXAMPLES,
     )
     repair: Repair = setting(
-        "none",
+        "every-layer",
         "Solve new weights, in closed form: of the layers that read what was cut, or finally of every layer; whole-network: "
         "then train all layers together to give what they gave, without labels.",
         "pruning",
@@ -194,27 +203,32 @@ class Recipe(EnsembleSettings):
 
     @staticmethod
     def best(**changes: Any) -> Recipe:
-        """The best recipe measured: structured OBS, all cuts allocated together, every layer repaired, no training.
+        """The same as `Recipe(...)`: the defaults are the best recipe measured."""
+        return Recipe(**changes)
 
-        With a `portfolio` given, or without repair, a portfolio of criteria ranks the filters.
-        """
-        by_repair = "portfolio" not in changes and changes.get("repair") != "none"
-        chosen: dict[str, Any] = {"criterion": "obs" if by_repair else "portfolio", "repair": "every-layer"}
-        if not set(changes) & set(declarations(EnsembleSettings)):
-            chosen |= NETWORK_WIDE
-        return Recipe(**{"max_drop": 0.01, "allocation": "global", **chosen, **changes})
+    @staticmethod
+    def fast(**changes: Any) -> Recipe:
+        """Site by site, by ensembles that stop when the least important filters are stable; nothing repaired; half a point."""
+        return Recipe(**{**_SITE_BY_SITE, "estimator": "gradient", **changes})
 
     @staticmethod
     def paper(**changes: Any) -> Recipe:
         """Algorithm 1 as published: 10 masks a filter on all training examples, α by point estimate, nothing repaired."""
         ensemble = {name: getattr(PAPER, name) for name in declarations(EnsembleSettings)}
         others = {"scoring_examples": PAPER.examples, "budget": "site", "confidence": 0.0, "search": "paper", "round_to": 1}
-        return Recipe(**{**ensemble, **others, "keep_best": False, **changes})
+        return Recipe(**{**_SITE_BY_SITE, **ensemble, **others, "keep_best": False, **changes})
 
     def __post_init__(self) -> None:
         for name in TRAININGS:
             if isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, named_settings(given, name))
+        if self.criterion is None:
+            compared = self.portfolio is not None or self.repair == "none"
+            object.__setattr__(self, "criterion", "portfolio" if compared else "obs")
+        if self.portfolio is None:
+            object.__setattr__(self, "portfolio", PORTFOLIO)
+        if self.estimator is None and self._ranks_in_network():
+            object.__setattr__(self, "estimator", "network")
         super().__post_init__()
         for field, name in (("criterion", self.criterion), *(("portfolio", name) for name in self.portfolio)):
             allowed = [other for other in CRITERIA if other != field]  # a portfolio holds no portfolio
@@ -263,6 +277,12 @@ class Recipe(EnsembleSettings):
             raise RecipeError("train_trials = true: a training follows every repair: set repair = 'every-layer'.")
         if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
             raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")
+
+    def _ranks_in_network(self) -> bool:
+        """Whether ensembles rank all sites in one network, with nothing said about how."""
+        ranking = self.portfolio if self.criterion == "portfolio" else (self.criterion,)
+        said = any(getattr(self, name) != default for name, (_, default, _) in declarations(EnsembleSettings).items())
+        return self.allocation == "global" and "ensemble" in ranking and not said
 
     @property
     def shortcuts(self) -> tuple[Shortcut, ...]:

@@ -16,7 +16,10 @@ Model = Literal["linear", "pairs"]
 
 MOST_PAIRS = 16_384  # of masks and examples, unless `masks` is given: a slope covers all filters, so wide layers need no more
 
-NETWORK_WIDE: dict[str, Any] = {"estimator": "network", "off": 0.9}
+OFF, OFF_IN_NETWORK = 0.3, 0.9
+"""Share off that masks have by default: of one site (the paper's P), and of a network, spread over its sites."""
+
+NETWORK_WIDE: dict[str, Any] = {"estimator": "network", "off": OFF_IN_NETWORK}
 """How ensembles rank filters where all sites are ranked in one network."""
 
 
@@ -25,17 +28,19 @@ class EnsembleSettings(Checked):
     """How an ensemble of masks ranks the filters of a site."""
 
     estimator: Estimator = setting(
-        "gradient",
+        None,
         "Fit the linear model to losses at masks (the paper), or to their slopes along the masks; network: one for each "
-        "example, to slopes at masks of all sites at once.",
+        "example, to slopes at masks of all sites at once. By default network where all sites are weighed together and nothing "
+        "else is said about ensembles, else gradient.",
         "scoring",
     )
     adaptive: bool = setting(True, "Stop scoring a site when the set of its least important filters is stable.", "scoring")
     masks_per_filter: int = setting(256, "Largest number of masks for each filter of a site.", "scoring", low=1, high=100_000)
     masks: int | None = setting(None, "Number of masks at every site, whatever its width.", "scoring", low=4, high=10_000_000)
     off: float = setting(
-        0.3,
-        "Share of a site's filters that a mask switches off (the paper's P, 0.3); estimator network: spread over all sites.",
+        None,
+        "Share of a site's filters that a mask switches off, by default 0.3 (the paper's P); estimator network: spread over "
+        "all sites, by default 0.9.",
         "scoring",
         above=0,
         below=1,
@@ -48,6 +53,10 @@ class EnsembleSettings(Checked):
     ridge: float = setting(0.0, "Ridge penalty of the fit.", low=0, high=1e9)
 
     def __post_init__(self) -> None:
+        if self.estimator is None:
+            object.__setattr__(self, "estimator", "gradient")
+        if self.off is None:
+            object.__setattr__(self, "off", OFF_IN_NETWORK if self.estimator == "network" else OFF)
         super().__post_init__()
         if self.estimator == "network" and self.masks is not None:
             raise RecipeError(

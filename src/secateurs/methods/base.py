@@ -346,7 +346,7 @@ def _completed(budget: dict[str, Any]) -> dict[str, Any]:
 
 def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe:
     """How the filters of a task are ranked and measured; point estimates decide."""
-    return Recipe(
+    return Recipe.fast(
         confidence=0.0,
         criterion=criterion,
         repair=repair,

@@ -40,7 +40,7 @@ def recipe_for(recipe: Recipe | None, criterion: str | Callable[..., Any] | None
         raise InvalidInput(f"max_drop={drop:g}: wanted a fraction below 1: 0.01 is one point of accuracy.")
     if criterion is not None:
         known["criterion"] = criterion if isinstance(criterion, str) else as_criterion(criterion)
-    return resolved(Recipe.best(**known) if recipe is None else replace(recipe, **known))
+    return resolved(Recipe(**known) if recipe is None else replace(recipe, **known))
 
 
 def without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ignore) -> Recipe:

@@ -21,7 +21,7 @@ from secateurs._util.journal import JOURNAL, PROVENANCE, Journal, changed_files,
 from secateurs._util.tensors import digest, dump, parse
 from secateurs.compaction import replay
 from secateurs.compaction.serialization import load, read, save
-from secateurs.config import Recipe, read_fields, recipe_fields, recipe_from, write_recipe
+from secateurs.config import CHANGED_DEFAULTS, Recipe, read_fields, recipe_fields, recipe_from, write_recipe
 from secateurs.criteria.ranking import Ranking
 from secateurs.data.splits import Data
 from secateurs.distributed import ALONE, Workers
@@ -216,6 +216,13 @@ def open_folder(path: Path, workers: Workers = ALONE) -> tuple[Journal, Recipe, 
     journal = Journal(path, KINDS, workers)
     try:
         fields = read_fields(path / RECIPE)
+        # a field that came later has the default that it always had; these had others once, so none may be filled in
+        absent = sorted(CHANGED_DEFAULTS - fields.keys())
+        if absent:
+            raise RunError(
+                f"{path / RECIPE}: no {', '.join(absent)}: the release that started the run had other defaults. Use that "
+                f"release, or start a new run."
+            )
         recipe = recipe_from(fields, where=str(path / RECIPE))
         # of the fields in the file: a release with more settings, at their defaults, resumes the run
         if _fields_digest(fields) != known.get("recipe_sha256"):
