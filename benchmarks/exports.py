@@ -12,7 +12,6 @@ import json
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +23,10 @@ from benchmarks.render import PAGE, with_part
 from secateurs import Graph, Site, compact, cost, find_sites, load, save, trace
 from secateurs._util.files import write_text
 from secateurs.export import Exported, prepared, to_onnx, to_pt2, to_source
-from secateurs.export.deliver import TIMED_BATCHES, WARMUP, resized
-from secateurs.graph.latency import SpeedUp, in_turns, median, speedup, undisturbed
+from secateurs.export.deliver import TIMED_BATCHES, resized
 from secateurs.models import build, example_input
+from secateurs.speed.engines import TorchEngine
+from secateurs.speed.timing import SpeedUp, compare
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "exports.json"
 COMMAND = "python -m benchmarks.exports"
@@ -102,9 +102,9 @@ def measure_saved(subject: Subject, whole: Graph, small: Graph, folder: Path, re
 
 
 def timed(whole: nn.Module, small: nn.Module, x: tuple[torch.Tensor, ...], batch: int, repeats: int) -> dict[str, Any]:
-    with undisturbed():
-        seconds = in_turns([partial(whole, *x), partial(small, *x)], WARMUP, repeats)
-    return {"batch": batch, "seconds": median(seconds).tolist(), "speedup": asdict(speedup(*seconds))}
+    engine = TorchEngine(batch)
+    found = compare([engine.loaded(module, x) for module in (whole, small)], rounds=(repeats, repeats))
+    return {"batch": batch, "seconds": list(found.medians), "speedup": asdict(found.speedups[0])}
 
 
 def row_of(one: Exported) -> dict[str, Any]:

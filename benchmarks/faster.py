@@ -35,12 +35,11 @@ from secateurs.cli.inputs import BUILTIN, PUBLIC, Origin, build_model
 from secateurs.cli.inputs import load_data as load_split
 from secateurs.data import Data, subset
 from secateurs.export.engines import OnnxEngine
-from secateurs.graph.engine import in_rounds
-from secateurs.graph.latency import SpeedUp, speedup
 from secateurs.metrics import evaluate
 from secateurs.models import example_input
 from secateurs.pruning.global_allocation import allocations_for, apply_allocation
 from secateurs.repair import reconstruct_
+from secateurs.speed.timing import SpeedUp, in_rounds, speedup
 from secateurs.training import train_
 
 ROWS = Path(__file__).parent / "results" / "faster.jsonl"
@@ -178,7 +177,7 @@ def time_all(network: str, rounds: int, again: bool) -> None:
     torch.set_num_threads(1)
     for batch in BATCHES:
         engine = OnnxEngine(batch, 1)
-        seconds = in_rounds({i: engine.network(graph) for i, graph in graphs.items()}, threads=1, rounds=rounds)
+        seconds = in_rounds({i: engine.network(graph)() for i, graph in graphs.items()}, threads=1, rounds=rounds)
         for i, row in enumerate(found):
             faster = speedup(*(torch.tensor(seconds[j], dtype=torch.float64) for j in (-1, i)))
             medians = {name: float(torch.tensor(seconds[j]).median()) for name, j in (("dense", -1), ("pruned", i))}

@@ -41,12 +41,13 @@ from secateurs.data import Data, subset
 from secateurs.export.deliver import prepared
 from secateurs.export.int8 import Quantised, Quantiser, in_int8
 from secateurs.export.programs import onnx_bytes
-from secateurs.graph.engine import cpu_flags, in_rounds, timed
 from secateurs.metrics import evaluate
 from secateurs.models import build, example_input
 from secateurs.pruning.global_allocation import allocations_for, apply_allocation
 from secateurs.pruning.latency_target import timed_allocations
 from secateurs.report.int8 import stage_times
+from secateurs.speed.engines import cpu_flags
+from secateurs.speed.timing import in_rounds, timed
 from secateurs.training import train_
 
 ROWS = Path(__file__).parent / "results" / "int8.jsonl"
@@ -215,11 +216,8 @@ def time_all(network: str, rounds: int) -> None:
     ]
     models = [file.read_bytes() for file in files]
     torch.set_num_threads(1)
-    seconds = stage_times(models, (example_input("resnet20"),), rounds=rounds)
-    medians = {
-        str(batch): {stage: float(torch.tensor(row).median()) for stage, row in zip(STAGES, found, strict=True)}
-        for batch, found in seconds.items()
-    }
+    seconds = stage_times(models, (example_input("resnet20"),), rounds=(rounds, rounds))
+    medians = {str(batch): dict(zip(STAGES, found.medians, strict=True)) for batch, found in seconds.items()}
     flags = " ".join(sorted(flag for flag in cpu_flags() if "vnni" in flag)) or "no VNNI"
     row = {"kind": "times", "network": network, "seconds": medians, "bytes": dict(zip(STAGES, map(len, models), strict=True))}
     keep({**row, "flags": flags, "conditions": conditions().sentence()})

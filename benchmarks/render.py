@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.conditions import Conditions
 from benchmarks.scoring_page import render_scoring
 from secateurs._util.files import write_text
-from secateurs.graph.latency import SpeedUp
+from secateurs.speed.timing import SpeedUp
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "surgery.json"

@@ -19,8 +19,8 @@ from benchmarks.scoring_speed import Naive
 from secateurs import Site, fit_importance, scores
 from secateurs.config import FAST, Scoring
 from secateurs.data.dataset import generator_for
-from secateurs.graph.latency import using_threads
 from secateurs.scoring.importance import rank_correlation
+from secateurs.speed.timing import using_threads
 
 HALVINGS = 20
 NAIVE_IMAGES, NAIVE_MASKS = 512, 3

@@ -17,7 +17,7 @@ from benchmarks.scoring_headline import cheapest, share_of_paper
 from benchmarks.scoring_quality import SHARES
 from benchmarks.scoring_setup import PAPER_MASKS
 from benchmarks.scoring_speed import weighted
-from secateurs.graph.latency import SpeedUp
+from secateurs.speed.timing import SpeedUp
 
 FIGURE = Path(__file__).parents[1] / "docs" / "scoring-quality.svg"
 CURVES = {

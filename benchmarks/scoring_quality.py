@@ -19,12 +19,12 @@ from secateurs import Importance, Site, fit_importance, scores
 from secateurs.config import FAST, Scoring
 from secateurs.criteria import score_filters
 from secateurs.data import subset
-from secateurs.graph.latency import using_threads
 from secateurs.metrics import correct
 from secateurs.scoring import EnsembleResult, score_site
 from secateurs.scoring.engine import split_for
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import rank_correlation
+from secateurs.speed.timing import using_threads
 
 SHARES = (0.25, 0.5, 0.75)
 BACKWARD = 2  # image-passes that a backward pass counts as

@@ -22,11 +22,11 @@ from secateurs._util.files import write_text
 from secateurs.data import Data, Examples, load_cifar10, split, subset
 from secateurs.data.dataset import generator_for
 from secateurs.errors import InvalidInput
-from secateurs.graph.latency import using_threads
 from secateurs.metrics import Measure, cross_entropy
 from secateurs.models import example_input, load_public
 from secateurs.scoring.cache import MeasurementCache, context_of, mask_key
 from secateurs.scoring.engine import MaskedNetwork, split_for
+from secateurs.speed.timing import using_threads
 
 CORES = os.cpu_count() or 1
 PAPER_MASKS = 10  # for each filter

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from benchmarks.scoring_setup import PAPER_MASKS, Bench, draw, means, seconds_of, stands_for
 from secateurs import Graph, Site, cost, masked
 from secateurs.data import Examples
-from secateurs.graph.latency import median, speedup
 from secateurs.graph.layers import Mask
 from secateurs.graph.masking import split_at
 from secateurs.metrics import cross_entropy, loss
 from secateurs.scoring.engine import split_for
+from secateurs.speed.timing import speedup
 
 ROOF_CHANNELS, ROOF_SIDE, ROOF_IMAGES = 128, 32, 32
 
@@ -73,7 +73,7 @@ def measure_speed(bench: Bench, model: str, site: Site) -> dict[str, Any]:
         for _ in range(form.repeats)
     ]
     naive_times, engine_times, roof_times = torch.tensor(turns, dtype=torch.float64).T
-    each = float(median(engine_times)) / len(masks)
+    each = float(engine_times.quantile(0.5)) / len(masks)
     rate = suffix_macs(graph, site) * len(examples) / each
     return {
         "model": model,
@@ -83,11 +83,13 @@ def measure_speed(bench: Bench, model: str, site: Site) -> dict[str, Any]:
         "images": len(examples),
         "naive": (naive_times / len(masks)).tolist(),
         "engine": (engine_times / len(masks)).tolist(),
-        "ahead": max(0.0, first - float(median(engine_times))),  # seconds before the first mask: prefix, check of the strategy
+        "ahead": max(
+            0.0, first - float(engine_times.quantile(0.5))
+        ),  # seconds before the first mask: prefix, check of the strategy
         "ratio": asdict(speedup(naive_times, engine_times)),
         "difference": float(((ours - theirs) / theirs).abs().max()),
         "gmacs": rate / 1e9,
-        "roof": roof.macs / float(median(roof_times)) / 1e9,
+        "roof": roof.macs / float(roof_times.quantile(0.5)) / 1e9,
         "form": str(engine.strategy),
         "filters for": stands_for(bench.sites(model), [s.name for s in speed_sites(bench, model)])[site.name],
     }
@@ -117,7 +119,7 @@ def weighted(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     busy = naive.median(1).values / naive.median()
     ahead = torch.tensor([row["ahead"] * row["filters for"] / row["channels"] for row in rows], dtype=torch.float64) / busy
     naive, engine = masks @ (naive / busy[:, None]), masks @ (engine / busy[:, None])
-    times = [float(median(torch.tensor(row["engine"]))) * row["filters for"] for row in rows]
+    times = [float(torch.tensor(row["engine"]).quantile(0.5)) * row["filters for"] for row in rows]
     shares = [row["gmacs"] / row["roof"] for row in rows]  # measured in turns, so that both met the same machine
     share = sum(share * time for share, time in zip(shares, times, strict=True)) / sum(times)
     return {

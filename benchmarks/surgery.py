@@ -22,8 +22,8 @@ from benchmarks.render import RESULTS, update_page
 from benchmarks.rival import prune_half, zeroed
 from secateurs import Graph, compact, cost, find_sites, latency, masked, trace
 from secateurs._util.files import write_text
-from secateurs.graph.latency import SpeedUp, speedup
 from secateurs.models import build
+from secateurs.speed.timing import SpeedUp, speedup
 
 BATCH = 128
 PASSES = 20  # forward passes that surgery must not outlast

@@ -38,13 +38,13 @@ from secateurs.config import Shortcut
 from secateurs.data import Data
 from secateurs.data.dataset import Examples
 from secateurs.export.engines import OnnxEngine
-from secateurs.graph.engine import Engine, TorchEngine, in_rounds
-from secateurs.graph.latency import SpeedUp, speedup
 from secateurs.models import example_input
 from secateurs.models.resnet import resnet
-from secateurs.pruning.latency_tables import preferred_multiple
 from secateurs.pruning.results import SiteWidths, TimedAllocation
-from secateurs.selection.widths import multiple_at
+from secateurs.speed.engines import Engine, TorchEngine
+from secateurs.speed.tables import preferred_multiple
+from secateurs.speed.timing import SpeedUp, in_rounds, speedup
+from secateurs.speed.widths import multiple_at
 
 ROWS = Path(__file__).parents[1] / "benchmarks" / "results" / "widths.jsonl"
 COMMAND = "python -m benchmarks.widths"
@@ -87,7 +87,7 @@ def dense(name: str) -> Graph:
 
 def in_turns(engine: Engine, rounds: int, **graphs: Graph) -> dict[str, Tensor]:
     """Seconds of networks in turns."""
-    found = in_rounds({name: engine.network(graph) for name, graph in graphs.items()}, threads=1, rounds=rounds)
+    found = in_rounds({name: engine.network(graph)() for name, graph in graphs.items()}, threads=1, rounds=rounds)
     return {name: torch.tensor(seconds, dtype=torch.float64) for name, seconds in found.items()}
 
 

@@ -42,8 +42,9 @@ def multiples_of_eight(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
 
     The speed of a result is measured in few rounds.
     """
-    from secateurs.pruning import context, latency_tables, latency_target
+    from secateurs.pruning import context, latency_target
+    from secateurs.speed import tables
 
-    monkeypatch.setattr(latency_target, "_FINAL_ROUNDS", 3)
+    monkeypatch.setattr(latency_target, "FINAL_ROUNDS", (3, 3))
     monkeypatch.setattr(context, "preferred_multiple", lambda *given: 8)
-    monkeypatch.setattr(latency_tables, "home", lambda: tmp_path_factory.getbasetemp() / "home")
+    monkeypatch.setattr(tables, "home", lambda: tmp_path_factory.getbasetemp() / "home")

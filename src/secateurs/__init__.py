@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from secateurs.errors import SecateursError
     from secateurs.graph.cost import Cost, cost
     from secateurs.graph.flow import rule
-    from secateurs.graph.latency import Latency, latency
     from secateurs.graph.masking import masked
     from secateurs.graph.plan import Plan
     from secateurs.graph.sites import Site, Unprunable, find_site, find_sites
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from secateurs.scoring.importance import Importance, fit_importance, fit_pairs, scores
     from secateurs.scoring.masks import sample_masks
     from secateurs.selection.search import Cut, find_cut
+    from secateurs.speed.latency import Latency, latency
     from secateurs.training import carry_optimizer, train_
 
 # Names are loaded when they are first used: importing torch takes seconds, which `secateurs --help` should not.
@@ -37,7 +37,7 @@ _HOMES = {
     "errors": ("SecateursError",),
     "graph.cost": ("Cost", "cost"),
     "graph.flow": ("rule",),
-    "graph.latency": ("Latency", "latency"),
+    "speed.latency": ("Latency", "latency"),
     "graph.masking": ("masked",),
     "graph.plan": ("Plan",),
     "graph.sites": ("Site", "Unprunable", "find_site", "find_sites"),

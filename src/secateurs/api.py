@@ -30,7 +30,6 @@ from secateurs.distributed import rank as torchrun_rank
 from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.export.engines import engine_for
 from secateurs.export.int8 import int8_module
-from secateurs.graph.engine import Engine
 from secateurs.graph.trace import Graph, trace
 from secateurs.metrics import Measure, correct, cross_entropy, display_name, output_loss
 from secateurs.pruning.arguments import (
@@ -67,6 +66,7 @@ from secateurs.report import Plots, plots, write_report
 from secateurs.report.progress import RunWatcher, display
 from secateurs.report.result import Result
 from secateurs.scoring.cache import MeasurementCache
+from secateurs.speed.engines import Engine
 from secateurs.training.guard import START, KeptWeights
 from secateurs.training.state import EpochRecord
 

@@ -14,7 +14,7 @@ from secateurs import compact, find_sites, trace
 from secateurs.errors import InvalidInput
 from secateurs.export import deploy, to_onnx
 from secateurs.export.pad import padded
-from secateurs.graph.latency import SpeedUp
+from secateurs.speed.timing import Compared, SpeedUp
 
 
 def widths(module: nn.Module) -> dict[str, int]:
@@ -83,7 +83,8 @@ def test_an_export_is_padded_and_checked(tmp_path: Path) -> None:
 def test_a_deployed_network_has_no_batchnorms_and_the_faster_memory_format(
     monkeypatch: pytest.MonkeyPatch, ratio: float
 ) -> None:
-    monkeypatch.setattr("secateurs.export.deployment.speedup", lambda *rows: SpeedUp(ratio, ratio - 0.1, ratio + 0.1))
+    measured = Compared(torch.ones(2, 5), (SpeedUp(ratio, ratio - 0.1, ratio + 0.1),))
+    monkeypatch.setattr("secateurs.export.deployment.compare", lambda loads: measured)
     graph, examples = random_problem("resnet8")
     smaller = compact(graph, random_keep(list(find_sites(graph)), seed=3), verify=False)
     found = deploy(smaller, batch=2)

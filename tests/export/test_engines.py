@@ -14,7 +14,7 @@ from secateurs import Recipe, trace
 from secateurs.errors import InvalidInput
 from secateurs.export.engines import CompileEngine, OnnxEngine, chain_model, engine_for
 from secateurs.export.programs import feed, start_session
-from secateurs.graph.engine import MeasureEngine, TorchEngine
+from secateurs.speed.engines import MeasureEngine, TorchEngine
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_chain_computes_a_layer_and_its_reverse(layer: Any, shape: tuple[int, 
 
 def test_a_network_is_timed_as_it_is_exported() -> None:
     graph = trace(nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)).eval(), torch.randn(2, 1, 8, 8))
-    assert OnnxEngine(batch=5, threads=1).network(graph)() > 0
+    assert OnnxEngine(batch=5, threads=1).network(graph)()() > 0
     assert OnnxEngine().layer(nn.Conv2d(3, 4, 3).double(), (1, 3, 8, 8), 1)() > 0  # in torch: the model would be another
 
 

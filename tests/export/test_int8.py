@@ -502,7 +502,7 @@ def test_a_run_for_int8_certifies_the_file_that_it_exports(
         return sum(weight.numel() for weight in module.parameters())
 
     # times are told by weights, so that the run does the same on a busy machine
-    monkeypatch.setattr(Int8Engine, "network", lambda self, graph: lambda: 1e-6 * weights_of(graph.module))
+    monkeypatch.setattr(Int8Engine, "network", lambda self, graph: lambda: lambda: 1e-6 * weights_of(graph.module))
     monkeypatch.setattr(Int8Engine, "layer", lambda self, layer, shape, times: lambda: 1e-6 * times * weights_of(layer))
     for growth in ("FINE", "COARSE"):
         monkeypatch.setattr(global_allocation, growth, 1.6)  # few questions: each makes a file
@@ -559,6 +559,6 @@ def test_the_int8_engine_times_int8_networks_and_layers() -> None:
     engine = engine_for(Recipe.best(deploy="int8", latency_threads=1))
     assert isinstance(engine, Int8Engine)
     assert engine.name != OnnxEngine.name, "times of both must not share a file"
-    assert engine.network(tiny())() > 0
+    assert engine.network(tiny())()() > 0
     assert engine.layer(nn.Conv2d(8, 8, 3), (1, 8, 6, 6), 1)() > 0
     assert engine.layer(nn.Linear(8, 8), (1, 8), 1)() > 0

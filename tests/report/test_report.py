@@ -27,7 +27,6 @@ from secateurs.cli import execute
 from secateurs.compaction import compact
 from secateurs.config import Recipe, TrainSettings
 from secateurs.errors import InvalidInput, RunError, UnknownSite
-from secateurs.graph.latency import aligning_share
 from secateurs.graph.sites import find_sites
 from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import trace
@@ -40,6 +39,7 @@ from secateurs.report.load import Measured, SiteImportances
 from secateurs.report.svg import Figure, el, ticks
 from secateurs.report.verdicts import run_warnings, step_warnings, verdict
 from secateurs.scoring.importance import fit_pairs
+from secateurs.speed.latency import aligning_share
 from secateurs.training import EpochRecord
 from torture.journals import entries_of, write_entries
 from torture.runs import few_digits

@@ -134,7 +134,7 @@ def _int8(run: Path, origin: inputs.Origin, path: Path, *, uncertified: bool) ->
         train, val, test = train.train, train.search, train.test
     resumed = resume(run, inputs.fresh_model(origin), train, val, test=test)
     try:
-        return export_int8(resumed.finish(), path, uncertified=uncertified, compare=True)
+        return export_int8(resumed.finish(), path, uncertified=uncertified, compared=True)
     finally:
         resumed.close()
 

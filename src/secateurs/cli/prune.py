@@ -194,7 +194,7 @@ def demo(
         The run folder.
     """
     from secateurs.api import Pruner
-    from secateurs.graph.latency import using_threads
+    from secateurs.speed.timing import using_threads
 
     origin, folder = origin_for(seed), inputs.run_folder(out, None, "demo")
     data, recipe = inputs.load_data(origin), inputs.chosen_recipe("demo", {"seed": seed})

@@ -22,9 +22,11 @@ from secateurs._util.modules import eval_mode
 from secateurs.errors import ArtefactError, InvalidInput, NotEqual, UnsupportedOp
 from secateurs.export.pad import padded
 from secateurs.export.plain import alignments, plain_module
-from secateurs.graph.latency import NodeTimer, SpeedUp, in_turns, median, speedup, undisturbed
 from secateurs.graph.node_info import forget_source_
 from secateurs.graph.trace import Example, Graph, as_example, like_network, tensors_in, trace
+from secateurs.speed.engines import on_one_thread
+from secateurs.speed.nodes import node_seconds
+from secateurs.speed.timing import SpeedUp, Timer, compare, timed
 
 Kind = Literal["onnx", "pt2", "source", "int8", "pt2-int8"]
 CalibrationMethod = Literal["minmax", "entropy", "percentile", "histogram"]
@@ -36,9 +38,9 @@ Bind = Callable[["Prepared", Path, Inputs], Callable[[], Any]]
 
 TOLERANCE = 1e-4  # of the largest output: float32 through 100 layers stays below 1e-5
 TIMED_BATCHES = (1, 64)
-WARMUP = 3
+ONNX_RUNTIME = "ONNX Runtime"
+INT8_RUNTIME = f"{ONNX_RUNTIME}, both in int8"
 PROFILED_BATCH = 64
-PROFILES = 7
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Speed:
     original: float  # seconds, median
     pruned: float  # seconds, median
     speedup: SpeedUp
-    runtime: str  # "ONNX Runtime" or "PyTorch"
+    runtime: str  # "ONNX Runtime", also "both in int8", or "PyTorch"
     threads: int
 
 
@@ -224,14 +226,9 @@ class Prepared:
             return Alignment(0, 0, 0.0, PROFILED_BATCH)
         gathers = sum(node.target is torch.index_select for node in aligning)
         first = sum(not any(source in aligning for source in node.all_input_nodes) for node in aligning)
-        shares = []
-        with torch.inference_mode():
-            for run in range(PROFILES + 1):
-                timer = NodeTimer(self.module)
-                timer.run(*resized(self.inputs, PROFILED_BATCH))
-                if run:  # the first run warms up
-                    shares.append(sum(timer.seconds[node] for node in aligning) / sum(timer.seconds.values()))
-        return Alignment(gathers, max(first - gathers, 0), float(torch.tensor(shares).median()), PROFILED_BATCH)
+        seconds = node_seconds(self.module, resized(self.inputs, PROFILED_BATCH))
+        share = sum(seconds[node] for node in aligning) / sum(seconds.values())
+        return Alignment(gathers, max(first - gathers, 0), share, PROFILED_BATCH)
 
 
 def prepared(graph: Graph | Prepared, inputs: Example | None = None, pad_to: int = 1) -> Prepared:
@@ -365,12 +362,15 @@ def _agreement(found: list[list[Tensor]], network: Prepared, tolerance: float, k
 
 def _speed(kind: Kind, binds: Sequence[Callable[[Inputs], Callable[[], Any]]], inputs: Inputs, repeats: int) -> Speed:
     """Run the exports of the unpruned network and of the pruned one in turns."""
-    calls = [bind(inputs) for bind in binds]
-    with torch.inference_mode(), undisturbed():
-        seconds = in_turns(calls, WARMUP, repeats)
-    before, after = median(seconds).tolist()
-    runtime = "ONNX Runtime" if kind in ("onnx", "int8") else "PyTorch"
-    return Speed(len(inputs[0]), before, after, speedup(*seconds), runtime, torch.get_num_threads())
+    alone = on_one_thread(None)
+
+    def load(bind: Callable[[Inputs], Callable[[], Any]]) -> Timer:
+        return timed(bind(inputs), alone=alone)
+
+    found = compare([partial(load, bind) for bind in binds], rounds=(repeats, 3 * repeats))
+    before, after = found.medians
+    runtime = ONNX_RUNTIME if kind in ("onnx", "int8") else "PyTorch"
+    return Speed(len(inputs[0]), before, after, found.speedups[0], runtime, torch.get_num_threads())
 
 
 @contextmanager

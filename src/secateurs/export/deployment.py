@@ -12,12 +12,10 @@ from secateurs._util.modules import eval_mode
 from secateurs.errors import NotEqual
 from secateurs.export.deliver import TOLERANCE
 from secateurs.export.plain import plain_module
-from secateurs.graph.engine import batch_like, in_rounds, on_device_of, timed
-from secateurs.graph.latency import SpeedUp, caller, speedup
 from secateurs.graph.trace import Graph, tensors_in
 from secateurs.scoring.engine.split import fold_norms_
-
-_ROUNDS = 15  # of both memory formats in turns
+from secateurs.speed.engines import TorchEngine, batch_like, on_device_of
+from secateurs.speed.timing import SpeedUp, compare
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +42,8 @@ def deploy(graph: Graph, *, batch: int = 1) -> Deployed:
     faster = None
     if any(parameter.dim() == 4 for parameter in module.parameters()):
         last = copy.deepcopy(module).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch has no overload for it
-        rows = in_rounds({each: timed(caller(each, inputs)) for each in (module, last)}, rounds=_ROUNDS)
-        faster = speedup(*(torch.tensor(rows[each], dtype=torch.float64) for each in (module, last)))
+        engine = TorchEngine(batch)
+        (faster,) = compare([engine.loaded(each, inputs) for each in (module, last)]).speedups
         module = last if faster.low > 1 else module
     _check(graph, module, inputs)
     return Deployed(module, before - _norms(module), faster is not None and faster.low > 1, faster)

@@ -15,9 +15,9 @@ from secateurs.errors import InvalidInput
 from secateurs.export.deliver import prepared
 from secateurs.export.int8 import in_int8
 from secateurs.export.programs import check_packages, feed, onnx_bytes, start_session
-from secateurs.graph.engine import Engine, MeasureEngine, Timer, TorchEngine, batch_like, timed
-from secateurs.graph.latency import using_threads
 from secateurs.graph.trace import Graph
+from secateurs.speed.engines import Engine, MeasureEngine, TorchEngine, batch_like, on_one_thread
+from secateurs.speed.timing import CLOCK, Clock, Load, Timer, timed, using_threads
 
 _OPSET = 18
 _LINKS = 3  # of a chain, at least: what its ends cost is spread over twice as many layers
@@ -51,34 +51,46 @@ class CompileEngine(TorchEngine):
         found: Callable[..., Any] = torch.compile(module, dynamic=False)
         return found
 
+    def network(self, graph: Graph) -> Load:
+        """Loaded once: compiling takes long."""
+        timer = super().network(graph)()
+        return lambda: timer
+
 
 class OnnxEngine:
     """ONNX Runtime on the CPU, on networks as `to_onnx` writes them."""
 
     name, runs_layers = "onnxruntime", True
+    clock: Clock = CLOCK
 
     def __init__(self, batch: int = 1, threads: int | None = None) -> None:
         check_packages()
         self.batch, self.threads = batch, threads
 
-    def network(self, graph: Graph) -> Timer:
-        """Export the network, and load it."""
-        ready = prepared(graph)
-        return self._timer(onnx_bytes(ready), tuple(t.cpu() for t in batch_like(graph, self.batch)))
+    def network(self, graph: Graph) -> Load:
+        """Export the network."""
+        model, inputs = onnx_bytes(prepared(graph)), tuple(t.cpu() for t in batch_like(graph, self.batch))
+        model = self.delivered(model, inputs)
+        return lambda: self._timer(model, inputs)
+
+    def delivered(self, model: bytes, inputs: tuple[Tensor, ...]) -> bytes:
+        """The file that runs."""
+        return model
 
     def layer(self, layer: nn.Module, shape: Sequence[int], times: int) -> Timer:
         """Load a chain of the layer and its reverse (see `chain_model`); the timer gives the share of `times` layers."""
         parameter, links = next(layer.parameters()), max(times, _LINKS)
         if parameter.dtype != torch.float32 or not isinstance(layer, nn.Linear | nn.modules.conv._ConvNd):
             return TorchEngine(self.batch, self.threads).layer(layer, shape, times)
-        whole = self._timer(chain_model(layer, shape, links), (_given(layer, shape),))
+        given = (_given(layer, shape),)
+        whole = self._timer(self.delivered(chain_model(layer, shape, links), given), given)
         return lambda: whole() * times / (2 * links)
 
     def _timer(self, model: bytes, inputs: tuple[Tensor, ...]) -> Timer:
         with using_threads(self.threads):
             session = start_session(model)
         given = feed(session, inputs)
-        return timed(lambda: session.run(None, given))
+        return timed(lambda: session.run(None, given), alone=on_one_thread(self.threads), clock=self.clock)
 
 
 class Int8Engine(OnnxEngine):
@@ -86,8 +98,9 @@ class Int8Engine(OnnxEngine):
 
     name = "onnxruntime-int8"
 
-    def _timer(self, model: bytes, inputs: tuple[Tensor, ...]) -> Timer:
-        return super()._timer(in_int8(model, inputs), inputs)
+    def delivered(self, model: bytes, inputs: tuple[Tensor, ...]) -> bytes:
+        """The file in int8, calibrated on the inputs alone, which is as fast."""
+        return in_int8(model, inputs)
 
 
 def _given(layer: nn.Linear | nn.modules.conv._ConvNd, shape: Sequence[int]) -> Tensor:

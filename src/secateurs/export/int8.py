@@ -24,9 +24,9 @@ from secateurs.errors import InvalidInput, NonFinite, UnsupportedOp
 from secateurs.export.deliver import CalibrationMethod, Inputs, Quantisation, prepared
 from secateurs.export.programs import check_packages, feed, onnx_bytes, start_session
 from secateurs.export.qdq import FloatModel, Int8Layer, Range, equalise_, pairs, quantised_model
-from secateurs.graph.engine import cpu_flags
 from secateurs.graph.trace import Graph
 from secateurs.metrics import divergence
+from secateurs.speed.engines import cpu_flags
 
 METHODS: tuple[CalibrationMethod, ...] = ("minmax", "entropy", "percentile")
 CALIBRATED = 256  # training examples

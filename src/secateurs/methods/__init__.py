@@ -99,8 +99,12 @@ _WHOLE: Mapping[str, tuple[Method, str]] = {
     ),
     "obs-weights": (surgeon, "single weights by Optimal Brain Surgeon, small networks only (Hassibi, Stork, 1993)"),
     "paper": (paper, "Algorithm 1: linear filter ensembles, site by site, trained after every cut"),
+    "paper:backward": (
+        partial(paper, name="paper:backward", direction="backward"),
+        "Algorithm 1 from the last layer to the first, as the paper's best variant",
+    ),
     "paper+repair": (
-        partial(paper, repair=True),
+        partial(paper, name="paper+repair", repair=True),
         "Algorithm 1 with the best of several orders, consumers repaired after every cut",
     ),
     UNTOUCHED: (untouched, "nothing removed: what the training alone does"),

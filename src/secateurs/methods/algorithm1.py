@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import count
 
 from secateurs.compaction import compact
+from secateurs.config import Direction
 from secateurs.criteria.ranking import Ranking
 from secateurs.errors import InvalidInput
 from secateurs.methods.base import MethodRun, MethodState, Pruned, Spent, StepCost, Task, Watch, opened, recipe_for
@@ -27,7 +28,15 @@ from secateurs.selection.search import Cut
 MAX_DROP = 0.01
 
 
-def paper(task: Task, *, repair: bool = False, max_drop: float = MAX_DROP, watch: Watch | None = None) -> Pruned:
+def paper(
+    task: Task,
+    *,
+    name: str = "paper",
+    repair: bool = False,
+    direction: Direction = "forward",
+    max_drop: float = MAX_DROP,
+    watch: Watch | None = None,
+) -> Pruned:
     """Prune by Algorithm 1 with ensembles; with `repair`, by portfolios, consumers repaired in closed form after every cut."""
     recipe = replace(
         recipe_for(task, "portfolio" if repair else "ensemble", repair="least-squares" if repair else "none"),
@@ -35,8 +44,9 @@ def paper(task: Task, *, repair: bool = False, max_drop: float = MAX_DROP, watch
         finetune=task.budget.between,
         budget="site",
         max_drop=max_drop,
+        direction=direction,
     )
-    with opened(task, "paper+repair" if repair else "paper", recipe, watch) as run:
+    with opened(task, name, recipe, watch) as run:
         return finished(run, train_rest(run, run.load() or run.save(TargetRun(run).reach_target())))
 
 
@@ -71,8 +81,9 @@ class TargetRun(Run):
         return sum(cost.trained for cost in self.journal.of(StepCost))
 
     def site_order(self) -> Iterator[PreparedSite]:
-        """Forward, round after round, until the target is reached."""
+        """In the direction of the recipe, round after round, until the target is reached."""
         progress, sites = self.context.progress, self.method.sites
+        sites = sites if self.recipe.direction == "forward" else sites[::-1]
         for number in count():
             for place, site in enumerate(sites, 1):
                 if self._done(number, site.name):

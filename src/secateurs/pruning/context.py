@@ -26,14 +26,22 @@ from secateurs.data.stream import Stream
 from secateurs.errors import EmptyLayer
 from secateurs.graph.channels import none_of
 from secateurs.graph.cost import Cost, cost
-from secateurs.graph.engine import Engine, Timer, TorchEngine
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site, Sites, find_site, find_sites
 from secateurs.graph.structure import activations, is_bypassed
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, drawn_labels, evaluate, loss, values, with_answers
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
-from secateurs.pruning.latency_tables import (
+from secateurs.pruning.results import Progress, TimeTable, WidthMultiple
+from secateurs.pruning.whole_metric import WholeMetric
+from secateurs.repair import Reconstruction, Repair, Survey, apply_, observe, prepare, refit_, survey
+from secateurs.scoring import OnScored
+from secateurs.scoring.cache import MeasurementCache
+from secateurs.scoring.evaluator import SiteEvaluator
+from secateurs.selection.allocation import Branch
+from secateurs.selection.contract import Contract, Verdict
+from secateurs.speed.engines import Engine, TorchEngine
+from secateurs.speed.tables import (
     SECONDS,
     LatencyModel,
     NetworkModel,
@@ -43,15 +51,8 @@ from secateurs.pruning.latency_tables import (
     TableFile,
     preferred_multiple,
 )
-from secateurs.pruning.results import Progress, TimeTable, WidthMultiple
-from secateurs.pruning.whole_metric import WholeMetric
-from secateurs.repair import Reconstruction, Repair, Survey, apply_, observe, prepare, refit_, survey
-from secateurs.scoring import OnScored
-from secateurs.scoring.cache import MeasurementCache
-from secateurs.scoring.evaluator import SiteEvaluator
-from secateurs.selection.allocation import Branch
-from secateurs.selection.contract import Contract, Verdict
-from secateurs.selection.widths import candidates, multiple_at
+from secateurs.speed.timing import Load
+from secateurs.speed.widths import candidates, multiple_at
 from secateurs.training import carry_momentum
 
 T = TypeVar("T")
@@ -485,8 +486,8 @@ class PruningContext:
         return self.runtime.engine is not None and self.recipe.allocation == "global"
 
     @cached_property
-    def original_timer(self) -> Timer:
-        """The original network, loaded into the engine."""
+    def original_load(self) -> Load:
+        """The original network, prepared for the engine."""
         return self.engine.network(self.original)
 
     @cached_property

@@ -18,23 +18,25 @@ from torch import Tensor
 
 from secateurs.compaction import compact
 from secateurs.errors import RunError
-from secateurs.graph.engine import Engine, batch_like, in_rounds
-from secateurs.graph.latency import aligning_share, by_module, speedup
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.pruning.context import PruningContext
-from secateurs.pruning.latency_tables import LatencyModel
 from secateurs.pruning.results import LayerTime, MeasuredSpeed, SiteCurve, TimedAllocation
 from secateurs.selection.allocation import Allocation
 from secateurs.selection.knapsack import ascending, best_allocations
+from secateurs.speed.engines import Engine, batch_like
+from secateurs.speed.nodes import aligning_share, by_module
+from secateurs.speed.tables import LatencyModel
+from secateurs.speed.timing import COMPARED_ROUNDS, Compared, compare
 
 CORRECTIONS = 3  # networks that are compacted and timed before an allocation is chosen
 PRICES = (2.0, 5.0)  # of folded branches, besides 1
 CLOSE = 0.02  # relative error of the predicted time at which the tables are correct enough
 BATCHES = (1, 64)  # at which results are timed, besides that of the recipe
 LONGEST_PASS = 3.0  # seconds: networks are not timed at batches that take longer
-LONGEST_MEASURED = 20.0  # seconds of rounds of two networks, beyond the fewest
-_TIMED_ROUNDS, _FINAL_ROUNDS = 15, 25  # of two networks in turns
+_TIMED_ROUNDS = (15, 30)  # of two networks in turns, to correct the tables
+FINAL_ROUNDS = COMPARED_ROUNDS  # of the result
+_MEASURED_ROUNDS = (5, 5)  # by a function of the user's own, which may take long
 
 
 def timed_allocations(context: PruningContext, curves: Mapping[str, SiteCurve]) -> dict[float, tuple[Allocation, ...]]:
@@ -87,36 +89,30 @@ def _original(context: PruningContext) -> TimedAllocation:
 
 
 def network_seconds(context: PruningContext, *graphs: Graph) -> tuple[float, ...]:
-    """Median seconds of networks in the engine, run in turns."""
-    return tuple(median(each) for each in network_rounds(context, *graphs))
+    """Seconds of networks in the engine, run in turns."""
+    return compared(context, context.engine, graphs, _TIMED_ROUNDS).medians
 
 
-def network_rounds(context: PruningContext, *graphs: Graph, rounds: int = _TIMED_ROUNDS) -> list[list[float]]:
-    """Seconds of networks in the engine in every round, in which all run in turns."""
-    return _rounds(context, context.engine, graphs, rounds)
-
-
-def _rounds(context: PruningContext, engine: Engine, graphs: Sequence[Graph], rounds: int) -> list[list[float]]:
+def compared(context: PruningContext, engine: Engine, graphs: Sequence[Graph], rounds: tuple[int, int]) -> Compared:
+    """Networks timed in an engine, in turns."""
     known = engine is context.engine
-    timers = {
-        place: context.original_timer if known and graph is context.original else engine.network(graph)
-        for place, graph in enumerate(graphs)
-    }
+    loads = [context.original_load if known and graph is context.original else engine.network(graph) for graph in graphs]
     if not engine.runs_layers:
-        return list(in_rounds(timers, rounds=5, shortest=0.0).values())
-    return list(in_rounds(timers, threads=engine.threads, rounds=rounds, at_most=LONGEST_MEASURED).values())
+        return compare(loads, rounds=_MEASURED_ROUNDS, shortest=0.0, times_loaded=1, clock=engine.clock)
+    return compare(loads, threads=engine.threads, rounds=rounds, clock=engine.clock)
 
 
 def measured_speed(
     context: PruningContext, engine: Engine, graph: Graph, inputs: tuple[Tensor, ...], saved: float | None
 ) -> MeasuredSpeed:
     """Time the smaller network in an engine, in turns with the original one; `saved` is the share that was predicted."""
-    rows = torch.tensor(_rounds(context, engine, (context.original, graph), _FINAL_ROUNDS), dtype=torch.float64)
-    found = speedup(*rows)
-    original, pruned = (float(row.quantile(0.5)) for row in rows)
+    found = compared(context, engine, (context.original, graph), FINAL_ROUNDS)
+    (speed,), (original, pruned) = found.speedups, found.medians
     predicted = original * (1 - saved) if saved is not None and context.by_time else None
     aligning = aligning_share(graph, inputs)
-    return MeasuredSpeed(found.ratio, found.low, found.high, engine.batch, aligning, engine.name, original, pruned, predicted)
+    return MeasuredSpeed(
+        *(speed.ratio, speed.low, speed.high, engine.batch, aligning, engine.name, original, pruned, predicted), busy=speed.busy
+    )
 
 
 def layer_times(context: PruningContext, engine: Engine, graph: Graph, speed: MeasuredSpeed) -> tuple[LayerTime, ...]:
@@ -133,7 +129,8 @@ def layer_times(context: PruningContext, engine: Engine, graph: Graph, speed: Me
                 kept[name] = torch.tensor([channel not in gone for channel in model.sites[name].original])
         before, after = (model.by_layer(masks) for masks in ({}, kept))
     else:
-        before, after = (by_module(each, batch_like(each, engine.batch)) for each in (context.original, graph))
+        before = by_module(context.original, batch_like(context.original, engine.batch), speed.original or 0.0)
+        after = by_module(graph, batch_like(graph, engine.batch), speed.pruned or 0.0)
     each = [LayerTime(name, seconds, after.get(name, 0.0)) for name, seconds in before.items()]
     rest = [
         max((whole or 0.0) - math.fsum(found.values()), 0.0)

@@ -16,7 +16,6 @@ from secateurs._util.journal import plain, record_from, records_of
 from secateurs.config import Shortcut
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.cost import Cost
-from secateurs.graph.latency import SpeedUp
 from secateurs.graph.sites import Site
 from secateurs.graph.structure import Node
 from secateurs.graph.trace import Graph
@@ -24,6 +23,7 @@ from secateurs.scoring.ensemble import Ensemble
 from secateurs.scoring.importance import Importance, PairImportance
 from secateurs.selection.allocation import Curve
 from secateurs.selection.search import Cut
+from secateurs.speed.timing import SpeedUp
 from secateurs.training.guard import KeptWeights
 from secateurs.training.state import EpochRecord, RateTrials
 
@@ -373,13 +373,22 @@ class MeasuredSpeed:
     original: float | None = None  # seconds
     pruned: float | None = None
     predicted: float | None = None  # seconds of the smaller network; None: cuts were not weighed by time
+    busy: str = ""  # what else the machine did meanwhile, if that was much
+
+    @property
+    def ratio(self) -> SpeedUp:
+        """What was measured, as a comparison."""
+        return SpeedUp(self.speedup, self.low, self.high, self.busy)
 
     def summary(self) -> str:
         """One phrase, such as "1.93x faster (1.85 to 2.01)"."""
-        return SpeedUp(self.speedup, self.low, self.high).summary()
+        return self.ratio.summary()
 
     def headline(self) -> str:
         """The speed and the times, as the first words of a result; a network that is not measurably faster says so."""
+        if not self.ratio.known:
+            said = self.summary()
+            return f"{said[0].upper()}{said[1:]} as fast at batch {self.batch} in {self.where}"
         if self.low > 1:
             return f"{self.summary().capitalize()}: {self.times()}"
         verdict = self.summary() if self.high < 1 else f"not measurably faster ({self.low:.2f} to {self.high:.2f})"
@@ -387,13 +396,18 @@ class MeasuredSpeed:
 
     def times(self) -> str:
         """The times in words, such as "3.1 → 1.4 ms at batch 1 in onnxruntime"; a prediction that is over 5 % off is named."""
-        where = f"at batch {self.batch} in {'eager mode' if self.engine == 'torch' else self.engine}"
+        where = f"at batch {self.batch} in {self.where}"
         if self.original is None or self.pruned is None:
             return where
         found = f"{1e3 * self.original:.3g} → {1e3 * self.pruned:.3g} ms {where}"
         if self.predicted is None or abs(self.predicted / self.pruned - 1) <= 0.05:
             return found
         return f"{found}; the prediction, {1e3 * self.predicted:.3g} ms, missed by {abs(self.predicted / self.pruned - 1):.0%}"
+
+    @property
+    def where(self) -> str:
+        """The engine, in words."""
+        return "eager mode" if self.engine == "torch" else self.engine
 
     @property
     def alignment_outweighs(self) -> bool:

@@ -22,7 +22,6 @@ from secateurs.data.dataset import Examples
 from secateurs.data.stream import Stream, seeded_everywhere
 from secateurs.errors import InvalidInput, RunError, suggest
 from secateurs.graph.cost import cost
-from secateurs.graph.engine import TorchEngine, at_batch
 from secateurs.graph.node_info import info
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
@@ -40,7 +39,6 @@ from secateurs.pruning.folder import (
     save_step,
 )
 from secateurs.pruning.global_allocation import CutsTogether, allocate, allocations_for, compare_shortcuts, measure_curve
-from secateurs.pruning.latency_tables import fast_widths
 from secateurs.pruning.latency_target import BATCHES, LONGEST_PASS, layer_times, measured_speed, target_share
 from secateurs.pruning.results import (
     NO_TEST,
@@ -61,6 +59,8 @@ from secateurs.pruning.results import (
     curve_tensors,
 )
 from secateurs.selection.search import Cut
+from secateurs.speed.engines import TorchEngine, at_batch
+from secateurs.speed.tables import fast_widths
 
 _TIMED = 64  # examples at once when the speed is measured in eager mode
 _SITES_A_WORKER = 16  # whose curves are measured before they are journaled

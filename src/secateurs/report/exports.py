@@ -127,7 +127,7 @@ def export_warnings(exports: Iterable[ExportFigures], shortcut: str = "before") 
     slower = [timed for one in exports for timed in one.speeds if timed.speedup.high < 1]
     for runtime in dict.fromkeys(timed.runtime for timed in slower):
         cases = " and ".join(f"{t.speedup.summary()} at batch {t.batch}" for t in slower if t.runtime == runtime)
-        engine = "onnxruntime" if runtime == "ONNX Runtime" else "torch"
+        engine = "torch" if runtime == "PyTorch" else "onnxruntime"
         found.append(
             f"In {runtime} the exported network is slower than the unpruned one: {cases}. Widths that do not fit its blocks "
             f"are slow: prune with --engine {engine}, or export with --pad-to 8 or 16."

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from secateurs.errors import InvalidInput, Uncertified
 from secateurs.export.deliver import (
+    INT8_RUNTIME,
     TIMED_BATCHES,
     Agreement,
     Exported,
@@ -34,8 +35,6 @@ from secateurs.export.deliver import (
 from secateurs.export.int8 import Quantised, Quantiser, RuntimeModule
 from secateurs.export.programs import check_packages, feed, onnx_bytes
 from secateurs.export.torchao import ProgramQuantiser
-from secateurs.graph.engine import in_rounds, timed
-from secateurs.graph.latency import speedup
 from secateurs.graph.trace import Graph, tensors_in
 from secateurs.metrics import cross_entropy, evaluate
 from secateurs.pruning.acceptance import BaselineValues, Side
@@ -43,18 +42,19 @@ from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PruningContext
 from secateurs.report.exports import note_answers, note_exports, read_answers
 from secateurs.selection.contract import Verdict
+from secateurs.speed.engines import on_one_thread
+from secateurs.speed.timing import COMPARED_ROUNDS, Compared, Timer, compare, timed
 
 if TYPE_CHECKING:
     from secateurs.report.result import Result
 
 _MOST_FLOAT = 0.5  # of the layers: with more in float32 an int8 file gains nothing
-_ROUNDS = 15
 
 
-def export_int8(result: Result, path: Path, *, uncertified: bool = False, compare: bool = False) -> Exported:
+def export_int8(result: Result, path: Path, *, uncertified: bool = False, compared: bool = False) -> Exported:
     """Write the int8 file of a finished run to `path` (.onnx), and note its certificate in the run's folder.
 
-    With `compare` the unpruned network and both networks in float32 are measured beside it.
+    With `compared` the unpruned network and both networks in float32 are measured beside it.
     """
     if path.suffix not in (".onnx", ".pt2"):
         raise InvalidInput(f"int8: got {path.name!r}, wanted a name that ends in .onnx (ONNX Runtime) or .pt2 (torch.compile).")
@@ -94,7 +94,7 @@ def export_int8(result: Result, path: Path, *, uncertified: bool = False, compar
             alignment=ready.alignment,
             int8=figures,
         )
-        if compare and path.suffix == ".onnx":
+        if compared and path.suffix == ".onnx":
             exported = _compared(exported, result, file, ready)
     if result.folder is not None:
         note_exports(result.folder, [asdict(exported)])
@@ -267,50 +267,36 @@ def _compared(exported: Exported, result: Result, file: Quantised, ready: Prepar
     known = result.search if test is None or context.runtime.evaluate is not None else result.test
     floats = onnx_bytes(prepared(context.original, ready.inputs))
     networks = [
+        _Network("unpruned, int8", dense8.model, dense8.how.weight_bits, dense8.how.bops, accuracy(dense8.module())),
         _Network("unpruned, float32", floats, 32, dense8.how.float_bops, known.before),
         _Network("pruned, float32", small, 32, file.how.float_bops, known.after),
-        _Network("unpruned, int8", dense8.model, dense8.how.weight_bits, dense8.how.bops, accuracy(dense8.module())),
         _Network("pruned, int8", file.model, file.how.weight_bits, file.how.bops, accuracy(file.module())),
     ]
     times = stage_times([each.model for each in networks], ready.inputs)
     stages = tuple(
-        Stage(each.name, len(each.model), each.bits, each.bops, each.accuracy, tuple(seconds))
-        for each, seconds in zip(networks, _medians(times, len(networks)), strict=True)
-    )
-    speeds = tuple(
-        Speed(
-            batch,
-            _median(rows[0]),
-            _median(rows[-1]),
-            speedup(_row(rows[0]), _row(rows[-1])),
-            "ONNX Runtime",
-            torch.get_num_threads(),
+        Stage(
+            *(each.name, len(each.model), each.bits, each.bops, each.accuracy),
+            seconds=tuple((batch, found.medians[i]) for batch, found in times.items()),
         )
-        for batch, rows in times.items()
+        for i, each in enumerate(networks)
+    )
+    # what pruning gains where int8 is decided: beside the unpruned network in int8, which anybody can have without us
+    speeds = tuple(
+        Speed(batch, found.medians[0], found.medians[-1], found.speedups[-1], INT8_RUNTIME, torch.get_num_threads())
+        for batch, found in times.items()
     )
     figures = replace(exported.int8, stages=stages, tested=0 if test is None or context.runtime.evaluate else len(test))  # type: ignore[type-var]  # it is there
-    return replace(exported, original_bytes=len(floats), speeds=speeds, int8=figures)
+    return replace(exported, original_bytes=len(dense8.model), speeds=speeds, int8=figures)
 
 
-def stage_times(files: Sequence[bytes], inputs: Inputs, *, rounds: int = _ROUNDS) -> dict[int, list[list[float]]]:
-    """Seconds of every file in each round, by batch; all run in turns."""
-    modules = [RuntimeModule(model) for model in files]
-    found = {}
-    for batch in TIMED_BATCHES:
-        given = resized(inputs, batch)
-        timers = {i: timed(partial(module.session.run, None, feed(module.session, given))) for i, module in enumerate(modules)}
-        rows = in_rounds(timers, rounds=rounds)
-        found[batch] = [rows[i] for i in range(len(files))]
-    return found
+def stage_times(files: Sequence[bytes], inputs: Inputs, *, rounds: tuple[int, int] = COMPARED_ROUNDS) -> dict[int, Compared]:
+    """All files run in turns, by batch, each compared with the first."""
 
+    def loads(model: bytes, given: Inputs) -> Timer:
+        module = RuntimeModule(model)
+        return timed(partial(module.session.run, None, feed(module.session, given)), alone=on_one_thread(None))
 
-def _medians(times: dict[int, list[list[float]]], count: int) -> list[list[tuple[int, float]]]:
-    return [[(batch, _median(rows[i])) for batch, rows in times.items()] for i in range(count)]
-
-
-def _median(seconds: Sequence[float]) -> float:
-    return float(_row(seconds).quantile(0.5))
-
-
-def _row(seconds: Sequence[float]) -> Tensor:
-    return torch.tensor(seconds, dtype=torch.float64)
+    return {
+        batch: compare([partial(loads, model, resized(inputs, batch)) for model in files], rounds=rounds)
+        for batch in TIMED_BATCHES
+    }

@@ -1,7 +1,6 @@
 """Engines: what runs a network where it will be used, and how its seconds are measured there.
 
-An engine loads a network, or a single layer, and gives a timer: a call that runs it once and returns the seconds. Timers
-are compared in rounds, each of which runs all of them in random order, so that a busy machine slows all of them alike.
+An engine loads a network, or a single layer, and gives a timer: a call that runs it once and returns the seconds.
 """
 
 from __future__ import annotations
@@ -9,27 +8,30 @@ from __future__ import annotations
 import copy
 import math
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from secateurs._util.modules import Device, device_of
 from secateurs.errors import InvalidInput
-from secateurs.graph.latency import caller, undisturbed, using_threads
 from secateurs.graph.trace import Graph
+from secateurs.speed.timing import CLOCK, Clock, Load, Timer, timed
 
-Timer = Callable[[], float]
-"""Runs what an engine has loaded once, and returns the seconds."""
 
-K = TypeVar("K")
-MOST_CALLS = 20  # of short work in a round; the fastest counts
-ROUNDS, FEWEST_ROUNDS = 7, 3  # of a comparison, and where its time is limited
-SHORTEST = 1e-2  # seconds: shorter work is repeated for as long in every round
+class Elsewhere(Clock):
+    """A clock for what does not run on this machine: nothing here interrupts it."""
+
+    def interruptions(self) -> int:
+        """None."""
+        return 0
+
+    def used_by_others(self) -> float | None:
+        """Not known."""
+        return None
 
 
 class Engine(Protocol):
@@ -39,9 +41,10 @@ class Engine(Protocol):
     batch: int  # examples at once
     threads: int | None  # None: torch's number
     runs_layers: bool  # False: only whole networks can be timed
+    clock: Clock
 
-    def network(self, graph: Graph) -> Timer:
-        """Load a network, for a batch of inputs like its example."""
+    def network(self, graph: Graph) -> Load:
+        """Prepare a network for a batch of inputs like its example; it may then be loaded several times."""
 
     def layer(self, layer: nn.Module, shape: Sequence[int], times: int) -> Timer:
         """Load a convolution or linear layer for an input of `shape`; the timer runs it `times` times."""
@@ -51,15 +54,28 @@ class TorchEngine:
     """PyTorch in eager mode, on `device` (None: where the network is)."""
 
     name, runs_layers = "torch", True
+    clock: Clock = CLOCK
 
     def __init__(self, batch: int = 1, threads: int | None = None, device: Device = None) -> None:
         self.batch, self.threads, self.device = batch, threads, device
 
-    def network(self, graph: Graph) -> Timer:
-        """Load a copy of the network in eval mode."""
-        module = copy.deepcopy(graph.module).eval()
-        module = module.to(device_of(module) if self.device is None else self.device)
-        return timed(caller(self.callable(module), on_device_of(module, batch_like(graph, self.batch))))
+    def network(self, graph: Graph) -> Load:
+        """Copies of the network in eval mode."""
+
+        def load() -> Timer:
+            module = copy.deepcopy(graph.module).eval()
+            module = module.to(device_of(module) if self.device is None else self.device)
+            return self._timed(self.callable(module), on_device_of(module, batch_like(graph, self.batch)))
+
+        return load
+
+    def loaded(self, module: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Load:
+        """A module as it is, not copied."""
+        return lambda: self._timed(module, inputs)
+
+    def _timed(self, module: Callable[..., Any], inputs: tuple[Tensor, ...], times: int = 1) -> Timer:
+        run = caller(module, inputs, times)
+        return timed(run, alone=on_one_thread(self.threads) and inputs[0].device.type == "cpu", clock=self.clock)
 
     def callable(self, module: nn.Module) -> Callable[..., Any]:
         """What the engine calls for a module."""
@@ -70,26 +86,21 @@ class TorchEngine:
         if self.device is not None:
             layer = copy.deepcopy(layer).to(self.device)
         given = torch.rand(*shape, generator=torch.Generator().manual_seed(0)).to(next(layer.parameters()).dtype)
-        run = caller(layer, on_device_of(layer, (given,)))
-
-        def repeat() -> None:
-            for _ in range(times):
-                run()
-
-        return timed(repeat)
+        return self._timed(layer, on_device_of(layer, (given,)), times)
 
 
 class MeasureEngine:
     """A function of the user's own, `measure(module) -> seconds`; it is given whole networks only."""
 
     batch, runs_layers = 1, False
+    clock: Clock = Elsewhere()
 
     def __init__(self, measure: Callable[[nn.Module], float]) -> None:
         self.measure = measure
         self.threads: int | None = None
         self.name = getattr(measure, "__name__", type(measure).__name__)
 
-    def network(self, graph: Graph) -> Timer:
+    def network(self, graph: Graph) -> Load:
         """Call the function with the network in eval mode."""
 
         def run() -> float:
@@ -102,7 +113,7 @@ class MeasureEngine:
                 raise InvalidInput(f"measure(module) returned {seconds}, wanted seconds above 0.")
             return seconds
 
-        return run
+        return lambda: run
 
     def layer(self, layer: nn.Module, shape: Sequence[int], times: int) -> Timer:
         """Refused: the function knows the inputs of whole networks only."""
@@ -122,53 +133,31 @@ def batch_like(graph: Graph, batch: int) -> tuple[Tensor, ...]:
     return tuple(t[torch.arange(batch) % count] if t.dim() and len(t) == count else t for t in graph.example)
 
 
+def on_one_thread(threads: int | None) -> bool:
+    """Whether an engine with this setting computes in the thread that calls it."""
+    return (torch.get_num_threads() if threads is None else threads) == 1
+
+
+def caller(module: Callable[..., Any], tensors: tuple[Tensor, ...], times: int = 1) -> Callable[[], None]:
+    """Return a function that calls `module` so many `times` and waits until the device is done."""
+
+    def run() -> None:
+        for _ in range(times):
+            module(*tensors)
+        wait_for(tensors[0])
+
+    return run
+
+
+def wait_for(value: Any) -> None:
+    """Wait until a GPU has computed `value`."""
+    if isinstance(value, Tensor) and value.device.type == "cuda":
+        torch.cuda.synchronize(value.device)
+
+
 def on_device_of(module: nn.Module, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The tensors on the device of the module."""
     return tuple(t.to(device_of(module)) for t in tensors)
-
-
-def timed(run: Callable[[], object]) -> Timer:
-    """A timer of one call of `run`."""
-
-    def once() -> float:
-        start = perf_counter()
-        run()
-        return perf_counter() - start
-
-    return once
-
-
-# ---- comparing -----------------------------------------------------------------------------------------------------------
-
-
-def in_rounds(
-    timers: Mapping[K, Timer],
-    *,
-    threads: int | None = None,
-    rounds: int = ROUNDS,
-    shortest: float = SHORTEST,
-    at_most: float = math.inf,
-) -> dict[K, list[float]]:
-    """Seconds of every timer in each of `rounds` rounds, in which all run once, in random order; a first round warms up.
-
-    Work that takes less than `shortest` seconds is run for as long in every round, at most 20 times, and the fastest
-    counts: interruptions only ever add time. Where all rounds would take more than `at_most` seconds there are fewer, but at
-    least 3.
-    """
-    keys, generator = list(timers), torch.Generator().manual_seed(0)
-    seconds: dict[K, list[float]] = {key: [] for key in keys}
-    with torch.inference_mode(), using_threads(threads), undisturbed():
-        for key in keys:
-            timers[key]()
-        first = {key: max(timers[key](), 1e-9) for key in keys}  # not recorded: fits the number of calls to each timer
-        times = {key: min(MOST_CALLS, max(math.ceil(shortest / first[key]), 1)) for key in keys}
-        used = sum((first[key] * times[key] for key in keys), 1e-9)
-        rounds = max(int(min(rounds, at_most / used)), min(rounds, FEWEST_ROUNDS))
-        for _ in range(rounds):
-            for i in torch.randperm(len(keys), generator=generator).tolist():
-                timer = timers[keys[i]]
-                seconds[keys[i]].append(min(timer() for _ in range(times[keys[i]])))
-    return seconds
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------------
@@ -187,7 +176,7 @@ def machine(engine: Engine) -> dict[str, str]:
     }
 
 
-_METHOD = "chains"  # how layers are timed: a file of times that were measured in another way is not used
+_METHOD = "chains, processor time"  # how layers are timed: a file of times that were measured in another way is not used
 _MATTER = ("avx", "amx", "fma", "sse4", "asimd", "sve", "bf16", "vnni")
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nets import seeded
-from secateurs.selection.widths import PROBED, candidates, edges, multiple_at, preferred
+from secateurs.speed.widths import PROBED, candidates, edges, multiple_at, preferred
 
 ROUNDS = 7
 

@@ -30,11 +30,12 @@ from secateurs.compaction.nodes import balanced, narrow_layer_
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
-from secateurs.graph.engine import Engine, in_rounds, machine
 from secateurs.graph.flow import Join, Layer, analyse, find_flows
 from secateurs.graph.sites import Site, node_masks
 from secateurs.graph.trace import Graph, shape_of
-from secateurs.selection.widths import PROBED, candidates, edges, multiple_at, preferred
+from secateurs.speed.engines import Engine, machine
+from secateurs.speed.timing import in_rounds
+from secateurs.speed.widths import PROBED, candidates, edges, multiple_at, preferred
 
 Size = tuple[int, int, int]
 """Inputs, filters and groups of a layer, which determine its time."""
@@ -388,8 +389,8 @@ class NetworkModel:
             width: self.graph if width == channels else compact(self.graph, {name: spread(width, channels)}, verify=False)
             for width in widths
         }
-        timers = {width: engine.network(network) for width, network in networks.items()}
-        found = in_rounds(timers, rounds=3, shortest=0.0, at_most=at_most)
+        timers = {width: engine.network(network)() for width, network in networks.items()}
+        found = in_rounds(timers, rounds=3, shortest=0.0, at_most=at_most, clock=engine.clock)
         return {(width, width, 1): tuple(rounds) for width, rounds in found.items()}
 
     def keep(self, name: str, rounds: Mapping[Size, Rounds]) -> None:
@@ -460,7 +461,7 @@ def site_times(
         fastest = widths[-1] if widths else site.channels
         saved = times.get(site.channels, 0.0) - times.get(fastest, 0.0)
         found.append(SiteTimes(site.name, times.get(site.channels, 0.0), saved / max(site.channels - fastest, 1), widths))
-    whole = in_rounds({0: engine.network(graph)}, threads=engine.threads)[0]
+    whole = in_rounds({0: engine.network(graph)()}, threads=engine.threads)[0]
     return NetworkTimes(median(whole), tuple(found))
 
 
