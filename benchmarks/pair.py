@@ -19,7 +19,7 @@ def main() -> None:
     smaller = compact(graph, masks)
     images = torch.randn(128, 3, 32, 32, generator=generator)
     for _ in range(2):
-        print(latency(graph.module, smaller.module, example_input=images, repeats=8, warmup=2).summary())
+        print(latency(graph.module, smaller.module, example_input=images, repeats=8).summary())
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from secateurs.report.load import Measured, SiteImportances
 from secateurs.report.svg import Figure, el, ticks
 from secateurs.report.verdicts import run_warnings, step_warnings, verdict
 from secateurs.scoring.importance import fit_pairs
-from secateurs.speed.latency import aligning_share
+from secateurs.speed.nodes import aligning_share
 from secateurs.training import EpochRecord
 from torture.journals import entries_of, write_entries
 from torture.runs import few_digits
