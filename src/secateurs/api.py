@@ -470,7 +470,8 @@ def _given(**options: object) -> list[str]:
 
 def _engine(recipe: Recipe, measure: Callable[[nn.Module], float] | None, device: Device) -> Engine | None:
     """The engine that cuts are weighed in; None where only MACs and parameters count."""
-    return engine_for(recipe, measure, device) if recipe.weighs_time or measure is not None else None
+    named = recipe.engine not in ("auto", "none")
+    return engine_for(recipe, measure, device) if named or recipe.weighs_time or measure is not None else None
 
 
 def _quantise(recipe: Recipe) -> Callable[..., nn.Module] | None:

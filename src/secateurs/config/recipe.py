@@ -20,7 +20,7 @@ Pool = Literal["train", "search"]
 Signal = Literal["loss", "divergence"]
 Repair = Literal["none", "least-squares", "every-layer", "whole-network"]
 Allocation = Literal["sequential", "global"]
-EngineName = Literal["torch", "compile", "onnxruntime"]
+EngineName = Literal["auto", "torch", "compile", "onnxruntime", "none"]
 Deploy = Literal["int8"]
 
 REFITTED: tuple[Repair, ...] = ("every-layer", "whole-network")
@@ -71,10 +71,10 @@ class Recipe(EnsembleSettings):
     )
     direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
     shortcut: ShortcutChoice = setting(
-        "before",
+        None,
         "Where the last filters of a residual block are masked: before or after the add, or all of a stage's with one mask "
         "(stream), or all that the model's own code ties together (coupled); auto: where the same saving costs least, with all "
-        "sites weighed together.",
+        "sites weighed together. By default auto where time is weighed, else before.",
         "pruning",
     )
     head_widths: bool = setting(
@@ -144,11 +144,11 @@ class Recipe(EnsembleSettings):
         low=1,
         high=65_536,
     )
-    latency_aware: bool = setting(
-        False, "Keep only numbers of filters that are measurably faster in the engine than any larger one.", "pruning"
-    )
-    engine: EngineName | None = setting(
-        None, "What will run the network: cuts are then weighed by the time that they save in it.", "pruning"
+    engine: EngineName = setting(
+        "auto",
+        "What will run the network: cuts are weighed by the time that they save in it. auto: PyTorch on the model's device; none: "
+        "cuts are weighed by MACs, as with a target in MACs, parameters or memory.",
+        "pruning",
     )
     deploy: Deploy | None = setting(
         None,
@@ -163,7 +163,10 @@ class Recipe(EnsembleSettings):
         None, "Stop when the network takes this number of milliseconds in the engine.", "pruning", above=0, high=1e7
     )
     latency_batch: int | None = setting(
-        None, "Examples at once where time is measured; by default 1.", "pruning", low=1, high=MOST_AT_ONCE
+        None,
+        "Examples at once where time is weighed; by default as many as the validation loader gives, and no slower at one.",
+        "pruning",
+       , low=1, high=MOST_AT_ONCE
     )
     latency_threads: int | None = setting(
         None, "Threads of the engine where time is measured; by default those of torch.", "pruning", low=1, high=4096
@@ -227,6 +230,8 @@ class Recipe(EnsembleSettings):
             object.__setattr__(self, "criterion", "portfolio" if compared else "obs")
         if self.portfolio is None:
             object.__setattr__(self, "portfolio", PORTFOLIO)
+        if self.shortcut is None:
+            object.__setattr__(self, "shortcut", "auto" if self.weighs_time else "before")
         if self.estimator is None and self._ranks_in_network():
             object.__setattr__(self, "estimator", "network")
         super().__post_init__()
@@ -263,7 +268,9 @@ class Recipe(EnsembleSettings):
             )
         if self.has_time_target and not everywhere:
             raise RecipeError("target_latency and max_ms: cuts are weighed by the time they save: set allocation = 'global'.")
-        if self.deploy is not None and (not everywhere or self.engine not in (None, "onnxruntime")):
+        if self.engine == "none" and self.has_time_target:
+            raise RecipeError("engine = 'none' with a target in time: name the engine whose time it is, or leave it out.")
+        if self.deploy is not None and (not everywhere or self.engine not in ("auto", "onnxruntime")):
             raise RecipeError(
                 f"deploy = {self.deploy!r}: cuts are weighed by the time that they save in ONNX Runtime: set allocation = "
                 f"'global' and no other engine."
@@ -303,7 +310,9 @@ class Recipe(EnsembleSettings):
     @property
     def weighs_time(self) -> bool:
         """Whether time in an engine counts, not MACs; a function of the user's own that measures it is no part of a recipe."""
-        return self.engine is not None or self.deploy is not None or self.has_time_target or self.latency_aware
+        sizes = any(target is not None for target in (self.target_macs, self.target_parameters, self.target_memory))
+        named = self.engine not in ("auto", "none") or self.deploy is not None or self.has_time_target
+        return self.allocation == "global" and self.engine != "none" and (named or not sizes)
 
     def ensemble_settings(self) -> Scoring:
         """The part of the recipe that says how an ensemble is made."""

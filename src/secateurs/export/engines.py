@@ -27,7 +27,7 @@ def engine_for(recipe: Recipe, measure: Callable[[nn.Module], float] | None = No
     """The engine that the recipe names, or the user's own function `measure(module) -> seconds`."""
     batch, threads = recipe.latency_batch or 1, recipe.latency_threads
     if measure is not None:
-        if recipe.engine is not None:
+        if recipe.engine != "auto":
             raise InvalidInput(f"measure and engine = {recipe.engine!r}: give one of them.")
         if recipe.deploy is not None:
             raise InvalidInput(f"measure and deploy = {recipe.deploy!r}, which is timed in ONNX Runtime: give one of them.")

@@ -32,7 +32,8 @@ from secateurs.graph.structure import activations, is_bypassed
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, drawn_labels, evaluate, loss, values, with_answers
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
-from secateurs.pruning.results import Progress, TimeTable, WidthMultiple
+from secateurs.pruning.results import Progress, WidthMultiple
+from secateurs.pruning.time_price import TimePrice
 from secateurs.pruning.whole_metric import WholeMetric
 from secateurs.repair import Reconstruction, Repair, Survey, apply_, observe, prepare, refit_, survey
 from secateurs.scoring import OnScored
@@ -41,25 +42,14 @@ from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.selection.allocation import Branch
 from secateurs.selection.contract import Contract, Verdict
 from secateurs.speed.engines import Engine, TorchEngine
-from secateurs.speed.tables import (
-    SECONDS,
-    LatencyModel,
-    NetworkModel,
-    Rounds,
-    Size,
-    Sizes,
-    TableFile,
-    preferred_multiple,
-)
-from secateurs.speed.timing import Load
-from secateurs.speed.widths import candidates, multiple_at
+from secateurs.speed.tables import preferred_multiple
+from secateurs.speed.widths import multiple_at
 from secateurs.training import carry_momentum
 
 T = TypeVar("T")
 
 _PROBED_BATCH = 4  # examples at once where the multiple of widths is measured in eager mode
 _PREPARED = 3  # networks with room for repairs that are kept
-_FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 _HELD_OUT = 1024  # examples tell orders and curves apart well enough; the search images may be many more
 _CALIBRATED = 256  # examples for int8 ranges, and to compare int8 files on
 LEFT_FOR_INT8 = 0.2  # of the allowed drop, with `deploy = "int8"`
@@ -82,6 +72,7 @@ class Runtime:
     limit: BatchLimit = field(default_factory=BatchLimit)  # of the recipe's batch, where memory runs out
     quantise: Callable[[Graph, Examples, Examples, bool], nn.Module] | None = None  # for `deploy = "int8"`: the file, to be run
     engine: Engine | None = None  # that cuts are weighed and the result is timed in; None: MACs count, eager mode is timed
+    served: int | None = None  # examples at once in the user's validation loader
 
 
 @dataclass(eq=False)
@@ -456,12 +447,7 @@ class PruningContext:
     @cached_property
     def engine(self) -> Engine:
         """The engine that widths are chosen for."""
-        return self.runtime.engine or TorchEngine(_PROBED_BATCH, device=self.runtime.device)
-
-    @cached_property
-    def table_file(self) -> TableFile:
-        """The times that are known on this machine."""
-        return TableFile(self.engine)
+        return self.time_price.engine if self.by_time else TorchEngine(_PROBED_BATCH, device=self.runtime.device)
 
     @cached_property
     def _channels(self) -> dict[str, int]:
@@ -476,7 +462,7 @@ class PruningContext:
 
         def measure() -> WidthMultiple:
             self.progress.report("widths", 0, 1)
-            return WidthMultiple(preferred_multiple(self.engine, self.original, self.table_file), self.engine.name)
+            return WidthMultiple(preferred_multiple(self.engine, self.original), self.engine.name)
 
         return multiple_at(self._channels.get(site, 0), self.journal.once_timed(WidthMultiple, measure).multiple)
 
@@ -486,44 +472,9 @@ class PruningContext:
         return self.runtime.engine is not None and self.recipe.allocation == "global"
 
     @cached_property
-    def original_load(self) -> Load:
-        """The original network, prepared for the engine."""
-        return self.engine.network(self.original)
-
-    @cached_property
-    def latency_model(self) -> LatencyModel | NetworkModel:
-        """What the network takes at other widths, from measured tables that are journaled."""
-        sites = [site for site in self.sites(self.original) if site.channels > 1]
-        widths = {site.name: candidates(site.channels, self.round_to(site.name)) for site in sites}
-        if self.engine.runs_layers:
-            model = LatencyModel(self.original, sites, self.engine.batch)
-            self.time_layers(model, model.wanted(widths), 0)
-            return model
-        whole = NetworkModel(self.original, sites)
-        share = (self.recipe.latency_seconds or SECONDS) / max(len(sites), 1)
-        for done, (name, each) in enumerate(widths.items()):
-            self.progress.report("times", done, len(sites))
-            compute = partial(whole.measure, self.engine, name, each[:: max(len(each) // _FEW_WIDTHS, 1)], share)
-            whole.keep(name, self._journaled(0, name, compute))
-        return whole
-
-    def time_layers(self, model: LatencyModel, sizes: Mapping[str, Sizes], number: int) -> None:
-        """Time layers at these sizes, once, as round `number` of the tables."""
-        model.measure(
-            self.engine,
-            sizes,
-            self.table_file,
-            seconds=self.recipe.latency_seconds or SECONDS,
-            once=partial(self._journaled, number),
-            on_layer=lambda done, of: self.progress.report("times", done, of),
-        )
-
-    def _journaled(self, number: int, of: str, compute: Callable[[], Mapping[Size, Rounds]]) -> Mapping[Size, Rounds]:
-        own = self.of_position
-        found = self.journal.once_timed(
-            TimeTable, lambda: TimeTable(of, number, tuple(compute().items()), **own), of=of, round=number, **own
-        )
-        return dict(found.seconds)
+    def time_price(self) -> TimePrice:
+        """What cuts save in seconds."""
+        return TimePrice(self)
 
     # ---- whole networks ----------------------------------------------------------------------------------------------
 

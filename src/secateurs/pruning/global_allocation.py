@@ -29,12 +29,22 @@ from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import HeldOut, PreparedSite, PruningContext
 from secateurs.pruning.finetune import forget_trials, load_trial, train_trial
-from secateurs.pruning.latency_target import target_share, timed_allocations
-from secateurs.pruning.results import BranchPrice, ChosenAllocation, ChosenShortcut, SiteCurve, Trial, TriedShortcut
+from secateurs.pruning.speeds import is_faster, judged
+from secateurs.pruning.results import (
+    BranchPrice,
+    ChosenAllocation,
+    ChosenShortcut,
+    SiteCurve,
+    SiteWidths,
+    SpeedTrial,
+    Trial,
+    TriedShortcut,
+)
 from secateurs.repair import solve_together, write_
 from secateurs.selection.allocation import Allocation, Curve, calibrated, frontier
 
 _MOST_TRIED = 160  # allocations that a search looks among: neighbours then differ by less than their accuracies are known
+_MOST_TIMED = 4  # allocations that are timed against the original network before it is returned as it was
 _TINY = 1e-12  # sums of shares are rounded
 _GRID = 8  # points of a curve between nothing and all filters
 _CALIBRATED_AT = (2, 5)  # of them: where a predicted curve is measured
@@ -138,7 +148,8 @@ def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequ
     """What the cuts of a site alone save: share of the layers' time in the tables, or of MACs or parameters."""
     if context.by_time:
         cuts = cuts_along(ranking.order, counts)
-        seconds = [context.latency_model.seconds({site.name: keep}) for keep in cuts]
+        model = context.time_price.model
+        seconds = [model.seconds({site.name: int(keep.sum())}) for keep in cuts]
         return tuple((seconds[0] - each) / seconds[0] for each in seconds)
     some, *whole = (counts[:-1], counts[-1]) if counts[-1] == site.channels else (counts,)
     most = _saved_alone(context, site, ranking, some[-1])
@@ -228,7 +239,51 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
         images=sets.certifying,
         on_trial=lambda done, of: context.progress.report("divide", done, of),
     )
+    if context.by_time and any(chosen.removed.values()):
+        judge = "certifying" if certifies else "trained" if train else "steering"
+        passed = {each.place: each.upper for each in context.journal.of(Trial, judge=judge) if each.accepted}
+        chosen = _fastest(context, chosen, allocations, passed, network)
     return replace(chosen, seconds=context.clock.lap())
+
+
+def _fastest(
+    context: PruningContext,
+    chosen: ChosenAllocation,
+    allocations: Sequence[Allocation],
+    passed: Mapping[int, float | None],
+    network: Callable[[int], Graph],
+) -> ChosenAllocation:
+    """The allocation chosen, if it is faster than the original network; else the next of those that may be lost that is.
+
+    Where none is, nothing is removed, and the note says so: nobody gets a slower network back. `passed` are the allocations that
+    are within the allowed drop, with their bounds.
+    """
+
+    def timed(place: int) -> SpeedTrial:
+        return SpeedTrial(place, tuple(judged(context, network(place)).items()))
+
+    tried = []
+    smaller = sorted((place for place in passed if 0 < place < chosen.place), reverse=True)
+    for place in [chosen.place, *smaller][:_MOST_TIMED]:
+        trial = context.journal.once_timed(SpeedTrial, partial(timed, place), place=place)
+        if is_faster(dict(trial.speeds)):
+            if place == chosen.place:
+                return chosen
+            one = allocations[place]
+            return replace(
+                chosen, removed=dict(one.removed), saved=one.saved, loss=one.predicted_loss, bound=passed[place], place=place
+            )
+        tried.append(trial)
+    steady = [widths.site for widths in context.journal.of(SiteWidths) if not widths.widths]
+    why = f"; no width is faster at {', '.join(steady[:3])}{', …' * (len(steady) > 3)}" if steady else ""
+    engine = "eager mode" if context.time_price.engine.name == "torch" else context.time_price.engine.name
+    note = (
+        f"nothing within the allowed drop is measurably faster in {engine} ({tried[0].summary()}{why}), so the network is "
+        f"returned as it was: allow a larger max_drop, train after the cuts (retrain='gentle'), name another engine, or give a "
+        f"target in macs"
+    )
+    nothing = {name: 0 for name in chosen.removed}
+    return replace(chosen, removed=nothing, saved=0.0, loss=0.0, bound=None, place=0, note=note)
 
 
 def choose_allocation(
@@ -377,12 +432,12 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
         return (Allocation({}, 0.0, 0.0),)
     by_time, recipe = context.by_time, context.recipe
     if by_time:
-        allocations = _at_best_price(context, curves, timed_allocations(context, curves))
+        allocations = _at_best_price(context, curves, context.time_price.allocations(curves))
     else:
         allocations = frontier([curve.curve for curve in curves.values()], context.branches(curves))
     every = -(-len(allocations) // _MOST_TRIED)  # predicted curves have a point for every filter
     allocations = (*allocations[:-1:every], allocations[-1]) if every > 1 else allocations
-    share = target_share(context) if by_time else None
+    share = context.time_price.target_share if by_time else None
     by_structure = any(t is not None for t in (recipe.target_macs, recipe.target_parameters, recipe.target_memory))
     if not by_structure and share is None:
         return allocations
@@ -412,7 +467,7 @@ def _at_best_price(
     """Make an allocation of each price of folded branches, all of about the same saving, and take that of the least loss."""
 
     def compare() -> BranchPrice:
-        target = target_share(context)
+        target = context.time_price.target_share
         wanted = min(found[-1].saved for found in by_price.values()) / 2 if target is None else 1 - target
         start, losses, tried = context.loss(context.original, context.held_out), dict[str, float](), []
         for price, found in by_price.items():
@@ -445,7 +500,7 @@ def compare_shortcuts(
     tried = []
     for shortcut, (context, curves, allocations) in found.items():
         recipe = context.recipe
-        target = target_share(context) if recipe.has_time_target and context.by_time else None
+        target = context.time_price.target_share if recipe.has_time_target and context.by_time else None
         bounded = any(t is not None for t in (recipe.target_macs, recipe.target_parameters, recipe.target_memory))
         wanted = 1 - target if target is not None else allocations[-1].saved if bounded else half
         reached = (i for i, one in enumerate(allocations) if one.saved >= wanted - _TINY)

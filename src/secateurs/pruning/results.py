@@ -105,15 +105,35 @@ class TimeTable:
 
 
 @dataclass(frozen=True)
+class TimedBatches:
+    """The batch sizes at which time counts, the one that is served first."""
+
+    batches: tuple[Count, ...]
+
+
+@dataclass(frozen=True)
 class TimedAllocation:
     """An allocation whose compacted network was timed in the engine, in turns with the original one, to correct the tables."""
 
-    round: Count  # 0: the original network alone; 1: to learn what aligning channels costs; from 2 on: to correct the tables
+    round: Count  # 0: the original network alone
     removed: Mapping[str, Count]
     predicted: float  # seconds
     original: float  # seconds, measured
     seconds: float  # measured
+    batch: Count
     shortcut: str = ""  # the position that it was measured for, if several are compared
+
+
+@dataclass(frozen=True)
+class SpeedTrial:
+    """An allocation that may be lost as far as accuracy goes, timed in turns with the original network."""
+
+    place: Count
+    speeds: tuple[tuple[Count, SpeedUp], ...]  # by batch
+
+    def summary(self) -> str:
+        """The speeds in words."""
+        return "; ".join(f"at batch {batch} {speed.summary()}" for batch, speed in self.speeds)
 
 
 @dataclass(frozen=True)
@@ -227,6 +247,7 @@ class ChosenAllocation:
     frontier: tuple[tuple[float, float], ...]  # saved, predicted rise of the loss
     place: Count = 0  # of what was chosen, on the frontier
     seconds: Seconds = 0.0  # besides those of the trials
+    note: str = ""  # why nothing is removed, where nothing that is within the allowed drop is faster
 
 
 @dataclass(frozen=True)
@@ -516,7 +537,9 @@ KINDS = {
     "widths": SiteWidths,
     "multiple": WidthMultiple,
     "times": TimeTable,
+    "batches": TimedBatches,
     "timed": TimedAllocation,
+    "speed": SpeedTrial,
     "cut": SiteCut,
     "step": Step,
     "rate": RateTrials,

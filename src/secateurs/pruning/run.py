@@ -39,7 +39,7 @@ from secateurs.pruning.folder import (
     save_step,
 )
 from secateurs.pruning.global_allocation import CutsTogether, allocate, allocations_for, compare_shortcuts, measure_curve
-from secateurs.pruning.latency_target import BATCHES, LONGEST_PASS, layer_times, measured_speed, target_share
+from secateurs.pruning.speeds import layer_times, measured_speeds
 from secateurs.pruning.results import (
     NO_TEST,
     Change,
@@ -59,7 +59,6 @@ from secateurs.pruning.results import (
     curve_tensors,
 )
 from secateurs.selection.search import Cut
-from secateurs.speed.engines import TorchEngine, at_batch
 from secateurs.speed.tables import fast_widths
 
 _TIMED = 64  # examples at once when the speed is measured in eager mode
@@ -198,7 +197,9 @@ class Run:
             self.context.progress.number, self.context.progress.sites = places[name], len(places)
             if not self._done(0, name):
                 yield from self._entered_site(name)
-        if not self.steps:
+        if self._allocation.note:
+            self.stopped = self._allocation.note
+        elif not self.steps:
             self.stopped = "no allocation is within the allowed drop"
         elif not self._reached_target():
             self.stopped = "all cuts of the allocation are made"
@@ -329,7 +330,7 @@ class Run:
             left = self.context.memory_left(self.state.graph)
             words = f"the activations' peak takes {left:.1%} of the original's, of {recipe.target_memory:.1%} wanted"
             known.append((left <= recipe.target_memory, words))
-        share = target_share(self.context) if self._allocation is not None and recipe.has_time_target else None
+        share = self.context.time_price.target_share if self._allocation is not None and recipe.has_time_target else None
         if self._allocation is not None and share is not None:
             remains = 1 - self._allocation.saved
             known.append((remains <= share + 1e-9, f"{remains:.1%} of the time remain by prediction, of {share:.1%} wanted"))
@@ -381,12 +382,12 @@ class Run:
 
     def _allowed_widths(self, site: Site) -> tuple[int, ...] | None:
         """The numbers of filters that may be kept at a site, measured once; None: all."""
-        if not self.recipe.latency_aware and not self.context.by_time:
+        if not self.context.by_time:
             return None
         step = self.context.round_to(site.name)
 
         def measure() -> SiteWidths:
-            widths, seconds = fast_widths(self.context.latency_model, site, step)
+            widths, seconds = fast_widths(self.context.time_price.model, site, step)
             allowed = tuple(width for width in widths if width < site.channels)
             return SiteWidths(site.name, site.channels, allowed, tuple(seconds.items()), **self.context.at_node(site))
 
@@ -543,18 +544,9 @@ class Run:
     def _measure_times(self, examples: Examples) -> dict[str, Any]:
         """The speed of the smaller network, also at batches of 1 and 64, and where the time goes in both networks."""
         context, saved = self.context, None if self._allocation is None else self._allocation.saved
-        limit, timed = context.runtime.limit, context.runtime.engine
-        engine = timed or TorchEngine(min(_TIMED, limit.within(_TIMED), len(examples)), device=context.runtime.device)
-        inputs = examples.batch(slice(0, limit.within(_TIMED))).args
-        first = measured_speed(context, engine, self.state.graph, inputs, saved)
-        others = [b for b in BATCHES if engine.runs_layers and b != engine.batch and limit.within(b) == b]
-        rest = [
-            measured_speed(context, at_batch(engine, batch), self.state.graph, inputs, None)
-            for batch in others
-            if (first.original or 0.0) * batch / engine.batch < LONGEST_PASS
-        ]
-        layers = layer_times(context, engine, self.state.graph, first)
-        return {"latency": first, "speeds": tuple(rest), "layer_times": layers}
+        inputs = examples.batch(slice(0, context.runtime.limit.within(min(_TIMED, len(examples))))).args
+        first, *others = measured_speeds(context, self.state.graph, inputs, saved)
+        return {"latency": first, "speeds": tuple(others), "layer_times": layer_times(context, self.state.graph, first)}
 
     # ---- what a run can be asked for -------------------------------------------------------------------------------------
 

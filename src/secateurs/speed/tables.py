@@ -26,27 +26,28 @@ from secateurs._util.decode import Malformed, checked, decode_json, read_text_fi
 from secateurs._util.download import home
 from secateurs._util.files import write_text
 from secateurs.compaction import compact
-from secateurs.compaction.nodes import balanced, narrow_layer_
+from secateurs.compaction.nodes import narrow_layer_
 from secateurs.errors import InvalidInput
-from secateurs.graph.add_fusion import spread_sums
-from secateurs.graph.channels import all_of, none_of
-from secateurs.graph.flow import Join, Layer, analyse, find_flows
-from secateurs.graph.sites import Site, node_masks
-from secateurs.graph.trace import Graph, shape_of
+from secateurs.graph.layers import Align, Offset
+from secateurs.graph.masking import copy_module, insert_behind_
+from secateurs.graph.node_info import pass_on_
+from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph, shape_of, trace
 from secateurs.speed.engines import Engine, machine
-from secateurs.speed.timing import in_rounds
+from secateurs.speed.sizes import GONE, Alignment, NarrowedLayer, Size, Sizing, Widths, spread
+from secateurs.speed.timing import compare, in_rounds
 from secateurs.speed.widths import PROBED, candidates, edges, multiple_at, preferred
 
-Size = tuple[int, int, int]
-"""Inputs, filters and groups of a layer, which determine its time."""
 Rounds = tuple[float, ...]
 """Seconds of the same work, one for each round."""
-Masks = Mapping[str, Tensor]
-"""What is kept at sites, by their names."""
+
+Once = Callable[[str, Callable[[], dict[Size, Rounds]]], Mapping[Size, Rounds]]
+"""Computes times by their key, or gives those that a journal has."""
 
 SECONDS = 300.0  # that a table may take, unless the recipe says otherwise
 _REPEATED = 1e-3  # seconds: shorter layers are repeated inside the timed graph
 _MOST_REPEATS = 10
+FEWEST_ALIGNED = 4  # channels of a sum: fewer are not worth a table
 _MOST_WEIGHTS = 1 << 27  # numbers, of all widths of a layer that are timed in turns
 
 
@@ -137,22 +138,6 @@ def preferred_multiple(engine: Engine, graph: Graph, file: TableFile | None = No
 # ---- the layers of a network ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class NarrowedLayer:
-    """A layer as cuts leave it: `inputs` and `outputs` are layouts with equal numbers of channels in each of `groups`."""
-
-    flow: Layer
-    inputs: Tensor
-    outputs: Tensor
-    groups: int
-
-    @property
-    def size(self) -> Size:
-        """What determines its time; all 0 for one that is folded away."""
-        inputs, outputs = int(self.inputs.sum()), int(self.outputs.sum())
-        return (inputs, outputs, self.groups) if inputs and outputs else (0, 0, 0)
-
-
 Sizes = Mapping[Size, tuple[fx.Node, NarrowedLayer]]
 """The sizes of one kind of layer, each with a layer of it; the full size comes first."""
 
@@ -169,6 +154,10 @@ class LayerTimes:
         """Seconds by measured size."""
         return {size: median(seconds) for size, seconds in self.rounds.items()}
 
+    @cached_property
+    def _predicted(self) -> dict[Size, float]:
+        return {GONE: 0.0}
+
     def seconds(self, size: Size) -> float:
         """Seconds at any size: measured, or the product of what fewer inputs and what fewer filters make of the full layer.
 
@@ -176,8 +165,11 @@ class LayerTimes:
         """
         if size in self.medians:
             return self.medians[size]
-        if not any(size):
-            return 0.0
+        if size not in self._predicted:
+            self._predicted[size] = self._product(size)
+        return self._predicted[size]
+
+    def _product(self, size: Size) -> float:
         inputs, outputs, groups = self.full
         if groups == 1:
             fewer_in, fewer_out = self._covering((size[0], outputs)), self._covering((inputs, size[1]))
@@ -191,59 +183,21 @@ class LayerTimes:
 
 
 class LatencyModel:
-    """Predicts the time of a network's layers under any masks from the times of single layers."""
+    """Predicts the time of a network under cuts from the times of single layers, and of sums that align channels."""
 
-    def __init__(self, graph: Graph, sites: Sequence[Site], batch: int) -> None:
-        self.graph, self.sites, self.batch = graph, {site.name: site for site in sites}, batch
-        module = spread_sums(graph.module)
-        self.flows = find_flows(module)
-        self.within = find_flows(module, inside=True) if any(site.inside for site in sites) else None  # features of heads
-        self.nodes = {node.name: node for node in self.flows.of}
-        self.layers = self.narrowed({})
-        self.keys = {node: self._key(node, layer) for node, layer in self.layers.items()}
+    def __init__(self, sizing: Sizing, batch: int) -> None:
+        self.sizing, self.batch, self.sites = sizing, batch, sizing.sites
+        self.keys = {node: self._key(node, layer) for node, layer in sizing.full.items()}
         self.times: dict[str, LayerTimes] = {}
-
-    def narrowed(self, masks: Masks) -> dict[fx.Node, NarrowedLayer]:
-        """All layers as compaction leaves them under the masks."""
-        live = self._live(masks)
-        found = {}
-        for node, flow in self.flows.of.items():
-            if isinstance(flow, Layer) and isinstance(self._module(node), nn.Linear | nn.modules.conv._ConvNd):
-                inputs = all_of(flow.inputs) if flow.reads_all else live(self.flows.inputs[node][0], flow.inputs)
-                outputs, groups = live(node, flow.filters), flow.groups
-                if groups > 1 and bool(outputs.any()):
-                    inputs, outputs, groups = balanced(flow, inputs, outputs)
-                found[node] = NarrowedLayer(flow, inputs, outputs, groups)
-        return found
-
-    def _live(self, masks: Masks) -> Callable[[fx.Node, int], Tensor]:
-        """The live channels of each node under the masks, which are applied behind all points of their sites."""
-        found = []
-        for flows, inside in ((self.flows, False), (self.within, True)):
-            if flows is not None:
-                cuts = ((self.sites[name], keep) for name, keep in masks.items() if self.sites[name].inside is inside)
-                behind = {self.nodes[name]: mask for name, (_, mask) in node_masks(cuts).items()}
-                found.append((flows.of, analyse(flows, behind).live))
-
-        def live(node: fx.Node, width: int) -> Tensor:
-            """Of both kinds of cuts, where they are of one axis."""
-            axis, known = self.flows.of[node].axis, all_of(width)
-            for of, each in found:
-                known = known & each(node, width) if node in of and of[node].axis == axis else known
-            return known
-
-        return live
-
-    def _module(self, node: fx.Node) -> nn.Module | None:
-        return self.graph.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        self.aligning: dict[str, LayerTimes] = {}  # by the shape of a sum: seconds by its width
 
     def wanted(self, widths: Mapping[str, Iterable[int]]) -> dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]]:
         """For each kind of layer the sizes to measure, when each site alone keeps each of its widths; the full one first."""
         found: dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]] = {}
-        for masks in ({}, *({name: spread(w, self.sites[name].channels)} for name, each in widths.items() for w in each)):
-            for node, layer in self.narrowed(masks).items():
-                if any(layer.size):
-                    found.setdefault(self.keys[node], {}).setdefault(layer.size, (node, layer))
+        for node, sizes in self.sizing.wanted(widths).items():
+            for size, layer in sizes.items():
+                if any(size):
+                    found.setdefault(self.keys[node], {}).setdefault(size, (node, layer))
         return {key: sizes for key, sizes in found.items() if len(sizes) > 1}
 
     def measure(
@@ -253,7 +207,7 @@ class LatencyModel:
         file: TableFile,
         *,
         seconds: float = SECONDS,
-        once: Callable[[str, Callable[[], dict[Size, Rounds]]], Mapping[Size, Rounds]] = lambda key, compute: compute(),
+        once: Once = lambda key, compute: compute(),
         on_layer: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
         """Measure every kind of layer at its sizes, in at most about `seconds`; `once` journals what was found."""
@@ -261,7 +215,6 @@ class LatencyModel:
         for done, (key, wanted) in enumerate(sizes.items()):
             on_layer(done, len(sizes))
             share = max(deadline - monotonic(), 0.0) / (len(sizes) - done)
-
             found = once(key, partial(self._found, engine, key, _thinned(wanted), file, share))
             earlier = self.times[key].rounds if key in self.times else {}
             self.times[key] = LayerTimes(next(iter(wanted)), {**earlier, **found})
@@ -285,12 +238,12 @@ class LatencyModel:
             first()
             times = min(_MOST_REPEATS, max(math.ceil(_REPEATED / max(first(), 1e-9)), 1))
         timers = {size: engine.layer(*each, times) for size, each in loaded.items()}
-        found = in_rounds(timers, threads=engine.threads, at_most=at_most)
+        found = in_rounds(timers, threads=engine.threads, at_most=at_most, clock=engine.clock)
         return {size: tuple(seconds / times for seconds in rounds) for size, rounds in found.items()}
 
     def _loaded(self, node: fx.Node, layer: NarrowedLayer) -> tuple[nn.Module, tuple[int, ...]]:
         """The narrowed layer with random weights, and the shape of its input."""
-        narrow = copy.deepcopy(self._module(node))
+        narrow = copy.deepcopy(self.sizing.module(node))
         assert narrow is not None
         narrow = narrow.to("meta")
         list(narrow_layer_(narrow, layer.flow, layer.inputs, layer.outputs, layer.groups))
@@ -304,66 +257,116 @@ class LatencyModel:
         """Shape of the layer's input for a batch of the engine."""
         dims, axis = shape_of(node.all_input_nodes[0]).dims, layer.flow.in_axis
         assert dims is not None
-        per_example = self.batch / len(self.graph.example[0])
-        shape = list(dims) if axis == 0 else [max(math.ceil(dims[0] * per_example), 1), *dims[1:]]
+        shape = list(dims) if axis == 0 else list(self._batched(dims))
         if not layer.flow.reads_all:
             shape[axis] = int(layer.inputs.sum())
         return tuple(shape)
 
+    def _batched(self, dims: Sequence[int]) -> tuple[int, ...]:
+        """A shape of the graph's example, for a batch of the engine."""
+        per_example = self.batch / len(self.sizing.graph.example[0])
+        return (max(math.ceil(dims[0] * per_example), 1), *dims[1:])
+
     def _key(self, node: fx.Node, layer: NarrowedLayer) -> str:
         """All that the time of a layer depends on: its class, settings, number type and input."""
-        module = self._module(node)
+        module = self.sizing.module(node)
         assert module is not None
         dtype = str(next(module.parameters()).dtype)
         shape = "×".join(map(str, self._shape(node, layer)))
         return f"{module} {dtype.removeprefix('torch.')} on {shape}"
 
+    # ---- sums ------------------------------------------------------------------------------------------------------------
+
+    def measure_alignments(
+        self,
+        engine: Engine,
+        widths: Mapping[str, Iterable[int]],
+        file: TableFile,
+        *,
+        once: Once = lambda key, compute: compute(),
+    ) -> None:
+        """Measure what aligning a term costs at every shape of those sums whose terms the cuts make differ."""
+        for node in dict.fromkeys(n for name, each in widths.items() for w in each for n in self.sizing.change(name, w).sums):
+            dims, axis = self.sizing.sum_shape(node)
+            if axis != 1 or len(dims) < 3 or dims[1] < FEWEST_ALIGNED:
+                continue
+            shape = self._batched(dims)
+            key = self._sum_key(node)
+            if key not in self.aligning:
+                found = once(key, partial(self._aligned, engine, key, shape, file))
+                self.aligning[key] = LayerTimes(max(found), found)
+
+    def _sum_key(self, node: fx.Node) -> str:
+        dims, _ = self.sizing.sum_shape(node)
+        return f"aligned sum of {'×'.join(map(str, self._batched(dims)))}"
+
+    def _aligned(self, engine: Engine, key: str, shape: tuple[int, ...], file: TableFile) -> dict[Size, Rounds]:
+        """The seconds that aligning one term adds, at two widths, from the file or measured now; in every round of a load."""
+        known = file.layer(key)
+        if not known:
+            for width in (shape[1], max(shape[1] // 4, 2)):
+                example = torch.zeros(shape[0], width, *shape[2:])
+                plain, aligned = aligned_sum(example)
+                found = compare(
+                    [engine.network(plain), engine.network(aligned)],
+                    threads=engine.threads,
+                    rounds=(12, 24),
+                    clock=engine.clock,
+                ).seconds
+                known[width, width, 1] = tuple((found[1] - found[0]).tolist())
+            file.keep(key, known)
+        return known
+
+    def _seconds_aligning(self, node: fx.Node, one: Alignment) -> float:
+        times = self.aligning.get(self._sum_key(node))
+        if times is None or not one.width:
+            return 0.0
+        (narrow, less), (wide, more) = sorted((size[0], max(seconds, 0.0)) for size, seconds in times.medians.items())
+        slope = max(more - less, 0.0) / max(wide - narrow, 1)
+        return one.terms * max(more - slope * (wide - one.width), 0.0)
+
     # ---- predictions -----------------------------------------------------------------------------------------------------
 
-    def seconds(self, masks: Masks) -> float:
-        """Predicted seconds of all layers that any measured cut changes, under the masks."""
-        return math.fsum(self.by_layer(masks).values())
+    @cached_property
+    def layer_seconds(self) -> dict[fx.Node, float]:
+        """Seconds of every timed layer in the whole network; a layer that no cut changes has no time."""
+        return {
+            node: self.times[key].seconds(self.sizing.full[node].size) for node, key in self.keys.items() if key in self.times
+        }
 
-    def by_layer(self, masks: Masks) -> dict[str, float]:
-        """The same, layer by layer, by the path of its module."""
-        found, seconds = self.narrowed(masks), dict[str, float]()
-        for node, key in self.keys.items():
-            if key in self.times:
-                name = str(node.target)
-                seconds[name] = seconds.get(name, 0.0) + self.times[key].seconds(found[node].size)
-        return seconds
+    def seconds(self, widths: Widths) -> float:
+        """Predicted seconds of all layers that any measured cut changes, under the cuts, and of aligning channels."""
+        known = self.layer_seconds
+        changed = {node: size for node, size in self.sizing.sizes(widths).items() if node in known}
+        layers = math.fsum(known.values()) - math.fsum(known[node] for node in changed)
+        layers += math.fsum(self.times[self.keys[node]].seconds(size) for node, size in changed.items())
+        return layers + math.fsum(self._seconds_aligning(node, one) for node, one in self.sizing.alignments(widths).items())
 
-    def aligned(self, masks: Masks) -> float:
-        """Elements of sums, for one example, with terms that carry other channels than the sum: these have to be aligned."""
-        live, found = self._live(masks), 0.0
-        for node, flow in self.flows.of.items():
-            dims = shape_of(node).dims
-            if isinstance(flow, Join) and flow.width > 1 and dims is not None:
-                wanted = live(node, flow.width)
-                terms = [live(i, w) for i, w in zip(self.flows.inputs[node], flow.widths, strict=True) if w == flow.width]
-                differ = sum(bool(term.any()) and not torch.equal(term, wanted) for term in terms)
-                found += differ * int(wanted.sum()) * math.prod(dims) / (dims[0] * dims[flow.axis])
+    def by_layer(self, widths: Widths) -> dict[str, float]:
+        """The seconds of layers, by the path of their modules."""
+        sizes, found = self.sizing.sizes(widths), dict[str, float]()
+        for node, seconds in self.layer_seconds.items():
+            now = self.times[self.keys[node]].seconds(sizes[node]) if node in sizes else seconds
+            found[str(node.target)] = found.get(str(node.target), 0.0) + now
         return found
 
-    def sizes(self, masks: Masks) -> dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]]:
-        """The sizes of all layers under the masks that were not measured yet, with the full size first."""
+    def unmeasured(self, widths: Widths) -> dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]]:
+        """The sizes of all layers under the cuts that were not measured yet, with the full size first."""
         found: dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]] = {}
-        for node, layer in self.narrowed(masks).items():
+        for node, size in self.sizing.sizes(widths).items():
             key = self.keys[node]
-            if key in self.times and any(layer.size) and layer.size not in self.times[key].rounds:
-                full = self.layers[node]
-                found.setdefault(key, {full.size: (node, full)})[layer.size] = (node, layer)
+            if key in self.times and any(size) and size not in self.times[key].rounds:
+                full = self.sizing.full[node]
+                found.setdefault(key, {full.size: (node, full)})[size] = (node, self.sizing.layer(node, size))
         return found
 
     def site_rounds(self, name: str, widths: Iterable[int]) -> dict[int, list[float]]:
         """Seconds by width and round of the layers that a cut of the site alone changes."""
-        channels = self.sites[name].channels
-        layers = {width: self.narrowed({name: spread(width, channels)}) for width in widths}
-        full = self.layers
-        changed = [n for n in full if self.keys[n] in self.times and any(f[n].size != full[n].size for f in layers.values())]
+        layers = {width: self.sizing.change(name, width).layers for width in widths}
+        changed = list(dict.fromkeys(node for each in layers.values() for node in each if self.keys[node] in self.times))
         found: dict[int, list[float]] = {}
         for width, each in layers.items():
-            rows = [self._rounds(node, each[node].size) for node in changed]
+            rows = [self._rounds(node, each.get(node, self.sizing.full[node]).size) for node in changed]
             found[width] = [math.fsum(row) for row in zip(*rows, strict=False)]
         return {width: rounds for width, rounds in found.items() if rounds}
 
@@ -374,9 +377,41 @@ class LatencyModel:
         return [times.seconds(size)] * len(times.rounds[times.full])
 
 
+def aligned_sum(example: Tensor) -> tuple[Graph, Graph]:
+    """Two networks: a sum between two layers, and the same with the channels of a term picked one by one and an offset behind.
+
+    Between layers, because an engine may keep channels in another order there, and has to bring them back to pick them.
+    """
+    plain = trace(_Sum(example.shape[1], example.dim() - 2).eval(), example)
+    module = copy_module(plain)
+    term, total = (next(node for node in module.graph.nodes if node.name == name) for name in ("second", "add"))
+    picked = torch.arange(example.shape[1]).roll(1).flip(0)
+    for node, layer in ((term, Align(picked, 1)), (total, Offset(picked % 2 == 0, 1, example.dtype))):
+        behind = insert_behind_(module, node, f"{node.name}_extra", layer)
+        pass_on_(node, behind, "shape", "original_channels")
+    module.recompile()
+    return plain, plain.with_module(module.eval())
+
+
+class _Sum(nn.Module):
+    """The sum of a residual block, between convolutions."""
+
+    def __init__(self, channels: int, dims: int) -> None:
+        super().__init__()
+        layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
+        with torch.random.fork_rng(devices=[]):  # fresh layers draw their weights
+            self.first, self.second, self.last = (layer(channels, channels, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the shape of `x`."""
+        x = self.first(x).relu()
+        found: Tensor = self.last((x + self.second(x)).relu())
+        return found
+
+
 class NetworkModel:
-    """Predicts the time of a network under masks from that of whole networks with one site cut: all that some engines can
-    time. The savings of sites are added up."""
+    """Predicts the time of a network under cuts from that of whole networks with one site cut: all that some engines can
+    time. The savings of sites are added up; what aligning channels costs is part of what is measured."""
 
     def __init__(self, graph: Graph, sites: Sequence[Site]) -> None:
         self.graph, self.sites = graph, {site.name: site for site in sites}
@@ -397,18 +432,14 @@ class NetworkModel:
         """Take what was measured for a site."""
         self.rounds[name] = {size[0]: seconds for size, seconds in rounds.items()}
 
-    def seconds(self, masks: Masks) -> float:
-        """Predicted seconds of the network under the masks."""
-        medians = {name: {w: median(rounds) for w, rounds in each.items()} for name, each in self.rounds.items()}
-        found = median(each[max(each)] for each in medians.values())
-        for name, keep in masks.items():
-            width = min(each for each in medians[name] if each >= int(keep.sum()))
-            found += medians[name][width] - medians[name][max(medians[name])]
+    def seconds(self, widths: Widths) -> float:
+        """Predicted seconds of the network under the cuts."""
+        found = median(median(each[max(each)]) for each in self.rounds.values())
+        for name, kept in widths.items():
+            rounds = self.rounds[name]
+            width = min(each for each in rounds if each >= kept)
+            found += median(rounds[width]) - median(rounds[max(rounds)])
         return found
-
-    def aligned(self, masks: Masks) -> float:
-        """0: what aligning channels costs is part of what was measured."""
-        return 0.0
 
     def site_rounds(self, name: str, widths: Iterable[int]) -> dict[int, list[float]]:
         """Seconds of the network by width and round."""
@@ -452,7 +483,7 @@ def site_times(
     file = TableFile(engine)
     multiple = preferred_multiple(engine, graph, file)
     steps = {site.name: multiple_at(site.channels, multiple) for site in sites}
-    model = LatencyModel(graph, sites, engine.batch)
+    model = LatencyModel(Sizing(graph, sites), engine.batch)
     sizes = model.wanted({site.name: candidates(site.channels, steps[site.name]) for site in sites})
     model.measure(engine, sizes, file, seconds=seconds, on_layer=on_layer)
     found = []
@@ -463,13 +494,6 @@ def site_times(
         found.append(SiteTimes(site.name, times.get(site.channels, 0.0), saved / max(site.channels - fastest, 1), widths))
     whole = in_rounds({0: engine.network(graph)()}, threads=engine.threads)[0]
     return NetworkTimes(median(whole), tuple(found))
-
-
-def spread(width: int, channels: int) -> Tensor:
-    """A mask (C,) that keeps `width` evenly spread channels, so that grouped layers keep as many per group as possible."""
-    keep = none_of(channels)
-    keep[torch.arange(width) * channels // width] = True
-    return keep
 
 
 def _thinned(wanted: Sizes) -> Sizes:

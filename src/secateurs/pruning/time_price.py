@@ -1,0 +1,302 @@
+"""Cuts of all sites weighed by the time that they save: tables, a knapsack, and measured networks that correct both.
+
+The tables add up layers, and sums that align channels; what lies between (memory, other ops) they do not know. So networks are
+compacted and timed in the engine, in turns with the original one: savings are scaled to what was measured, and the allocations
+are solved for again around it, with the layers timed at the sizes they have there.
+
+Time is weighed at the batch that is served, and watched at single examples: what saves most at the one may not be slower at the
+other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from statistics import median
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from secateurs.compaction import compact
+from secateurs.errors import RunError
+from secateurs.graph.sites import Site
+from secateurs.graph.trace import Graph
+from secateurs.pruning.results import SiteCurve, TimedAllocation, TimedBatches, TimeTable
+from secateurs.selection.allocation import Allocation
+from secateurs.selection.knapsack import ascending, best_allocations
+from secateurs.speed.engines import Engine, at_batch
+from secateurs.speed.sizes import Size, Sizing, Widths
+from secateurs.speed.tables import SECONDS, LatencyModel, NetworkModel, Rounds, Sizes, TableFile
+from secateurs.speed.timing import Compared, Load, compare, in_rounds
+from secateurs.speed.widths import candidates
+
+if TYPE_CHECKING:
+    from secateurs.pruning.context import PruningContext
+
+CORRECTIONS = 3  # networks that are compacted and timed before an allocation is chosen
+PRICES = (2.0, 5.0)  # of folded branches, besides 1
+CLOSE = 0.02  # relative error of the predicted time at which the tables are correct enough
+WATCHED = (0.0, 0.5, 1.0)  # weights of single examples, until what saves time at the served batch takes none of theirs
+SERVED = 64  # examples at once where the data do not say
+LONGEST_SERVED = 1.0  # seconds: a batch that takes longer is timed at half of it
+_TIMED_ROUNDS = (12, 24)  # of two networks in turns, to correct the tables
+_MEASURED_ROUNDS = (5, 5)  # by a function of the user's own, which may take long
+_FEW_WIDTHS = 6  # at which whole networks are timed, for each site
+
+
+@dataclass(eq=False)
+class EngineTimes:
+    """The engine at one batch: its tables, and what measured networks taught about them."""
+
+    engine: Engine
+    model: LatencyModel | NetworkModel
+    original: float  # seconds of the whole network
+    scale: float = 1.0  # what a second saved in the tables saves of the whole network
+
+    def saved(self, widths: Widths) -> float:
+        """Predicted share of the original network's time that is saved."""
+        return self.scale * (self.model.seconds({}) - self.model.seconds(widths)) / max(self.original, self.model.seconds({}))
+
+    def correct(self, timed: TimedAllocation, widths: Widths) -> None:
+        """Scale savings to what was measured."""
+        tables = (self.model.seconds({}) - self.model.seconds(widths)) / max(self.original, self.model.seconds({}))
+        if tables > 0:
+            self.scale = max(1 - timed.seconds / timed.original, 0.0) / tables  # 0: such cuts save nothing, so none is made
+
+
+class TimePrice:
+    """What cuts of the original network save in seconds, and the allocations that save most for what they lose."""
+
+    def __init__(self, context: PruningContext) -> None:
+        self.context, self.recipe, self.journal = context, context.recipe, context.journal
+        assert context.runtime.engine is not None
+        self.engines = [at_batch(context.runtime.engine, batch) for batch in self._batches()]
+        self.engine = self.engines[0]
+
+    # ---- conditions ------------------------------------------------------------------------------------------------------
+
+    def _batches(self) -> tuple[int, ...]:
+        """The batch sizes at which time counts, the one that is served first."""
+        engine, recipe = self.context.runtime.engine, self.recipe
+        assert engine is not None
+        if recipe.latency_batch is not None or not engine.runs_layers:
+            return (recipe.latency_batch or engine.batch,)
+
+        def choose() -> TimedBatches:
+            served = self.context.runtime.limit.within(self.context.runtime.served or SERVED)
+            while served > 1:
+                timer = at_batch(engine, served).network(self.context.original)()
+                if median(in_rounds({0: timer}, rounds=1, shortest=0.0, threads=engine.threads)[0]) <= LONGEST_SERVED:
+                    break
+                served = max(served // 2, 1)
+            return TimedBatches(tuple(dict.fromkeys((served, 1))))
+
+        return self.journal.once_timed(TimedBatches, choose).batches
+
+    @cached_property
+    def file(self) -> TableFile:
+        """The times that are known on this machine."""
+        return TableFile(self.engine)
+
+    @cached_property
+    def loads(self) -> list[Load]:
+        """The original network, prepared for every engine."""
+        return [engine.network(self.context.original) for engine in self.engines]
+
+    # ---- tables ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def times(self) -> list[EngineTimes]:
+        """The tables of every engine, measured."""
+        sites = [site for site in self.context.sites(self.context.original) if site.channels > 1]
+        widths = {site.name: candidates(site.channels, self.context.round_to(site.name)) for site in sites}
+        sizing, found = Sizing(self.context.original, sites), []
+        for place, engine in enumerate(self.engines):
+            model = self._layers(engine, sizing, widths) if engine.runs_layers else self._networks(engine, sites, widths)
+            found.append(EngineTimes(engine, model, self._original(place)))
+        return found
+
+    @property
+    def model(self) -> LatencyModel | NetworkModel:
+        """The tables at the batch that is served."""
+        return self.times[0].model
+
+    def _layers(self, engine: Engine, sizing: Sizing, widths: Mapping[str, Sequence[int]]) -> LatencyModel:
+        model = LatencyModel(sizing, engine.batch)
+        self._measure(engine, model, model.wanted(widths), 0)
+        model.measure_alignments(engine, widths, self.file, once=partial(self._journaled, 0))
+        return model
+
+    def _networks(self, engine: Engine, sites: Sequence[Site], widths: Mapping[str, Sequence[int]]) -> NetworkModel:
+        model = NetworkModel(self.context.original, sites)
+        share = (self.recipe.latency_seconds or SECONDS) / max(len(sites), 1)
+        for done, (name, each) in enumerate(widths.items()):
+            self.context.progress.report("times", done, len(sites))
+            compute = partial(model.measure, engine, name, each[:: max(len(each) // _FEW_WIDTHS, 1)], share)
+            model.keep(name, self._journaled(0, name, compute))
+        return model
+
+    def _measure(self, engine: Engine, model: LatencyModel, sizes: Mapping[str, Sizes], number: int) -> None:
+        """Time layers at these sizes, once, as round `number` of the tables."""
+        model.measure(
+            engine,
+            sizes,
+            self.file,
+            seconds=self.recipe.latency_seconds or SECONDS,
+            once=partial(self._journaled, number),
+            on_layer=lambda done, of: self.context.progress.report("times", done, of),
+        )
+
+    def _journaled(self, number: int, of: str, compute: object) -> Mapping[Size, Rounds]:
+        own = self.context.of_position
+        assert callable(compute)
+        found = self.journal.once_timed(
+            TimeTable, lambda: TimeTable(of, number, tuple(compute().items()), **own), of=of, round=number, **own
+        )
+        return dict(found.seconds)
+
+    def _original(self, place: int) -> float:
+        """Seconds of the original network at one of the batches, measured once."""
+
+        def measure() -> TimedAllocation:
+            seconds = self.compared(place, [self.loads[place]], _TIMED_ROUNDS).medians[0]
+            return TimedAllocation(0, {}, seconds, seconds, seconds, self.engines[place].batch)
+
+        return self.journal.once_timed(TimedAllocation, measure, round=0, batch=self.engines[place].batch).original
+
+    def compared(self, place: int, loads: Sequence[Load], rounds: tuple[int, int]) -> Compared:
+        """Networks timed in turns in one of the engines."""
+        engine = self.engines[place]
+        if not engine.runs_layers:
+            return compare(loads, rounds=_MEASURED_ROUNDS, shortest=0.0, times_loaded=1, clock=engine.clock)
+        return compare(loads, threads=engine.threads, rounds=rounds, clock=engine.clock)
+
+    # ---- allocations -----------------------------------------------------------------------------------------------------
+
+    def widths(self, removed: Mapping[str, int]) -> dict[str, int]:
+        """The widths of the sites that lose filters."""
+        return {name: self.model.sites[name].channels - m for name, m in removed.items() if m}
+
+    def allocations(self, curves: Mapping[str, SiteCurve]) -> dict[float, tuple[Allocation, ...]]:
+        """The allocations of least predicted loss for every share of the time saved, from nothing removed on.
+
+        By the price of folded branches, by which their losses are multiplied; only 1 if none can be folded. Everything measured
+        is journaled, so that a resumed run finds the same ones.
+        """
+        for timed in self.journal.of(TimedAllocation, **self.context.of_position):
+            if timed.round and any(name not in curves for name in timed.removed):
+                raise RunError(
+                    "journal.jsonl: a timed network does not fit the sites of this one. Restore the run from a copy, or start "
+                    "a new one."
+                )
+        around: Mapping[str, int] = {}  # filters removed by the network that was timed last
+        found = self._solve(curves, around)
+        for number in range(1, CORRECTIONS + 1):
+            chosen = found[aimed(found, self.target_share)]
+            if not any(chosen.removed.values()):
+                break
+            timed = self._time(number, curves, chosen)
+            around = timed.removed
+            found = self._solve(curves, around)
+            share, wanted = timed.seconds / timed.original, self.target_share
+            if abs(timed.predicted / timed.seconds - 1) <= CLOSE and (wanted is None or share <= wanted * (1 + CLOSE)):
+                break
+        dearer = PRICES if any(curve.curve.removed[-1] == len(curve.original) for curve in curves.values()) else ()
+        return {1.0: found} | {price: self._solve(curves, around, price) for price in dearer}
+
+    @property
+    def target_share(self) -> float | None:
+        """The share of the original network's time that may remain; None without a target. The smaller of two counts."""
+        wanted = [] if self.recipe.target_latency is None else [self.recipe.target_latency]
+        if self.recipe.max_ms is not None:
+            wanted.append(self.recipe.max_ms / 1e3 / self._original(0))
+        return min(wanted, default=None)
+
+    def _solve(self, curves: Mapping[str, SiteCurve], around: Mapping[str, int], price: float = 1.0) -> tuple[Allocation, ...]:
+        """The best allocations, when every other site is as in the network that was timed last.
+
+        Savings are those at the served batch; where these cost time at single examples, their savings are mixed in until they
+        do not. `price` multiplies what the loss rises by where a branch is folded.
+        """
+        best: tuple[Allocation, ...] = ()
+        for weight in WATCHED if len(self.times) > 1 else (0.0,):
+            found = self._solved(curves, around, price, weight)
+            allowed = found[:1] + ascending([one for one in found[1:] if self._slower_alone(one) <= 0])
+            if not best or allowed[-1].saved > best[-1].saved:
+                best = allowed
+            reached = found[-1].saved / 2 if self.target_share is None else min(1 - self.target_share, found[-1].saved)
+            if best[-1].saved >= reached:
+                break
+        return best
+
+    def _slower_alone(self, one: Allocation) -> float:
+        """What the other batches lose of their time, as a share; below 0 where all gain."""
+        return max((-times.saved(self.widths(one.removed)) for times in self.times[1:]), default=0.0)
+
+    def _solved(
+        self, curves: Mapping[str, SiteCurve], around: Mapping[str, int], price: float, weight: float
+    ) -> tuple[Allocation, ...]:
+        weights = (1.0,) if len(self.times) == 1 else (1 - weight, weight)
+
+        def saved(removed: Mapping[str, int]) -> float:
+            widths = self.widths(removed)
+            return math.fsum(w * times.saved(widths) for w, times in zip(weights, self.times, strict=True) if w)
+
+        start, weighed = saved(around), []
+        for name, curve in curves.items():
+            alone = {m: saved({**around, name: m}) for m in curve.curve.removed}
+            folded = [m == len(curve.original) for m in curve.curve.removed]
+            first = curve.curve.loss[0]
+            losses = [
+                first + price * (loss - first) if gone else loss for loss, gone in zip(curve.curve.loss, folded, strict=True)
+            ]
+            weighed.append(replace(curve.curve, loss=tuple(losses), saved=tuple(alone[m] - alone[0] for m in alone)))
+
+        def together(removed: Mapping[str, int]) -> float:
+            """What cuts of the sites of one branch save together."""
+            return saved({**around, **removed}) - saved({**around, **dict.fromkeys(removed, 0)})
+
+        del start
+        first_one, *others = best_allocations(weighed, self.context.branches(curves), saved=together)
+        by_served = [replace(one, saved=self.times[0].saved(self.widths(one.removed))) for one in others]
+        return ascending([first_one, *by_served])
+
+    def _time(self, number: int, curves: Mapping[str, SiteCurve], chosen: Allocation) -> TimedAllocation:
+        """Compact the network by the allocation, time it in turns with the original one, once, and correct the tables by it."""
+        context, own = self.context, self.context.of_position
+        removed = {name: m for name, m in chosen.removed.items() if m}
+
+        def masks() -> dict[str | Site, Tensor]:
+            sites = {name: context.site(context.original, name) for name in removed}
+            return {name: curves[name].keep(removed[name], site) for name, site in sites.items() if site is not None}
+
+        found = []
+        for place, times in enumerate(self.times):
+
+            def measure(place: int = place, times: EngineTimes = times) -> TimedAllocation:
+                context.progress.report("times", number, CORRECTIONS + 1)
+                smaller = times.engine.network(structure(context, masks()))
+                original, seconds = self.compared(place, [self.loads[place], smaller], _TIMED_ROUNDS).medians
+                predicted = original * (1 - times.saved(self.widths(removed)))
+                return TimedAllocation(number, removed, predicted, original, seconds, times.engine.batch, **own)
+
+            found.append(self.journal.once_timed(TimedAllocation, measure, round=number, batch=times.engine.batch, **own))
+            widths = self.widths(found[-1].removed)
+            if isinstance(times.model, LatencyModel):
+                self._measure(times.engine, times.model, times.model.unmeasured(widths), number)
+            times.correct(found[-1], widths)
+        return found[0]
+
+
+def aimed(allocations: Sequence[Allocation], wanted: float | None) -> int:
+    """The index of the allocation that reaches the target first; without one, of the one with half of the largest saving."""
+    saving = allocations[-1].saved / 2 if wanted is None else 1 - wanted
+    return next((i for i, one in enumerate(allocations) if one.saved >= saving), len(allocations) - 1)
+
+
+def structure(context: PruningContext, masks: Mapping[str | Site, Tensor]) -> Graph:
+    """The network without what the masks drop, with room for repairs if the recipe repairs; its weights are not repaired."""
+    names = [site.name if isinstance(site, Site) else site for site in masks]
+    return compact(context.original if context.recipe.repair == "none" else context.prepared(names), masks, verify=False)

@@ -1,0 +1,181 @@
+"""The sizes that cuts leave the layers of a network, and the sums that they make align channels.
+
+What one cut of one site changes follows from the graph, which takes an analysis of all of it. Cuts of several sites add up:
+their channels are different ones. A knapsack asks for thousands of combinations, so each site is analysed alone, once a width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from secateurs.compaction.nodes import balanced
+from secateurs.graph.add_fusion import spread_sums
+from secateurs.graph.channels import all_of, none_of
+from secateurs.graph.flow import Join, Layer, analyse, find_flows
+from secateurs.graph.sites import Site, node_masks
+from secateurs.graph.trace import Graph, shape_of
+
+Size = tuple[int, int, int]
+"""Inputs, filters and groups of a layer, which determine its time."""
+Widths = Mapping[str, int]
+"""Numbers of filters kept, by site; a site that is not named keeps all."""
+
+
+@dataclass(frozen=True, eq=False)
+class NarrowedLayer:
+    """A layer as cuts leave it: `inputs` and `outputs` are layouts with equal numbers of channels in each of `groups`."""
+
+    flow: Layer
+    inputs: Tensor
+    outputs: Tensor
+    groups: int
+
+    @property
+    def size(self) -> Size:
+        """What determines its time; all 0 for one that is folded away."""
+        inputs, outputs = int(self.inputs.sum()), int(self.outputs.sum())
+        return (inputs, outputs, self.groups) if inputs and outputs else GONE
+
+
+GONE: Size = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """A sum with terms that carry other channels than it does."""
+
+    terms: int  # that have to be aligned
+    width: int  # of the sum
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What a cut of one site makes of a network."""
+
+    layers: Mapping[fx.Node, NarrowedLayer]  # those whose size changes
+    sums: Mapping[fx.Node, Alignment]  # those that align channels
+
+
+class Sizing:
+    """Sizes of the layers of `graph` under cuts of `sites`."""
+
+    def __init__(self, graph: Graph, sites: Sequence[Site]) -> None:
+        self.graph, self.sites = graph, {site.name: site for site in sites}
+        module = spread_sums(graph.module)
+        self._flows = find_flows(module)
+        self._within = find_flows(module, inside=True) if any(site.inside for site in sites) else None  # features of heads
+        self._nodes = {node.name: node for node in self._flows.of}
+        self._changes: dict[tuple[str, int], Change] = {}
+        self.full, self.sums = self._layers(live := self._live({})), self._sums(live)
+
+    def change(self, name: str, width: int) -> Change:
+        """What changes where the site alone keeps `width` filters, evenly spread."""
+        if (name, width) not in self._changes:
+            live = self._live({name: spread(width, self.sites[name].channels)})
+            layers = {node: layer for node, layer in self._layers(live).items() if layer.size != self.full[node].size}
+            sums = {node: found for node, found in self._sums(live).items() if found.terms > self.sums[node].terms}
+            self._changes[name, width] = Change(layers, sums)
+        return self._changes[name, width]
+
+    def sizes(self, widths: Widths) -> dict[fx.Node, Size]:
+        """The sizes of all layers that the cuts change."""
+        left: dict[fx.Node, list[int]] = {}
+        for name, width in self._cut(widths):
+            for node, layer in self.change(name, width).layers.items():
+                full, size = self.full[node].size, layer.size
+                sums = left.setdefault(node, list(full))
+                for i in range(3):
+                    sums[i] -= full[i] - size[i]
+        return {node: (sizes[0], sizes[1], max(sizes[2], 1)) if min(sizes[:2]) > 0 else GONE for node, sizes in left.items()}
+
+    def alignments(self, widths: Widths) -> dict[fx.Node, Alignment]:
+        """The sums whose terms have to be aligned because of the cuts."""
+        found: dict[fx.Node, Alignment] = {}
+        for name, width in self._cut(widths):
+            for node, one in self.change(name, width).sums.items():
+                other = found.get(node, Alignment(0, self.sums[node].width))
+                terms = min(one.terms + other.terms, len(self._flows.inputs[node]))
+                found[node] = Alignment(terms, min(one.width, other.width))
+        return found
+
+    def _cut(self, widths: Widths) -> list[tuple[str, int]]:
+        return [(name, width) for name, width in widths.items() if width < self.sites[name].channels]
+
+    def wanted(self, widths: Mapping[str, Iterable[int]]) -> dict[fx.Node, dict[Size, NarrowedLayer]]:
+        """For every layer the sizes that it has when each site alone keeps each of its widths; the full one first."""
+        found = {node: {layer.size: layer} for node, layer in self.full.items()}
+        for name, each in widths.items():
+            for width in each:
+                for node, layer in self.change(name, width).layers.items():
+                    if any(layer.size):
+                        found[node].setdefault(layer.size, layer)
+        return found
+
+    def layer(self, node: fx.Node, size: Size) -> NarrowedLayer:
+        """A layer of that size."""
+        full = self.full[node]
+        return NarrowedLayer(full.flow, spread(size[0], len(full.inputs)), spread(size[1], len(full.outputs)), size[2])
+
+    def module(self, node: fx.Node) -> nn.Module | None:
+        """The layer of a node."""
+        return self.graph.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+
+    def sum_shape(self, node: fx.Node) -> tuple[tuple[int, ...], int | None]:
+        """The shape of a sum for the graph's example, and the axis of its channels."""
+        dims = shape_of(node).dims
+        assert dims is not None
+        return tuple(dims), self._flows.of[node].axis
+
+    # ---- the analysis ----------------------------------------------------------------------------------------------------
+
+    def _live(self, masks: Mapping[str, Tensor]) -> Callable[[fx.Node, int], Tensor]:
+        """The live channels of each node under the masks, which are applied behind all points of their sites."""
+        found = []
+        for flows, inside in ((self._flows, False), (self._within, True)):
+            if flows is not None:
+                cuts = ((self.sites[name], keep) for name, keep in masks.items() if self.sites[name].inside is inside)
+                behind = {self._nodes[name]: mask for name, (_, mask) in node_masks(cuts).items()}
+                found.append((flows.of, analyse(flows, behind).live))
+
+        def live(node: fx.Node, width: int) -> Tensor:
+            """Of both kinds of cuts, where they are of one axis."""
+            axis, known = self._flows.of[node].axis, all_of(width)
+            for of, each in found:
+                known = known & each(node, width) if node in of and of[node].axis == axis else known
+            return known
+
+        return live
+
+    def _layers(self, live: Callable[[fx.Node, int], Tensor]) -> dict[fx.Node, NarrowedLayer]:
+        """All layers as compaction leaves them."""
+        found = {}
+        for node, flow in self._flows.of.items():
+            if isinstance(flow, Layer) and isinstance(self.module(node), nn.Linear | nn.modules.conv._ConvNd):
+                inputs = all_of(flow.inputs) if flow.reads_all else live(self._flows.inputs[node][0], flow.inputs)
+                outputs, groups = live(node, flow.filters), flow.groups
+                if groups > 1 and bool(outputs.any()):
+                    inputs, outputs, groups = balanced(flow, inputs, outputs)
+                found[node] = NarrowedLayer(flow, inputs, outputs, groups)
+        return found
+
+    def _sums(self, live: Callable[[fx.Node, int], Tensor]) -> dict[fx.Node, Alignment]:
+        """All sums of channels, with the terms that carry other channels than the sum."""
+        found = {}
+        for node, flow in self._flows.of.items():
+            if isinstance(flow, Join) and flow.width > 1 and shape_of(node).dims is not None:
+                wanted = live(node, flow.width)
+                terms = [live(i, w) for i, w in zip(self._flows.inputs[node], flow.widths, strict=True) if w == flow.width]
+                differ = sum(bool(term.any()) and not torch.equal(term, wanted) for term in terms)
+                found[node] = Alignment(differ, int(wanted.sum()))
+        return found
+
+
+def spread(width: int, channels: int) -> Tensor:
+    """A mask (C,) that keeps `width` evenly spread channels, so that grouped layers keep as many per group as possible."""
+    keep = none_of(channels)
+    keep[torch.arange(width) * channels // max(width, 1)] = True
+    return keep
