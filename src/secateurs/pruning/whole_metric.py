@@ -66,7 +66,7 @@ class WholeMetric:
         A metric that measures another network than the one it is given, or nothing, would let everything be removed. One more
         call; two where the first is in doubt. A network that it cannot measure has another value.
         """
-        (known,), generator = self._known.values(), torch.Generator().manual_seed(0)
+        known, generator = self(original), torch.Generator().manual_seed(0)
         for replaced in (torch.zeros_like, partial(_drawn_like, generator=generator)):
             damaged = copied(original).module
             with torch.no_grad():
