@@ -12,6 +12,7 @@ from torch import nn
 
 import secateurs
 from pages import ROOT, blocks, build, digits_loaders, run_block, trained
+from secateurs.config import CRITERIA
 
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 HOWTO = sorted((ROOT / "docs" / "howto").glob("*.md"))
@@ -62,6 +63,19 @@ def test_the_reference_has_every_public_name() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text()
     listed = re.findall(r"^\.\. auto(?:class|function):: (\w+)", page, re.M)
     assert sorted({*listed, "SecateursError"}) == sorted(secateurs.__all__)  # errors are listed by their module
+
+
+def test_the_page_of_criteria_names_all_that_are_built_in() -> None:
+    page = (ROOT / "docs" / "howto" / "criterion.md").read_text()
+    listed = re.search(r"^Built in: (.*?)\. What they bring", page, re.M | re.S)
+    assert listed is not None
+    assert set(re.findall(r"`([\w-]+)`", listed[1])) == set(CRITERIA)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_commands_in_tables_are_whole(page: str) -> None:
+    cut_short = re.findall(r"`[^`\n]*…`", "\n".join(re.findall(r"^\|.*|\(`.*", (ROOT / page).read_text(), re.M)))
+    assert cut_short == []
 
 
 @pytest.fixture(scope="module")

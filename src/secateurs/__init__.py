@@ -98,6 +98,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # takes long to import
+
+        return version("secateurs")
     if name not in _HOME:
         raise AttributeError(f"module 'secateurs' has no attribute {name!r}")
     # a function may share its module's name (cost): what is in __all__ wins over the module of the same name

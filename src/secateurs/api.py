@@ -60,6 +60,7 @@ from secateurs.pruning.folder import (
 )
 from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start
 from secateurs.pruning.run import Run, chosen_sites
+from secateurs.pruning.sanity import accuracy_note, better_than_guessing, shape_notes
 from secateurs.pruning.user_training import with_step
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 from secateurs.report import Plots, plots, write_report
@@ -164,6 +165,7 @@ class Pruner(Run):
             form.measure(metric, correct),
         )
         check_data(graph, seen, loss_fn, metric_fn, evaluate)
+        notes += shape_notes(seen)
         check_trials(asked, trains=finetune is not None)
         if asked.finetune is not None and finetune is not None:
             notes.append("your finetune takes the place of that of the recipe")
@@ -171,6 +173,8 @@ class Pruner(Run):
             check_training(graph, settings, seen.train, streams.get("train"), loss_fn=loss_fn)
         with workers.active():
             whole = None if evaluate is None else WholeMetric.of(evaluate, graph)
+            if whole is not None:
+                whole.check_tells_networks_apart(graph)
         if whole is not None and whole.count is None and asked.confidence:
             asked = replace(asked, confidence=0.0)
             notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
@@ -222,18 +226,16 @@ class Pruner(Run):
         return estimate(self.context)
 
     def measure_original(self) -> None:
-        """Measure the original network, and note if it is no better than guessing."""
+        """Measure the original network, and note if it is no better than guessing, with what may be the cause."""
         super().measure_original()
         labels, (start,) = class_labels(self.data.search.targets), self.journal.of(Start)
         if labels is None or self.context.runtime.metric is not correct or self.context.runtime.evaluate:
             return
-        guessing = float(labels.bincount().max()) / len(labels)
-        if start.accuracy <= guessing + 0.01 and guessing < 1:  # of one class alone nothing can be told
-            note = (
-                f"the network is right on {100 * start.accuracy:.1f} % of the validation examples, and always naming the "
-                f"most frequent class is right on {100 * guessing:.1f} %: it seems untrained"
-            )
-            self.notes += [note] if note not in self.notes else []  # a loop that was left measures again
+        if better_than_guessing(start.accuracy, labels):
+            return
+        answers, classes = self.context.answers(self.original)
+        note = accuracy_note(answers, labels.cpu().long(), classes)
+        self.notes += [note] if note not in self.notes else []  # a loop that was left measures again
 
     def _finish(self) -> None:
         super()._finish()
@@ -445,8 +447,7 @@ def _shown(
                 watchers[0].watch(found)
 
         def follow(pruner: Pruner) -> Result:
-            measured = display_name(pruner.context.runtime.evaluate or pruner.context.runtime.metric)
-            watchers.append(RunWatcher(screen, pruner.recipe, pruner.steps, metric=measured))
+            watchers.append(RunWatcher(screen, pruner.recipe, pruner.steps, metric=pruner.context.runtime.metric_name))
             if progress:
                 found, place = pruner.estimate(), pruner.context.runtime.device or device_of(pruner.graph.module)
                 screen.line(

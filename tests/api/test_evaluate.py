@@ -38,6 +38,13 @@ def test_their_metric_of_the_whole_set_decides() -> None:
     assert other.search.before - other.search.after <= 0.05 + 1e-9
 
 
+def test_their_metric_has_its_own_name_while_the_run_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    sc.prune(trained(), *loaders(), evaluate=macro_recall, **{**ONE_CUT, "progress": True})
+    shown = capsys.readouterr().err
+    assert "; macro_recall 0.9" in shown
+    assert "WholeMetric" not in shown
+
+
 def test_a_metric_of_the_whole_set_may_have_any_unit_and_is_needed_again_to_resume(tmp_path: Path) -> None:
     def ten_times(model: nn.Module) -> float:
         return 10 * macro_recall(model)
@@ -170,6 +177,9 @@ def in_half_precision(model: nn.Module) -> float:
         (in_train_mode, InvalidInput, "changed the network's weights or buffers.* stay in eval mode"),
         (in_half_precision, InvalidInput, "changed the network's weights or buffers.* Measure a copy"),
         (on_meta, InvalidInput, "changed the network's weights or buffers.* Measure a copy"),
+        (lambda model: 0.9, InvalidInput, "gave 0.9 for the network, for a copy with all weights at zero .* does not see what"),
+        (lambda model: macro_recall(trained().eval()), InvalidInput, "Measure the network that it is given, not another one"),
+        (lambda model: each_right(trained().eval()), InvalidInput, "gave the same 400 values for the network"),
     ],
 )
 def test_what_is_no_metric_is_an_error_before_anything_is_written(
@@ -180,13 +190,29 @@ def test_what_is_no_metric_is_an_error_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_metric_that_fails_on_a_broken_network_is_a_metric() -> None:
+    """The weights at zero give one answer to all images, with no class to divide by."""
+    calls: list[bool] = []
+
+    def strict(model: nn.Module) -> float:
+        with torch.no_grad():
+            several = len(set(model(digits()[1].inputs).argmax(1).tolist())) > 1
+        calls.append(several)
+        if not several:
+            raise ZeroDivisionError("no answers but one")
+        return macro_recall(model)
+
+    sc.Pruner(trained(), *loaders(), evaluate=strict, recipe=RECIPE).close()
+    assert calls == [True, False]  # one more evaluation than without the check
+
+
 def test_the_estimate_counts_the_time_of_their_evaluate() -> None:
     def slow(model: nn.Module) -> float:
         time.sleep(0.2)
-        return 1.0
+        return macro_recall(model)
 
     options: dict[str, Any] = {"max_drop": 0.05, "criterion": "l1"}
-    quick = sc.Pruner(trained(), *loaders(), evaluate=lambda model: 1.0, **options).estimate().seconds
+    quick = sc.Pruner(trained(), *loaders(), evaluate=macro_recall, **options).estimate().seconds
     assert sc.Pruner(trained(), *loaders(), evaluate=slow, **options).estimate().seconds > quick + 1
 
 

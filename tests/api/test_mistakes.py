@@ -5,6 +5,8 @@ Those with loaders and labels are in test_loaders.py.
 
 from __future__ import annotations
 
+import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +48,10 @@ def squares(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def errors(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.argmax(1) != targets).float()
+
+
+def named_layers() -> nn.Module:
+    return nn.Sequential(OrderedDict(flat=nn.Flatten(), hidden=nn.Linear(64, 8), act=nn.ReLU(), classifier=nn.Linear(8, 10)))
 
 
 def flat() -> nn.Module:
@@ -139,6 +145,42 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "evaluate measures a set of its own.* measure result.model on your test data",
     ),
     "a pattern of no layer": (lambda path: prune(ignore=["head.*"]), r"ignore: no layer of the network is 'head\.\*'"),
+    "a typo in the name of a layer": (
+        lambda path: prune(model=named_layers(), ignore="clasifier"),
+        "ignore: no layer of the network is 'clasifier'. Did you mean 'classifier'",
+    ),
+    "a type of no layer": (
+        lambda path: prune(ignore=nn.Conv1d),
+        "ignore: no layer of the network is a Conv1d. Did you mean 'Conv2d'",
+    ),
+    "a layer of a copy": (
+        lambda path: prune(ignore=trained().get_submodule("0")),
+        "give a layer of the model itself, not of a copy",
+    ),
+    "two drops": (
+        lambda path: prune(recipe=sc.Recipe(max_drop=0.02), max_drop=0.05),
+        r"max_drop=0\.05, and the recipe has max_drop=0\.02: two values.* Leave max_drop out, or change the recipe",
+    ),
+    "two shares of the MACs": (
+        lambda path: prune(recipe=sc.Recipe(target_macs=0.2), macs=0.5),
+        r"macs=0\.5, and the recipe has target_macs=0\.2: two values for one thing",
+    ),
+    "two engines": (
+        lambda path: prune(recipe=sc.Recipe(engine="torch"), engine="compile"),
+        "engine='compile', and the recipe has engine='torch'",
+    ),
+    "two trainings": (
+        lambda path: prune(recipe=sc.Recipe(retrain=sc.TrainSettings(epochs=2)), retrain="gentle"),
+        r"retrain=TrainSettings\(.*, and the recipe has retrain=TrainSettings\(",
+    ),
+    "two criteria": (
+        lambda path: prune(recipe=sc.Recipe(criterion="l2"), criterion="l1"),
+        "criterion='l1', and the recipe has criterion='l2'",
+    ),
+    "bytes for a validation set": (
+        lambda path: sc.prune(trained(), loaders()[0], [((digits()[1].inputs * 16).byte(), digits()[1].targets)]),
+        r"the validation set: input 0 holds whole numbers \(torch.uint8\), and in the training set numbers with a point",
+    ),
     "a pattern of no site": (
         lambda path: prune(recipe=sc.Recipe.fast(sites=("layer9",))),
         r"sites = \[layer9\]: no site has such a name. Known: '0', '3'",
@@ -242,6 +284,66 @@ def test_a_network_in_train_mode_is_pruned_in_eval_mode_and_stays_in_train_mode(
 def test_an_untrained_network_is_pointed_out() -> None:
     result = prune(model=build(), **ONE_CUT)
     assert any("it seems untrained" in note for note in result.notes)
+
+
+def test_what_a_recipe_does_not_say_is_said_by_the_call() -> None:
+    """Equal values agree; what stands in a recipe without being set is no second value."""
+    for recipe, drop in ((sc.Recipe(), 0.04), (sc.Recipe.fast(), 0.04), (sc.Recipe(max_drop=0.04), 0.04)):
+        assert sc.Pruner(trained(), *loaders(), recipe=recipe, max_drop=drop, uncertified=True).recipe.max_drop == 0.04
+    chosen = sc.Pruner(trained(), *loaders(), recipe=sc.Recipe(repair="none"), criterion="l1", uncertified=True)
+    assert chosen.recipe.criterion == "l1"  # without it, a portfolio ranks where nothing is repaired
+
+
+def test_ignored_layers_are_taken_from_the_sites_of_the_recipe() -> None:
+    recipe = sc.Recipe.fast(sites=("3",))
+    assert sc.Pruner(trained(), *loaders(), recipe=recipe, ignore="8", uncertified=True).recipe.sites == ("3",)
+    with pytest.raises(SecateursError, match="ignore: no site is left to prune"):
+        sc.Pruner(trained(), *loaders(), recipe=recipe, ignore="3")
+
+
+def test_a_folder_that_cannot_be_made_is_said_to_be_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        SecateursError, match=r"/proc/runs: cannot be written \(No such file or directory\)\. Choose a folder that you may"
+    ):
+        prune(folder="/proc/runs", **ONE_CUT)
+
+
+# ---- doubtful data, which is noted ---------------------------------------------------------------------------------------
+
+
+def test_images_of_another_size_are_noted(tmp_path: Path) -> None:
+    """The network takes both: it pools what is left."""
+    train, val, test = digits()
+    small = [[(each.inputs[:, :, 1:7, 1:7], each.targets)] for each in (val, test)]
+    result = sc.prune(trained(), loader(train), small[0], test=small[1], folder=tmp_path / "run", **ONE_CUT)
+    for name in ("validation", "test"):
+        (note,) = [note for note in result.notes if note.startswith(f"the {name} inputs have the shape 1×6×6")]
+        assert "the training inputs 1×8×8" in note
+        assert note in str(result)
+    assert "validation inputs have the shape 1×6×6" in (tmp_path / "run" / "report.html").read_text()
+    assert not any("shape" in note for note in prune(**ONE_CUT).notes)
+
+
+SWAPPED = torch.tensor([3, 0, 1, 5, 6, 4, 2, 9, 7, 8])  # no digit keeps its place
+
+
+@pytest.mark.parametrize(
+    ("renumber", "note"),
+    [
+        (lambda labels: (labels + 1) % 10, r"the labels seem shifted: with \(label − 1\) modulo 10 it would be right on"),
+        (lambda labels: (labels + 8) % 10, r"the labels seem shifted: with \(label \+ 2\) modulo 10 it would be right on"),
+        (lambda labels: SWAPPED[labels], r"another order than its outputs: with \d for 0, \d for 1, \d for 2, … it would be"),
+    ],
+)
+def test_labels_of_another_numbering_are_pointed_out(renumber: Callable[[Tensor], Tensor], note: str) -> None:
+    val = digits()[1]
+    others = [(val.inputs, renumber(val.targets))]
+    result = sc.prune(trained(), loaders()[0], others, **ONE_CUT)
+    (found,) = [each for each in result.notes if "labels seem" in each]
+    assert re.search(note, found), found
+    percent = f"{100 * right(trained(), val):.1f} %"  # with the labels as they were
+    assert percent in found or "another order" in found
+    assert "untrained" not in found
 
 
 def test_an_impossible_time_budget_is_said_to_be_one() -> None:

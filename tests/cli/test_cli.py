@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+import secateurs
 from secateurs import load
 from secateurs.cli import execute, progress
 from secateurs.cli import inputs as recipes
@@ -113,7 +114,8 @@ def test_help_answers_without_importing_torch() -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(["--version"]) == 0
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
-    assert capsys.readouterr().out.strip() == re.search(r'^version = "(.*)"', project, re.M)[1]  # type: ignore[index]
+    (version,) = re.findall(r'^version = "(.*)"', project, re.M)
+    assert capsys.readouterr().out.strip() == secateurs.__version__ == version
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from secateurs.export import deliver, prepared, programs, source, to_onnx, to_pt
 from secateurs.export.deliver import run_fresh
 from secateurs.export.plain import alignments, plain_module
 from secateurs.graph.layers import Align, Offset
-from secateurs.graph.trace import record_shapes_
+from secateurs.graph.trace import record_shapes_, tensors_in
 from secateurs.models import build, example_input, names
 
 FOUR = {"resnet20": {"widths": (4, 4, 8)}, "vgg16": {"width": 2}, "mobilenet-small": {"width": 4}, "mlp": {}}
@@ -307,6 +307,49 @@ def test_several_inputs_are_batches_of_the_same_examples(tmp_path: Path) -> None
         prepared(graph, (random_tensor(2, 3), random_tensor(4, 5)))
     with pytest.raises(InvalidInput, match=r"wanted \[\(None, 3\), \(None, 5\)\]"):
         prepared(graph, random_tensor(2, 3))
+
+
+class Named(nn.Module):
+    """Two inputs, and outputs as `give` puts them together."""
+
+    def __init__(self, give: Any) -> None:
+        super().__init__()
+        self.give, self.logits, self.boxes = give, nn.Linear(6, 4), nn.Linear(6, 3)
+
+    def forward(self, images: Tensor, scale: Tensor) -> Any:
+        found = torch.relu(images.flatten(1) * scale)
+        return self.give(self.logits(found), self.boxes(found))
+
+
+NAMED: dict[str, tuple[Any, list[str]]] = {
+    "one tensor": (lambda one, other: one, ["output"]),
+    "a tuple": (lambda one, other: (one, other), ["output_0", "output_1"]),
+    "a dict": (lambda one, other: {"boxes": other, "classes": one}, ["boxes", "classes"]),
+    "the name of a tensor inside": (lambda one, other: {"logits": other, "relu": one}, ["logits", "relu"]),
+    "the name of an input": (lambda one, other: {"images": one, "scale": other}, ["output_images", "output_scale"]),
+    "lists in a dict": (lambda one, other: {"levels": [one, other], "best": one + 1}, ["levels_0", "levels_1", "best"]),
+}
+
+
+@pytest.mark.parametrize("form", NAMED)
+def test_inputs_outputs_and_the_batch_have_names_that_say_what_they_are(form: str, tmp_path: Path) -> None:
+    import onnx
+    import onnxruntime
+
+    give, outputs = NAMED[form]
+    network, example = Named(give).eval(), (random_tensor(2, 2, 3).float(), random_tensor(2, 1).float())
+    to_onnx(trace(network, example), tmp_path / "m.onnx")
+    written = onnx.load(tmp_path / "m.onnx")
+    onnx.checker.check_model(written, full_check=True)
+    axes = {each.name: [d.dim_param or d.dim_value for d in each.type.tensor_type.shape.dim] for each in written.graph.input}
+    assert axes == {"images": ["batch", 2, 3], "scale": ["batch", 1]}
+    assert [each.name for each in written.graph.output] == outputs
+    assert all(each.type.tensor_type.shape.dim[0].dim_param == "batch" for each in written.graph.output)
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
+    images, scale = random_tensor(7, 2, 3, seed=1).float(), random_tensor(7, 1, seed=2).float()
+    found = dict(zip(outputs, session.run(outputs, {"images": images.numpy(), "scale": scale.numpy()}), strict=True))
+    for name, wanted in zip(outputs, tensors_in(run(network, images, scale)), strict=True):
+        torch.testing.assert_close(torch.from_numpy(found[name]), wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_a_network_that_fixes_its_batch_is_refused() -> None:

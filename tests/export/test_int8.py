@@ -196,6 +196,13 @@ def test_a_network_without_vnni_has_seven_bit_weights(monkeypatch: pytest.Monkey
         assert max(int(np.abs(each.astype(int)).max()) for each in codes) == most
 
 
+def test_an_int8_file_names_its_input_output_and_batch() -> None:
+    quantiser = Quantiser(tiny(), examples(), examples(seed=1), methods=("minmax",))
+    session = start_session(quantiser.file("minmax"))
+    assert [(each.name, each.shape) for each in session.get_inputs()] == [("x", ["batch", 2, 6, 6])]
+    assert [(each.name, each.shape) for each in session.get_outputs()] == [("output", ["batch", 3])]
+
+
 def test_layers_in_float_leave_the_divergence() -> None:
     """All layers in float32 give the float network; the harm of a layer is what it alone takes away."""
     data = examples(64)

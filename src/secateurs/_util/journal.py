@@ -422,7 +422,7 @@ def disk_errors(path: Path) -> Iterator[None]:
             raise
         if cause.errno in (errno.ENOSPC, errno.EDQUOT):
             what = f"the disk is full ({cause.strerror}). Free some space, then resume with: secateurs resume {path}"
-        elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):  # no entry: as within /proc
             what = f"cannot be written ({cause.strerror}). Choose a folder that you may write to."
         else:
             path = Path(os.fsdecode(cause.filename2 or cause.filename or path))

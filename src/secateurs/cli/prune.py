@@ -45,11 +45,13 @@ def prune(
 ) -> None:
     """Remove filters from a trained network as long as the accuracy stays within what you allow.
 
-    By default filters are ranked by the best of several criteria at each site, the cuts of all sites are weighed together, and
-    the remaining weights are solved again in closed form; nothing is trained. As many filters go as --max-drop allows on the
-    validation set, with a bound on the drop that holds for other images too, where the set is large enough for one. The test
-    set is read once, at the end. Everything is kept in a run folder; after Ctrl-C or a crash, `secateurs resume FOLDER`
-    continues. Several processes share the work: `torchrun --nproc-per-node=2 -m secateurs prune …`.
+    By default the filters of each site are ranked by what the layers behind it, solved again by least squares, cannot make up
+    for (structured OBS). What cuts at each site cost and save is measured, whole networks are built along the frontier of cost
+    against saving, every layer is solved again, and the smallest of them that keeps within --max-drop on the validation set is
+    taken, with a bound on the drop that holds for other images too, where the set is large enough for one; nothing is trained.
+    `--recipe paper` is Algorithm 1 of the paper. The test set is read once, at the end. Everything is kept in a run folder;
+    after Ctrl-C or a crash, `secateurs resume FOLDER` continues. Several processes share the work: `torchrun
+    --nproc-per-node=2 -m secateurs prune …`.
 
     Examples:
 

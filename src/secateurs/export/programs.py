@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+from torch.export.graph_signature import OutputKind, TensorArgument
+from torch.utils import _pytree as pytree
 
 from secateurs.errors import InvalidInput, UnsupportedOp
 from secateurs.export.deliver import Exported, ExportOptions, Inputs, Prepared, deliver, first_line, quiet
@@ -21,6 +24,9 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 def to_onnx(graph: Graph | Prepared, path: str | Path, **options: Unpack[ExportOptions]) -> Exported:
     """Write the network as ONNX to `path`, for a batch of any size, in eval mode; needs the extra `onnx`.
+
+    Inputs have the names of the forward's arguments, outputs their keys in a dict, else `output`, or `output_0` and so on; the
+    free axis is `batch`.
 
     The file is run in ONNX Runtime, checked and compared as the `ExportOptions` say.
     """
@@ -77,8 +83,61 @@ def onnx_bytes(network: Prepared) -> bytes:
         part.ClearField("metadata_props")  # they name the code and folders that the network was exported from
         part.ClearField("doc_string")
     graph.ClearField("metadata_props")
+    _name_batch_(graph)
+    _name_outputs_(graph, _output_names(program))
     found: bytes = model.SerializeToString()
     return found
+
+
+def _output_names(program: torch.export.ExportedProgram) -> list[str]:
+    """What the outputs are called: `output` if there is one, else by its key in a dict, or by its place: `output_0`."""
+    spec, signature = program.call_spec.out_spec, program.graph_signature
+    assert spec is not None
+    structure, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+    paths = ["_".join(str(_step(key)) for key in path) for path, _ in structure]
+    names = [f"output_{path}".rstrip("_") if not path or path[0].isdigit() else path for path in paths]
+    returned = [each.arg for each in signature.output_specs if each.kind == OutputKind.USER_OUTPUT]
+    return [name for name, arg in zip(names, returned, strict=True) if isinstance(arg, TensorArgument)]
+
+
+def _step(key: Any) -> object:
+    """The index, key or name of a field, by which a nested output is reached."""
+    return next(getattr(key, name) for name in ("idx", "key", "name") if hasattr(key, name))
+
+
+def _name_batch_(graph: Any) -> None:
+    """Call the free first axis of the inputs `batch`, wherever it counts; torch numbers it, such as s77."""
+    first = graph.input[0].type.tensor_type.shape.dim[0].dim_param if graph.input else ""
+    if not first:
+        return
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:  # may be a term, such as 4*s77
+                dim.dim_param = re.sub(rf"\b{re.escape(first)}\b", "batch", dim.dim_param)
+
+
+def _name_outputs_(graph: Any, names: Sequence[str]) -> None:
+    """Give the outputs these names; left alone where they are no tensors of their own, as inputs that are handed on."""
+    given, fixed = [each.name for each in graph.output], {each.name for each in (*graph.input, *graph.initializer)}
+    wanted = [f"output_{name}" if name in fixed else name for name in names]
+    if len(given) != len(wanted) or len(set(given)) < len(given) or len(set(wanted)) < len(wanted) or fixed.intersection(given):
+        return
+    new = dict(zip(given, wanted, strict=True))
+    inside = {name for node in graph.node for name in node.output} - set(given)
+    new |= {name: f"{name}_inside" for name in inside.intersection(wanted)}
+    for value in (*graph.output, *graph.value_info):
+        value.name = new.get(value.name, value.name)
+    _rename_(graph, new)
+
+
+def _rename_(graph: Any, new: Mapping[str, str]) -> None:
+    """Call tensors otherwise in all nodes, those of branches and loops too."""
+    for node in graph.node:
+        node.input[:] = [new.get(name, name) for name in node.input]
+        node.output[:] = [new.get(name, name) for name in node.output]
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                _rename_(inner, new)
 
 
 @contextmanager

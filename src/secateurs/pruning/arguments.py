@@ -10,15 +10,16 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from secateurs._util.decode import brief
 from secateurs._util.modules import eval_mode
-from secateurs.config import Recipe
+from secateurs.config import Recipe, declarations
 from secateurs.criteria import as_criterion, resolved
 from secateurs.data.dataset import class_labels, derive
 from secateurs.data.splits import Data, refuse_nonfinite
 from secateurs.distributed import Workers
-from secateurs.errors import DataError, InvalidInput
+from secateurs.errors import DataError, InvalidInput, suggest
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, check_targets
@@ -26,6 +27,9 @@ from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import Runtime
 from secateurs.pruning.estimate import within_time
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
+
+_ARGUMENTS = {"target_macs": "macs", "target_parameters": "parameters"}
+"""Names of arguments that are not those of the recipe's fields."""
 
 Ignored = str | nn.Module | type[nn.Module]
 Ignore = Ignored | Sequence[Ignored]
@@ -40,7 +44,28 @@ def recipe_for(recipe: Recipe | None, criterion: str | Callable[..., Any] | None
         raise InvalidInput(f"max_drop={drop:g}: wanted a fraction below 1: 0.01 is one point of accuracy.")
     if criterion is not None:
         known["criterion"] = criterion if isinstance(criterion, str) else as_criterion(criterion)
-    return resolved(Recipe(**known) if recipe is None else replace(recipe, **known))
+    if recipe is None:
+        return resolved(Recipe(**known))
+    asked = replace(recipe, **known)
+    for name in known:
+        _refuse_two_values(name, getattr(recipe, name), getattr(asked, name), recipe)
+    return resolved(asked)
+
+
+def _refuse_two_values(name: str, own: Any, given: Any, recipe: Recipe) -> None:
+    """InvalidInput where the recipe says one thing of a field and the call another.
+
+    A recipe does not remember which fields were set. A value that stands in one without being set is taken for unset: what the
+    other fields make of it, and what `Recipe.fast()` and `Recipe.paper()` have.
+    """
+    unset = replace(recipe, **{name: declarations(Recipe)[name][1]}), Recipe.fast(), Recipe.paper()
+    if given == own or own in [getattr(each, name) for each in unset]:
+        return
+    argument = _ARGUMENTS.get(name, name)
+    raise InvalidInput(
+        f"{argument}={brief(repr(given))}, and the recipe has {name}={brief(repr(own))}: two values for one thing. Leave "
+        f"{argument} out, or change the recipe: dataclasses.replace(recipe, {name}=…)."
+    )
 
 
 def without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Ignore) -> Recipe:
@@ -63,17 +88,28 @@ def without_ignored(recipe: Recipe, graph: Graph, model: nn.Module, ignore: Igno
             )
         ]
         if not found:
-            what = (
-                repr(one) if isinstance(one, str) else one.__name__ if isinstance(one, type) else f"this {type(one).__name__}"
-            )
-            raise InvalidInput(f"ignore: no layer of the network is {what}.")
+            raise InvalidInput(f"ignore: no layer of the network is {_unfound(one, model)}")
         ignored |= {f"{name}.{inner}".strip(".") for name, module in found for inner, _ in module.named_modules()}
     widths = recipe.head_widths
     positions = [site for shortcut in recipe.shortcuts for site in find_sites(graph, shortcut, head_widths=widths)]
-    sites = [site for site in positions if not ignored.intersection(site.layers)]
+    wanted = recipe.sites or ("*",)
+    sites = [
+        site
+        for site in positions
+        if not ignored.intersection(site.layers) and any(fnmatch(site.name, pattern) for pattern in wanted)
+    ]
     if not sites:
         raise InvalidInput("ignore: no site is left to prune.")
     return replace(recipe, sites=tuple(glob.escape(site.name) for site in sites))
+
+
+def _unfound(one: Ignored, model: nn.Module) -> str:
+    """What no layer is, with what may have been meant."""
+    if isinstance(one, str):
+        return f"{one!r}.{suggest(one, [name for name, _ in model.named_modules() if name])}"
+    if isinstance(one, type):
+        return f"a {one.__name__}.{suggest(one.__name__, sorted({type(module).__name__ for module in model.modules()}))}"
+    return f"this {type(one).__name__}: give a layer of the model itself, not of a copy, or its name."
 
 
 def feasible(recipe: Recipe, data: Data, whole: WholeMetric | None, *, trains: bool, given: bool, notes: list[str]) -> Recipe:
@@ -129,8 +165,15 @@ def check_data(graph: Graph, data: Data, loss_fn: Measure, metric: Measure, eval
     """Refuse data that the network or our own loss and metric cannot take, before anything is written."""
     refuse_nonfinite(data)
     with eval_mode(graph.module):
+        kinds = [_kind_of(part) for part in data.train.batch(slice(0, 1)).args]
         for name, examples in data.named_sets().items():
             few = examples.batch(slice(0, 2)).args
+            for place, (part, kind) in enumerate(zip(few, kinds, strict=True)):
+                if _kind_of(part) != kind:
+                    raise DataError(
+                        f"the {name} set: input {place} holds {_kind_of(part)} ({part.dtype}), and in the training set {kind}: "
+                        f"wanted the same, on the same scale. Convert it as the training loader does."
+                    )
             few = tuple(part.to(like) for part, like in zip(few, graph.example, strict=True))
             try:
                 graph.module(*few)
@@ -142,3 +185,10 @@ def check_data(graph: Graph, data: Data, loss_fn: Measure, metric: Measure, eval
                 ) from error
         measures = {"loss": loss_fn} if evaluate is not None else {"loss": loss_fn, "metric": metric}
         check_targets(data, graph.module(*graph.example), measures)
+
+
+def _kind_of(values: Tensor) -> str:
+    """What the values of an input are, whatever their precision."""
+    if values.is_floating_point() or values.is_complex():
+        return "numbers with a point"
+    return "truth values" if values.dtype == torch.bool else "whole numbers"

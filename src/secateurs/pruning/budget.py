@@ -10,7 +10,6 @@ from torch import Tensor
 
 from secateurs.criteria.ranking import Ranking
 from secateurs.errors import RunError
-from secateurs.metrics import display_name
 from secateurs.pruning.acceptance import BaselineValues, largest_cut
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
 from secateurs.pruning.results import ChosenAllocation, Retrained, SiteCut, Start, Step
@@ -118,8 +117,7 @@ class AccuracyBudget:
 
     def _amount(self, drop: float) -> str:
         """A drop in words; a metric of the user's own has no points."""
-        metric = self.context.runtime.metric if self.context.runtime.evaluate is None else self.context.runtime.evaluate
-        return f"{100 * drop:.2f} points" if display_name(metric) == "accuracy" else f"{drop:.4g}"
+        return f"{100 * drop:.2f} points" if self.context.runtime.metric_name == "accuracy" else f"{drop:.4g}"
 
     def largest_cut(
         self,

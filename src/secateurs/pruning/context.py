@@ -1,6 +1,7 @@
 """What all parts of a run share: the original network, the data, the recipe, the journal; and what is asked of them.
 
-The context has no state of its own: the same network and site give the same answer whenever they are asked about.
+The context is frozen, and says the same of the same network and site whenever it is asked. It keeps what took long to compute:
+subsets of the data, the survey, prepared networks, tables of times, weights of trained trials.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from secateurs._util.journal import Journal
-from secateurs._util.modules import BatchLimit, Device
+from secateurs._util.modules import BatchLimit, Device, eval_mode
 from secateurs._util.tensors import digest
 from secateurs.compaction import compact
 from secateurs.config import REFITTED, Recipe, Shortcut
@@ -30,7 +31,19 @@ from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site, Sites, find_site, find_sites
 from secateurs.graph.structure import activations, is_bypassed
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Evaluation, Measure, cross_entropy, divergence, drawn_labels, evaluate, loss, values, with_answers
+from secateurs.metrics import (
+    Evaluation,
+    Measure,
+    cross_entropy,
+    display_name,
+    divergence,
+    drawn_labels,
+    evaluate,
+    logits_of,
+    loss,
+    values,
+    with_answers,
+)
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
 from secateurs.pruning.results import Progress, WidthMultiple
 from secateurs.pruning.time_price import TimePrice
@@ -73,6 +86,11 @@ class Runtime:
     quantise: Callable[[Graph, Examples, Examples, bool], nn.Module] | None = None  # for `deploy = "int8"`: the file, to be run
     engine: Engine | None = None  # that cuts are weighed and the result is timed in; None: MACs count, eager mode is timed
     served: int | None = None  # examples at once in the user's validation loader
+
+    @property
+    def metric_name(self) -> str:
+        """What accuracies are measured by: the name of the user's function, "accuracy" for ours."""
+        return display_name(self.metric) if self.evaluate is None else self.evaluate.name
 
 
 @dataclass(eq=False)
@@ -498,6 +516,14 @@ class PruningContext:
         return self._batched(
             lambda batch: evaluate(graph.module, examples, loss_fn=loss_fn, metric=metric, batch=batch, device=device)
         )
+
+    def answers(self, graph: Graph) -> tuple[Tensor, int]:
+        """The class (N,) that a network of classes names for each validation example, and the number of classes it knows."""
+        with eval_mode(graph.module), torch.no_grad():
+            classes = logits_of(graph.module(*graph.example)).shape[1]
+        device, named = self.runtime.device, lambda outputs, _: logits_of(outputs).argmax(1)
+        found = self._batched(lambda batch: values(graph.module, self.validation, named, batch=batch, device=device))
+        return found.long(), classes
 
     def loss(self, graph: Graph, held_out: HeldOut) -> float:
         """The mean loss of a network on held-out examples."""

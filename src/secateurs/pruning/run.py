@@ -25,7 +25,7 @@ from secateurs.graph.cost import cost
 from secateurs.graph.node_info import info
 from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Evaluation, display_name
+from secateurs.metrics import Evaluation
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
 from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, retrain, take_trial
@@ -523,7 +523,7 @@ class Run:
         timed = test if isinstance(test, Examples) else context.validation
         return ResultFigures(
             stopped=self.stopped,
-            metric=display_name(context.runtime.metric) if context.runtime.evaluate is None else context.runtime.evaluate.name,
+            metric=context.runtime.metric_name,
             search=Change(first, last),
             test=NO_TEST if before is None or after is None else TestChange(before.accuracy, after.accuracy, after.count),
             parameters=Change(cost_before.parameters, cost_after.parameters),

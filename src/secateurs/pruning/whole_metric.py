@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -16,6 +17,7 @@ from secateurs._util.modules import device_of, keeping_modes
 from secateurs._util.tensors import digest
 from secateurs.distributed import ALONE, active, pack, unpack
 from secateurs.errors import InvalidInput, NonFinite
+from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
 from secateurs.metrics import display_name
 
@@ -57,6 +59,28 @@ class WholeMetric:
                     f"the same examples in the same order: read them from a loader that does not shuffle or augment."
                 )
         return WholeMetric(function, len(first) if first.ndim else None, seconds, {_key(original): first})
+
+    def check_tells_networks_apart(self, original: Graph) -> None:
+        """InvalidInput if it gives the original network what it gives one with all weights at zero, and one with random ones.
+
+        A metric that measures another network than the one it is given, or nothing, would let everything be removed. One more
+        call; two where the first is in doubt. A network that it cannot measure has another value.
+        """
+        known, generator = self(original), torch.Generator().manual_seed(0)
+        for replaced in (torch.zeros_like, partial(_drawn_like, generator=generator)):
+            damaged = copied(original).module
+            with torch.no_grad():
+                for weight in damaged.parameters():
+                    if weight.is_floating_point() and weight.ndim > 1:
+                        weight.copy_(replaced(weight))
+            if not torch.equal(_called(_or_nan(self.function), damaged), known):
+                return
+        gave = f"{float(known):g}" if known.ndim == 0 else f"the same {len(known):,} values"
+        raise InvalidInput(
+            f"evaluate(model) gave {gave} for the network, for a copy with all weights at zero and for one with random "
+            f"weights: it does not see what is removed. Measure the network that it is given, not another one; a network that "
+            f"is no better than these, such as an untrained one, cannot be pruned by this metric."
+        )
 
     @property
     def name(self) -> str:
@@ -119,6 +143,26 @@ def _called(function: Evaluate, module: nn.Module) -> Tensor:
         f"evaluate(model) returned {what}, wanted one number for the whole validation set, or a tensor (N,) with a value for "
         f"each example; higher is better."
     )
+
+
+def _or_nan(function: Evaluate) -> Evaluate:
+    """The same function, with NaN for a network that it fails on."""
+
+    def measured(module: nn.Module) -> Any:
+        try:
+            return function(module)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of a damaged network alone: it may find nothing to divide by
+            return float("nan")
+
+    return measured
+
+
+def _drawn_like(weight: Tensor, *, generator: torch.Generator) -> Tensor:
+    """Random weights of the same spread."""
+    drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
+    return (drawn * weight.detach().float().std(correction=0).cpu()).to(weight)
 
 
 def _check_count(found: Tensor, wanted: int | None) -> None:
