@@ -201,6 +201,7 @@ class Pruner(Run):
             runtime = Runtime(
                 *(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune),
                 engine=timed_in,
+                served=_served(data),
                 quantise=_quantise(asked),
                 **streams,
             )
@@ -302,7 +303,8 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     whole. Batches are (inputs, targets), or dicts with the arguments of the model and labels; for others give
     `forward(model, batch)`, `loss(outputs, batch)` and `metric(outputs, batch)`, one value for each example, higher = better.
     `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed, `target_latency=0.5` at
-    a share of the time that remains and `max_ms=4.0` at milliseconds, in the `engine` ("torch", "compile", "onnxruntime") or by
+    a share of the time that remains and `max_ms=4.0` at milliseconds. Cuts are weighed by time
+    in the `engine` ("torch", "compile", "onnxruntime"; by default PyTorch on the model's device), or by
     `measure(module) -> seconds` on a device of your own; `deploy="int8"` prunes for an int8 file, and certifies that file.
     `evaluate(model)` replaces the metric by one of the whole validation set: one number, with which point estimates decide,
     or a tensor (N,) with a value for each example, whose mean is then
@@ -421,6 +423,7 @@ def resume(
         runtime = Runtime(
             *(loss_fn, metric_fn, device, cache, cache_bytes, whole, finetune),
             engine=engine,
+            served=_served(data),
             quantise=_quantise(stored),
             **streams,
         )
@@ -473,6 +476,12 @@ def _engine(recipe: Recipe, measure: Callable[[nn.Module], float] | None, device
     """The engine that cuts are weighed in; None where only MACs and parameters count."""
     named = recipe.engine not in ("auto", "none")
     return engine_for(recipe, measure, device) if named or recipe.weighs_time or measure is not None else None
+
+
+def _served(data: Data) -> int | None:
+    """Examples at once in the validation loader; None where the data came in no batches."""
+    found = data.origin.get("batch")
+    return found if isinstance(found, int) else None
 
 
 def _quantise(recipe: Recipe) -> Callable[..., nn.Module] | None:

@@ -146,8 +146,8 @@ class Recipe(EnsembleSettings):
     )
     engine: EngineName = setting(
         "auto",
-        "What will run the network: cuts are weighed by the time that they save in it. auto: PyTorch on the model's device; none: "
-        "cuts are weighed by MACs, as with a target in MACs, parameters or memory.",
+        "What will run the network: cuts are weighed by the time that they save in it. auto: PyTorch on the model's device; "
+        "none: cuts are weighed by MACs, as with a target in MACs, parameters or memory.",
         "pruning",
     )
     deploy: Deploy | None = setting(
@@ -166,7 +166,8 @@ class Recipe(EnsembleSettings):
         None,
         "Examples at once where time is weighed; by default as many as the validation loader gives, and no slower at one.",
         "pruning",
-       , low=1, high=MOST_AT_ONCE
+        low=1,
+        high=MOST_AT_ONCE,
     )
     latency_threads: int | None = setting(
         None, "Threads of the engine where time is measured; by default those of torch.", "pruning", low=1, high=4096

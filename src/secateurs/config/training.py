@@ -31,7 +31,7 @@ class TrainSettings(Checked):
     batch: int = setting(128, "Examples in an optimiser step.", "training", low=1, high=MOST_AT_ONCE)
     optimiser: Optimiser = setting("sgd", "SGD with momentum, or AdamW.", "training")
     lr: float | Literal["auto"] = setting(
-        0.01, "Learning rate; auto: the best of three, by short trials on held-out examples.", "training", above=0, high=1000
+        0.01, "Learning rate; auto: the best of three, by short trials on held-out examples.", "training", above=0, high=1e38
     )
     momentum: float = setting(0.9, "Momentum of SGD.", "training", low=0, high=0.9999)
     weight_decay: float = setting(1e-4, "Weight decay.", "training", low=0, high=1000)

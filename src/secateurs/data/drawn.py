@@ -66,6 +66,7 @@ def open_loaders(
     sources = {name: each for name, each in (("train", train), ("validation", val), ("test", test)) if each is not None}
     form = form_of(first_batch(train, "train", seed), model, forward, own=own)
     streams = {name: stream_of(source, name, form) for name, source in sources.items()}
+    served = form.split(first_batch(val, "validation", seed), "validation").size
     place = None if folder is None else next(each for each in (folder, *folder.absolute().parents) if each.is_dir())
     sets = {
         "train": sample(train, TRAIN_EXAMPLES, name="train", seed=seed, storage=Storage(TRAIN_BYTES, place), form=form),
@@ -80,7 +81,7 @@ def open_loaders(
             size = sum(part.nbytes for part in examples.stored.columns())
             notes.append(f"the {len(examples):,} {name} examples that are used take {size / 2**30:.1f} GiB and lie on disk")
             sets[name] = replace(examples, storage=replace(examples.storage, memory=examples.storage.memory // _COPIED))
-    data = Data("loaders", sets["train"], sets["validation"], None, notes=tuple(notes), origin={"seed": seed})
+    data = Data("loaders", sets["train"], sets["validation"], None, notes=tuple(notes), origin={"seed": seed, "batch": served})
     return Loaders(data, streams["train"], streams.get("test"), form, compared.get("test"))
 
 

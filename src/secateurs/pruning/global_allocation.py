@@ -29,7 +29,6 @@ from secateurs.graph.trace import Graph
 from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import HeldOut, PreparedSite, PruningContext
 from secateurs.pruning.finetune import forget_trials, load_trial, train_trial
-from secateurs.pruning.speeds import is_faster, judged
 from secateurs.pruning.results import (
     BranchPrice,
     ChosenAllocation,
@@ -40,6 +39,7 @@ from secateurs.pruning.results import (
     Trial,
     TriedShortcut,
 )
+from secateurs.pruning.speeds import is_faster, judged
 from secateurs.repair import solve_together, write_
 from secateurs.selection.allocation import Allocation, Curve, calibrated, frontier
 
@@ -255,8 +255,8 @@ def _fastest(
 ) -> ChosenAllocation:
     """The allocation chosen, if it is faster than the original network; else the next of those that may be lost that is.
 
-    Where none is, nothing is removed, and the note says so: nobody gets a slower network back. `passed` are the allocations that
-    are within the allowed drop, with their bounds.
+    Where none is, nothing is removed, and the note says so: nobody gets a slower network back. `passed` are the allocations
+    that are within the allowed drop, with their bounds.
     """
 
     def timed(place: int) -> SpeedTrial:
@@ -282,7 +282,7 @@ def _fastest(
         f"returned as it was: allow a larger max_drop, train after the cuts (retrain='gentle'), name another engine, or give a "
         f"target in macs"
     )
-    nothing = {name: 0 for name in chosen.removed}
+    nothing = dict.fromkeys(chosen.removed, 0)
     return replace(chosen, removed=nothing, saved=0.0, loss=0.0, bound=None, place=0, note=note)
 
 

@@ -39,7 +39,6 @@ from secateurs.pruning.folder import (
     save_step,
 )
 from secateurs.pruning.global_allocation import CutsTogether, allocate, allocations_for, compare_shortcuts, measure_curve
-from secateurs.pruning.speeds import layer_times, measured_speeds
 from secateurs.pruning.results import (
     NO_TEST,
     Change,
@@ -58,6 +57,7 @@ from secateurs.pruning.results import (
     curve_from,
     curve_tensors,
 )
+from secateurs.pruning.speeds import layer_times, measured_speeds
 from secateurs.selection.search import Cut
 from secateurs.speed.tables import fast_widths
 

@@ -1,4 +1,4 @@
-"""How fast a smaller network is: measured in turns with the original one, and the law that nobody gets a slower network back."""
+"""How fast a smaller network is, in turns with the original one; and the law that nobody gets a slower network back."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def is_faster(speeds: Mapping[int, SpeedUp]) -> bool:
 def layer_times(context: PruningContext, graph: Graph, speed: MeasuredSpeed) -> tuple[LayerTime, ...]:
     """Seconds of every layer in the original network and in the smaller one, and of all else, as an entry without a name.
 
-    By the tables where cuts were weighed by time in an engine that runs layers; otherwise node by node in eager mode. Both add up
-    to the seconds of the whole networks.
+    By the tables where cuts were weighed by time in an engine that runs layers; otherwise node by node in eager mode. Both add
+    up to the seconds of the whole networks.
     """
     whole = (speed.original or 0.0, speed.pruned or 0.0)
     if context.by_time and isinstance(context.time_price.model, LatencyModel):
