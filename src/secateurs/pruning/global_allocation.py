@@ -493,10 +493,11 @@ def compare_shortcuts(
 ) -> ChosenShortcut:
     """Make one allocation of each position, all with about the same saving, and take the position of the least loss.
 
-    The saving is that of the target; without one, half of the most that every position can save. A position that cannot save
-    as much is only taken if none can.
+    The saving is that of the target; without one, half of the most that any position can save. A position that cannot save
+    as much is only taken if none can. Savings come in steps: a loss is brought to the saving that is wanted as its square,
+    for losses grow about as fast as that.
     """
-    half = min(allocations[-1].saved for _, _, allocations in found.values()) / 2
+    half = max(allocations[-1].saved for _, _, allocations in found.values()) / 2
     tried = []
     for shortcut, (context, curves, allocations) in found.items():
         recipe = context.recipe
@@ -507,7 +508,8 @@ def compare_shortcuts(
         chosen = allocations[next(reached, len(allocations) - 1)]
         held_out, graph = context.held_out, apply_allocation(context, curves, chosen)
         rise = context.loss(graph, held_out) - context.loss(context.original, held_out)
-        tried.append((chosen.saved < wanted - _TINY, rise, TriedShortcut(shortcut, chosen.saved, rise)))
+        fair = rise * min(wanted / chosen.saved, 1.0) ** 2 if rise > 0 and chosen.saved > 0 else rise
+        tried.append((chosen.saved < wanted - _TINY, fair, TriedShortcut(shortcut, chosen.saved, rise)))
     best = min(tried, key=lambda one: one[:2])[2]
     return ChosenShortcut(best.shortcut, tuple(one for _, _, one in tried))
 

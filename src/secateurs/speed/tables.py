@@ -33,7 +33,7 @@ from secateurs.graph.masking import copy_module, insert_behind_
 from secateurs.graph.node_info import pass_on_
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph, shape_of, trace
-from secateurs.speed.engines import Engine, machine
+from secateurs.speed.engines import Engine, at_batch, machine
 from secateurs.speed.sizes import GONE, Alignment, NarrowedLayer, Size, Sizing, Widths, spread
 from secateurs.speed.timing import compare, in_rounds
 from secateurs.speed.widths import PROBED, candidates, edges, multiple_at, preferred
@@ -47,6 +47,8 @@ Once = Callable[[str, Callable[[], dict[Size, Rounds]]], Mapping[Size, Rounds]]
 SECONDS = 300.0  # that a table may take, unless the recipe says otherwise
 _REPEATED = 1e-3  # seconds: shorter layers are repeated inside the timed graph
 _MOST_REPEATS = 10
+_SHORTEST = 3e-3  # seconds of a layer in a round: many sizes are timed, and compared with one another
+_PROBED_BATCH = 4  # examples at most, where the multiple of widths is measured
 FEWEST_ALIGNED = 4  # channels of a sum: fewer are not worth a table
 _MOST_WEIGHTS = 1 << 27  # numbers, of all widths of a layer that are timed in turns
 
@@ -119,6 +121,7 @@ def preferred_multiple(engine: Engine, graph: Graph, file: TableFile | None = No
     """
     if not engine.runs_layers:
         return 8
+    engine = at_batch(engine, min(engine.batch, _PROBED_BATCH))
     convolutional = any(isinstance(layer, nn.modules.conv._ConvNd) for layer in graph.module.modules())
 
     def timer(width: int) -> Callable[[], float]:
@@ -238,7 +241,7 @@ class LatencyModel:
             first()
             times = min(_MOST_REPEATS, max(math.ceil(_REPEATED / max(first(), 1e-9)), 1))
         timers = {size: engine.layer(*each, times) for size, each in loaded.items()}
-        found = in_rounds(timers, threads=engine.threads, at_most=at_most, clock=engine.clock)
+        found = in_rounds(timers, threads=engine.threads, shortest=_SHORTEST, at_most=at_most, clock=engine.clock)
         return {size: tuple(seconds / times for seconds in rounds) for size, rounds in found.items()}
 
     def _loaded(self, node: fx.Node, layer: NarrowedLayer) -> tuple[nn.Module, tuple[int, ...]]:
