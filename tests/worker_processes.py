@@ -33,7 +33,7 @@ from secateurs.data.dataset import Examples
 from secateurs.data.stream import stream_of
 from secateurs.distributed.answers import KeptAnswers
 from secateurs.errors import InvalidInput
-from secateurs.pruning import context, latency_target
+from secateurs.pruning import context, speeds
 from secateurs.training import train_
 from torture.runs import ResidualNet, few_digits, perceptron
 
@@ -396,7 +396,7 @@ def cases(root: str) -> dict[str, Callable[[], Any]]:
 
 def main(root: str, *chosen: str) -> None:
     torch.set_num_threads(1)
-    latency_target.FINAL_ROUNDS = (6, 6)
+    speeds.FINAL_ROUNDS = (6, 6)
     context.preferred_multiple = lambda *given: 8
     few_digits(384)
     if {"training", "trained run", "frozen", "mixed", "other norms"} & set(chosen):
