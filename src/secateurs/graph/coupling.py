@@ -241,7 +241,9 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
         yield node, flow.index < 0, f"{label_of(node)} adds a fixed number of channels"
         missing = torch.ones(flow.inputs, dtype=torch.bool)
         missing[flow.index[flow.index >= 0]] = False
-        if bool(missing.any()) and not _parts(flows, node):
+        if not known:
+            yield node, everything, f"{label_of(node)} moves channels of a tensor that keeps them all"
+        elif bool(missing.any()) and not _parts(flows, node):
             yield inputs[0], everything, f"{label_of(node)} takes a fixed part of the channels"
 
 
