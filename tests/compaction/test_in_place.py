@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nets import TOPOLOGIES, Net, assert_same, conv, random_keep, random_tensor, randomise_, run
-from secateurs import Graph, Recipe, compact, cut_, find_sites, prune, trace
+from nets import TOPOLOGIES, Net, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run
+from secateurs import Graph, Recipe, compact, cut_, find_sites, load, prune, save, trace
+from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, NotInPlace, PlanError
 from secateurs.models import build, example_input
 
@@ -217,6 +218,80 @@ def test_a_stream_goes_with_its_norms_and_parameters() -> None:
     assert (model.token.shape[-1], model.places.shape[-1], model.b.out_features) == (width,) * 3
     assert model.a.out_features < 8
     assert_same(run(model, X), run(smaller.module, X))
+
+
+class Words(nn.Module):
+    """A stream that begins with embeddings, as in BERT; the same table may be read twice."""
+
+    def __init__(self, *, norm: bool = True, tied: bool = False, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 8, padding_idx=0, max_norm=max_norm), nn.Embedding(5, 8)
+        self.norm = nn.LayerNorm(8) if norm else nn.Identity()
+        self.a, self.b, self.out = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 9, bias=False)
+        if tied:
+            self.out.weight = self.words.weight
+        self.register_buffer("order", torch.arange(5))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        found = self.norm(self.words(numbers) + self.places(self.order) + self.words(numbers.flip(1)))
+        return self.out(found + self.b(F.gelu(self.a(found))))
+
+
+NUMBERS = torch.randint(9, (3, 5), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+def test_an_embedding_that_begins_a_stream_loses_its_columns(norm: bool) -> None:
+    model = randomise_(Words(norm=norm))
+    graph = trace(model, NUMBERS)
+    sites = find_sites(graph, "coupled")
+    assert {site.layers for site in sites} == {("a",), ("b",)}
+    stream = next(site for site in sites if site.layers == ("b",))
+    keep = torch.arange(8) % 3 > 0
+    smaller = assert_compact_is_masked(graph, {stream.name: keep}, (NUMBERS.flip(0),))
+    words = model.words.weight.detach().clone()
+    cut_(model, smaller.plan, NUMBERS)
+    assert torch.equal(model.words.weight, words[:, keep])
+    assert (model.words.embedding_dim, model.places.weight.shape, model.a.in_features, model.b.out_features) == (
+        5,
+        (5, 5),
+        5,
+        5,
+    )
+    assert_same(run(model, NUMBERS), run(smaller.module, NUMBERS))
+
+
+@pytest.mark.parametrize("position", ["before", "after", "stream"])
+def test_embeddings_lose_what_nobody_reads_and_are_loaded(position: Shortcut, tmp_path: Path) -> None:
+    graph = trace(randomise_(Words()), NUMBERS)
+    smaller = assert_compact_is_masked(graph, random_keep(list(find_sites(graph, position)), 0, 0.4))
+    assert (smaller.module.get_submodule("words").embedding_dim < 8) is (position == "stream")
+    save(smaller, tmp_path / "cut.safetensors")
+    again = load(Words().double(), tmp_path / "cut.safetensors")
+    assert_same(run(again.module, NUMBERS), run(smaller.module, NUMBERS))
+
+
+class Normed(nn.Module):
+    """A stream that begins with a norm of the network's own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b, self.out = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.norm(x)
+        return self.out(found + self.b(F.gelu(self.a(found))))
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [(Words(tied=True), NUMBERS), (Words(max_norm=1.0), NUMBERS), (Normed(), random_tensor(2, 5, 6))],
+    ids=["tied to the output", "divided by norms", "the input"],
+)
+def test_a_stream_whose_beginning_keeps_its_channels_is_not_offered(model: nn.Module, x: Tensor) -> None:
+    sites = find_sites(trace(randomise_(model), x), "coupled")
+    assert [site.layers for site in sites] == [("a",)]
+    assert any(u.name == "b" and "keeps all its channels" in u.reason for u in sites.unprunable)
 
 
 def test_a_sum_of_different_channels_is_refused_and_nothing_is_changed() -> None:

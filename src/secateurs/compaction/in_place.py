@@ -27,7 +27,7 @@ from secateurs.graph.layers import Align, Constant, SumInto
 from secateurs.graph.masking import copied
 from secateurs.graph.node_info import called_module, info, label_of, shape_of
 from secateurs.graph.plan import Plan
-from secateurs.graph.trace import Example, Graph, attempt, like_network, other_batches, trace
+from secateurs.graph.trace import Example, Graph, attempt, dtype_of, like_network, other_batches, trace
 
 TOLERANCE = 1e-9  # of the largest value, in float64
 
@@ -197,7 +197,7 @@ class _Trial:
         self.dtype = torch.float64
         probe = tuple(t.double() if t.is_floating_point() else t for t in example)
         if attempt(self.wanted.double(), probe) is None:  # the network casts to a fixed dtype, or the device has no float64
-            probe, self.dtype = example, next(t.dtype for t in example if t.is_floating_point())
+            probe, self.dtype = example, dtype_of(network)
             self.wanted = copy.deepcopy(self.noisy.module).eval()
         self.copy.to(self.dtype)
         self.tolerance = TOLERANCE if self.dtype == torch.float64 else 1e-3

@@ -22,6 +22,7 @@ from secateurs.graph.flow import (
     Flows,
     Join,
     Layer,
+    Lookup,
     Moved,
     Norm,
     Opaque,
@@ -55,8 +56,10 @@ class Classes:
         return self.start[node] + torch.arange(self.flows.width(node))
 
     def with_parameters(self) -> Iterator[fx.Node]:
-        """Yield the sums that add a parameter to a tensor, and concatenations with one: they write channels, too."""
+        """Yield embeddings, sums that add a parameter to a tensor, and concatenations with one: they write channels, too."""
         for node, flow in self.flows.of.items():
+            if isinstance(flow, Lookup):
+                yield node
             terms = zip(self.flows.inputs[node], flow.widths, strict=True) if isinstance(flow, Join) else ()
             own = list(terms)[isinstance(flow, Join) and flow.zero_if == "rest" :]  # the first of where's says which to choose
             # nothing is own unless the flow is a join, which has a width
@@ -202,7 +205,9 @@ def _ties_of_calls(found: Classes) -> Iterator[tuple[Tensor, Tensor]]:
     calls: dict[str, fx.Node] = {}
     for node in found.flows.of:
         flow = found.flows.of[node]
-        if node.op != "call_module" or not (isinstance(flow, Layer) or (isinstance(flow, Channelwise) and flow.params)):
+        if node.op != "call_module" or not (
+            isinstance(flow, Layer | Lookup) or (isinstance(flow, Channelwise) and flow.params)
+        ):
             continue
         first = calls.setdefault(str(node.target), node)
         if first is not node:
@@ -219,6 +224,8 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
     if isinstance(flow, Opaque) or (isinstance(flow, Norm) and flows.calls(node) > 1):
         for source in known:
             yield source, everything, flow.reason
+    elif isinstance(flow, Norm) and not known:
+        yield node, everything, f"{label_of(node)} takes statistics of a tensor that keeps all its channels"
     elif isinstance(flow, Contracted) and (flow.resize is not None or None in flow.in_axes[:2]):
         reason = f"{label_of(node)} takes its scale from the number of channels, or joins them with a tensor that keeps all"
         yield from ((source, everything, reason) for source in known)
