@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +128,17 @@ def test_coupled_sites_are_cut_in_place_twice(name: str) -> None:
 
 @pytest.mark.parametrize("stored", [False, True], ids=["chunk", "stored width"])
 def test_both_halves_of_a_chunk_lose_as_many(stored: bool) -> None:
-    model = randomise_(Block(8, stored=stored))
-    smaller = coupled(model)
-    assert cut_(model, smaller.plan, X) is model
+    model, x = randomise_(Block(8, stored=stored)), random_tensor(3, 3, 9, 9)
+    smaller = coupled(model, x)
+    with nullcontext() if stored else pytest.warns(UserWarning, match=r"Block: c from 8 to \d, for forward\b"):
+        assert cut_(model, smaller.plan, x) is model
     assert type(model) is Block
     width = model.b.out_channels
     assert width < 8
     assert model.a.out_channels == model.bn.num_features == 2 * width
     assert model.last.in_channels == 3 * width
-    assert model.c == (width if stored else 8)
-    for inputs in (X, random_tensor(5, 3, 12, 12, seed=1)):
+    assert model.c == width
+    for inputs in (x, random_tensor(5, 3, 12, 12, seed=1)):
         assert_same(run(model, inputs), run(smaller.module, inputs))
 
 
@@ -183,6 +185,14 @@ COUPLED: dict[str, tuple[Net, list[str]]] = {  # and the sites that are offered,
     "where": (
         Net(lambda n, x: n.o(torch.where(n.a(x) > 0, n.a(x), n.p)), a=conv(3, 8), o=conv(8, 2), p=torch.ones(8, 1, 1)),
         ["a.coupled"],
+    ),
+    "rows of a table": (
+        Net(
+            lambda n, x: n.o(F.relu(n.b(F.relu(n.a(x))) + n.t[n.i].permute(1, 0).unsqueeze(0)[..., :1, None])),
+            **{"a": conv(3, 6), "b": conv(6, 8), "o": conv(8, 2)},
+            **{"t": nn.Parameter(torch.ones(5, 8)), "i": torch.tensor([0, 3])},
+        ),
+        ["a"],
     ),
     "units": (recurrent(lambda n, x: n.o(n.r(n.a(x))[0][:, -1]), 8), ["a", "r"]),
     "part of the units": (recurrent(lambda n, x: n.o(n.r(n.a(x))[0][:, :, 2:]), 6), ["a"]),

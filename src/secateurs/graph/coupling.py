@@ -34,6 +34,10 @@ from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.flow.rules import SPLITS
 from secateurs.graph.node_info import info, label_of, shape_of
 
+KEPT_SHAPES = ("expand", "repeat", "to", "contiguous")
+RESHAPES = ("view", "reshape", torch.reshape, "unsqueeze", torch.unsqueeze, operator.getitem)
+"""Ops through which a parameter or buffer is narrowed with what it joins."""
+
 WHOLE = "all its channels are needed"
 
 
@@ -256,8 +260,11 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
 
 def _is_of_the_model(node: fx.Node) -> bool:
     """Whether a node gives a parameter or buffer, in another shape: it is narrowed with what it joins."""
-    while node.op in ("call_method", "call_function") and len(node.users) == 1 and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+    while node.op in ("call_method", "call_function") and node.target in (*KEPT_SHAPES, *RESHAPES) and len(node.users) == 1:
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or (node.target is operator.getitem and mentioned(node) != [source]):
+            return False  # rows of a table, taken by numbers
+        node = source
     return node.op == "get_attr" and len(node.users) == 1
 
 
