@@ -257,6 +257,7 @@ def test_an_embedding_that_begins_a_stream_loses_its_columns(norm: bool) -> None
     sites = find_sites(graph, "coupled")
     assert {site.layers for site in sites} == {("a",), ("b",)}
     stream = next(site for site in sites if site.layers == ("b",))
+    assert "places" not in {point.node for point in stream.points}  # it has no axis of examples, each with a mask of its own
     keep = torch.arange(8) % 3 > 0
     smaller = assert_compact_is_masked(graph, {stream.name: keep}, (NUMBERS.flip(0),))
     words = model.words.weight.detach().clone()

@@ -33,6 +33,7 @@ from secateurs.graph.flow.kinds import ELSEWHERE
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.flow.rules import SPLITS
 from secateurs.graph.node_info import info, label_of, shape_of
+from secateurs.graph.streams import depending_on_inputs
 
 KEPT_SHAPES = ("expand", "repeat", "to", "contiguous")
 RESHAPES = ("view", "reshape", torch.reshape, "unsqueeze", torch.unsqueeze, operator.getitem)
@@ -60,16 +61,30 @@ class Classes:
         return self.start[node] + torch.arange(self.flows.width(node))
 
     def with_parameters(self) -> Iterator[fx.Node]:
-        """Yield embeddings, sums that add a parameter to a tensor, and concatenations with one: they write channels, too."""
+        """Yield embeddings, sums that add a parameter to a tensor, and concatenations with one: they write channels, too.
+
+        In the place of an embedding that is the same for every input, as one of positions, come the ops that join it with
+        others: only there has each example its own channels, which can have a mask of their own.
+        """
+        varying = depending_on_inputs(self.flows)
         for node, flow in self.flows.of.items():
             if isinstance(flow, Lookup):
-                yield node
+                yield from self._where_examples_enter(node, varying)
             terms = zip(self.flows.inputs[node], flow.widths, strict=True) if isinstance(flow, Join) else ()
             own = list(terms)[isinstance(flow, Join) and flow.zero_if == "rest" :]  # the first of where's says which to choose
             # nothing is own unless the flow is a join, which has a width
             joined = [i for i, width in own if width == flow.width and self.flows.of[i].axis is None]  # type: ignore[union-attr]
             if joined and isinstance(flow, Join) and flow.zero_if in ("all", "rest") and all(map(_is_of_the_model, joined)):
                 yield node
+
+    def _where_examples_enter(self, node: fx.Node, varying: set[fx.Node]) -> Iterator[fx.Node]:
+        """Yield `node` if it depends on the network's inputs, else the first ops behind it that do."""
+        if node in varying:
+            yield node
+        else:
+            for user in self.flows.users.get(node, ()):
+                if user in self.start:
+                    yield from self._where_examples_enter(user, varying)
 
     def obstacle_of_units(self, parts: Sequence[fx.Node]) -> str:
         """Say why the units of a recurrent module, which are the channels of `parts`, cannot go; empty if they can."""
