@@ -18,6 +18,7 @@ from secateurs import Graph, Recipe, compact, cut_, find_sites, load, prune, sav
 from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, NotInPlace, PlanError
 from secateurs.models import build, example_input
+from secateurs.repair import prepare
 
 X = random_tensor(3, 3, 8, 8)
 
@@ -270,6 +271,29 @@ def test_an_embedding_that_begins_a_stream_loses_its_columns(norm: bool) -> None
         5,
     )
     assert_same(run(model, NUMBERS), run(smaller.module, NUMBERS))
+
+
+def test_a_stream_that_begins_with_a_norm_is_pruned_with_repair_and_cut_in_place() -> None:
+    """Both terms of the sum behind the norm lose the same channels: nothing is left there that an offset could make up for."""
+    graph = trace(randomise_(Words()), NUMBERS)
+    for site in find_sites(graph, "coupled"):
+        assert not any(cut.offsets for step in prepare(graph, [site]).plan.steps for cut in step)
+    torch.manual_seed(0)
+    model, x = Words(), torch.randint(9, (128, 5))
+    batches = [[(x[start : start + 32], x[start : start + 32]) for start in (at, at + 32)] for at in (0, 64)]
+    recipe = Recipe.fast(criterion="l1", repair="least-squares", max_drop=0.5, confidence=0, shortcut="coupled")
+    result = prune(model, *batches, recipe=recipe, progress=False, loss=token_loss, metric=token_accuracy)
+    assert result.macs.removed > 0
+    result.cut_(model)
+    torch.testing.assert_close(model.eval()(x), result.model.eval()(x))
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").mean(1)
+
+
+def token_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(2) == targets).double().mean(1)
 
 
 @pytest.mark.parametrize("position", ["before", "after", "stream"])
