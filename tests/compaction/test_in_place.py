@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nets import TOPOLOGIES, Net, assert_same, conv, random_keep, random_tensor, randomise_, run
-from secateurs import Graph, Recipe, compact, cut_, find_sites, prune, trace
+from nets import TOPOLOGIES, Net, assert_compact_is_masked, assert_same, conv, random_keep, random_tensor, randomise_, run
+from secateurs import Graph, Recipe, compact, cut_, find_sites, load, prune, save, trace
+from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, NotInPlace, PlanError
 from secateurs.models import build, example_input
+from secateurs.repair import prepare
 
 X = random_tensor(3, 3, 8, 8)
 
@@ -126,16 +129,17 @@ def test_coupled_sites_are_cut_in_place_twice(name: str) -> None:
 
 @pytest.mark.parametrize("stored", [False, True], ids=["chunk", "stored width"])
 def test_both_halves_of_a_chunk_lose_as_many(stored: bool) -> None:
-    model = randomise_(Block(8, stored=stored))
-    smaller = coupled(model)
-    assert cut_(model, smaller.plan, X) is model
+    model, x = randomise_(Block(8, stored=stored)), random_tensor(3, 3, 9, 9)
+    smaller = coupled(model, x)
+    with nullcontext() if stored else pytest.warns(UserWarning, match=r"Block: c from 8 to \d, for forward\b"):
+        assert cut_(model, smaller.plan, x) is model
     assert type(model) is Block
     width = model.b.out_channels
     assert width < 8
     assert model.a.out_channels == model.bn.num_features == 2 * width
     assert model.last.in_channels == 3 * width
-    assert model.c == (width if stored else 8)
-    for inputs in (X, random_tensor(5, 3, 12, 12, seed=1)):
+    assert model.c == width
+    for inputs in (x, random_tensor(5, 3, 12, 12, seed=1)):
         assert_same(run(model, inputs), run(smaller.module, inputs))
 
 
@@ -183,6 +187,14 @@ COUPLED: dict[str, tuple[Net, list[str]]] = {  # and the sites that are offered,
         Net(lambda n, x: n.o(torch.where(n.a(x) > 0, n.a(x), n.p)), a=conv(3, 8), o=conv(8, 2), p=torch.ones(8, 1, 1)),
         ["a.coupled"],
     ),
+    "rows of a table": (
+        Net(
+            lambda n, x: n.o(F.relu(n.b(F.relu(n.a(x))) + n.t[n.i].permute(1, 0).unsqueeze(0)[..., :1, None])),
+            **{"a": conv(3, 6), "b": conv(6, 8), "o": conv(8, 2)},
+            **{"t": nn.Parameter(torch.ones(5, 8)), "i": torch.tensor([0, 3])},
+        ),
+        ["a"],
+    ),
     "units": (recurrent(lambda n, x: n.o(n.r(n.a(x))[0][:, -1]), 8), ["a", "r"]),
     "part of the units": (recurrent(lambda n, x: n.o(n.r(n.a(x))[0][:, :, 2:]), 6), ["a"]),
     "half of the units": (recurrent(lambda n, x: n.o(n.r(n.a(x))[0].chunk(2, -1)[0]), 4), ["a"]),
@@ -217,6 +229,104 @@ def test_a_stream_goes_with_its_norms_and_parameters() -> None:
     assert (model.token.shape[-1], model.places.shape[-1], model.b.out_features) == (width,) * 3
     assert model.a.out_features < 8
     assert_same(run(model, X), run(smaller.module, X))
+
+
+class Words(nn.Module):
+    """A stream that begins with embeddings, as in BERT; the same table may be read twice."""
+
+    def __init__(self, *, norm: bool = True, tied: bool = False, max_norm: float | None = None) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(9, 8, padding_idx=0, max_norm=max_norm), nn.Embedding(5, 8)
+        self.norm = nn.LayerNorm(8) if norm else nn.Identity()
+        self.a, self.b, self.out = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 9, bias=False)
+        if tied:
+            self.out.weight = self.words.weight
+        self.register_buffer("order", torch.arange(5))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        found = self.norm(self.words(numbers) + self.places(self.order) + self.words(numbers.flip(1)))
+        return self.out(found + self.b(F.gelu(self.a(found))))
+
+
+NUMBERS = torch.randint(9, (3, 5), generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no norm"])
+def test_an_embedding_that_begins_a_stream_loses_its_columns(norm: bool) -> None:
+    model = randomise_(Words(norm=norm))
+    graph = trace(model, NUMBERS)
+    sites = find_sites(graph, "coupled")
+    assert {site.layers for site in sites} == {("a",), ("b",)}
+    stream = next(site for site in sites if site.layers == ("b",))
+    assert "places" not in {point.node for point in stream.points}  # it has no axis of examples, each with a mask of its own
+    keep = torch.arange(8) % 3 > 0
+    smaller = assert_compact_is_masked(graph, {stream.name: keep}, (NUMBERS.flip(0),))
+    words = model.words.weight.detach().clone()
+    cut_(model, smaller.plan, NUMBERS)
+    assert torch.equal(model.words.weight, words[:, keep])
+    assert (model.words.embedding_dim, model.places.weight.shape, model.a.in_features, model.b.out_features) == (
+        5,
+        (5, 5),
+        5,
+        5,
+    )
+    assert_same(run(model, NUMBERS), run(smaller.module, NUMBERS))
+
+
+def test_a_stream_that_begins_with_a_norm_is_pruned_with_repair_and_cut_in_place() -> None:
+    """Both terms of the sum behind the norm lose the same channels: nothing is left there that an offset could make up for."""
+    graph = trace(randomise_(Words()), NUMBERS)
+    for site in find_sites(graph, "coupled"):
+        assert not any(cut.offsets for step in prepare(graph, [site]).plan.steps for cut in step)
+    torch.manual_seed(0)
+    model, x = Words(), torch.randint(9, (128, 5))
+    batches = [[(x[start : start + 32], x[start : start + 32]) for start in (at, at + 32)] for at in (0, 64)]
+    recipe = Recipe.fast(criterion="l1", repair="least-squares", max_drop=0.5, confidence=0, shortcut="coupled")
+    result = prune(model, *batches, recipe=recipe, progress=False, loss=token_loss, metric=token_accuracy)
+    assert result.macs.removed > 0
+    result.cut_(model)
+    torch.testing.assert_close(model.eval()(x), result.model.eval()(x))
+
+
+def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none").mean(1)
+
+
+def token_accuracy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(2) == targets).double().mean(1)
+
+
+@pytest.mark.parametrize("position", ["before", "after", "stream"])
+def test_embeddings_lose_what_nobody_reads_and_are_loaded(position: Shortcut, tmp_path: Path) -> None:
+    graph = trace(randomise_(Words()), NUMBERS)
+    smaller = assert_compact_is_masked(graph, random_keep(list(find_sites(graph, position)), 0, 0.4))
+    assert (smaller.module.get_submodule("words").embedding_dim < 8) is (position == "stream")
+    save(smaller, tmp_path / "cut.safetensors")
+    again = load(Words().double(), tmp_path / "cut.safetensors")
+    assert_same(run(again.module, NUMBERS), run(smaller.module, NUMBERS))
+
+
+class Normed(nn.Module):
+    """A stream that begins with a norm of the network's own input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b, self.out = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.norm(x)
+        return self.out(found + self.b(F.gelu(self.a(found))))
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [(Words(tied=True), NUMBERS), (Words(max_norm=1.0), NUMBERS), (Normed(), random_tensor(2, 5, 6))],
+    ids=["tied to the output", "divided by norms", "the input"],
+)
+def test_a_stream_whose_beginning_keeps_its_channels_is_not_offered(model: nn.Module, x: Tensor) -> None:
+    sites = find_sites(trace(randomise_(model), x), "coupled")
+    assert [site.layers for site in sites] == [("a",)]
+    assert any(u.name == "b" and "keeps all its channels" in u.reason for u in sites.unprunable)
 
 
 def test_a_sum_of_different_channels_is_refused_and_nothing_is_changed() -> None:

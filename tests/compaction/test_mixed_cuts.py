@@ -98,3 +98,21 @@ def test_groups_of_channels_that_are_added_stay_groups_when_one_channel_of_each_
     for removed, left in ((0, (1, 2)), (1, (1,))):
         graph = assert_compact_is_masked(graph, {"wide": without(3 - removed, removed)}, (X,))
         assert sc.find_site(graph, "wide").original == left
+
+
+@pytest.mark.parametrize("first", POSITIONS)
+def test_a_sum_with_the_input_is_cut_again_at_every_position(first: Shortcut) -> None:
+    """As in networks that restore images, `x + body(x)`: a cut may align the input itself, which keeps all its channels."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        out: Tensor = net.out(torch.relu(net.c(x + net.b(torch.relu(net.a(x))))))
+        return out
+
+    graph = traced(Net(forward, a=conv(3, 8), b=conv(8, 3), c=conv(3, 6), out=conv(6, 2)), X)
+    sites = sc.find_sites(graph, first)
+    graph = assert_compact_is_masked(graph, {site.name: torch.arange(site.channels) % 3 > 0 for site in sites}, (X,))
+    for position in POSITIONS:
+        for site in sc.find_sites(graph, position):
+            assert_compact_is_masked(graph, {site: torch.arange(site.channels) > 0}, (X,))
+    # the filters of b are joined with the input, of which none can go
+    assert {layer for site in sc.find_sites(graph, "coupled") for layer in site.layers} == {"a", "c"}

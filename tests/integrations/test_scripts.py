@@ -66,6 +66,8 @@ def test_timm_keeps_its_class(name: str) -> None:
     again = cut_(timm.create_model(name, num_classes=10).double(), smaller.plan, images)
     again.load_state_dict(model.state_dict())
     assert_same(run(again.eval(), images), run(model, images))
+    again.reset_classifier(7)  # makes a layer of a width that the model stores
+    assert run(again.double(), images).shape == (2, 7)
 
 
 @pytest.mark.filterwarnings("default")

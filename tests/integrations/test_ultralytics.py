@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,35 @@ def test_yolo_keeps_its_class(family: str, task: str, tmp_path: Path, monkeypatc
         assert sum(p.numel() for p in again.model.parameters()) == after
         assert_same(run(again.model.float().eval(), images), run(yolo.model.float().eval(), images), atol=1e-6)
     assert again.val(**options).results_dict["fitness"] == pytest.approx(found["fitness"], abs=1e-6)
+
+
+@pytest.mark.parametrize("family", ["yolov8n", "yolo11n"])
+def test_a_cut_yolo_is_exported_by_ultralytics(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its exporter calls `forward_split` of the blocks, which reads the width `c`; evaluation does not."""
+    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))
+    for name, value in {"YOLO_OFFLINE": "true", "YOLO_AUTOINSTALL": "false"}.items():  # nothing is downloaded or installed
+        monkeypatch.setenv(name, value)
+    ultralytics = pytest.importorskip("ultralytics", reason="ultralytics is not installed: make test-integrations")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed: make test-integrations")
+    from ultralytics.nn.modules.block import C2f
+
+    torch.manual_seed(0)
+    yolo = ultralytics.YOLO(f"{family}.yaml")
+    network, images = yolo.model.float().eval(), random_tensor(1, 3, SIZE, SIZE).float()
+    graph = trace(network, images)
+    keep = {site.name: torch.arange(site.channels) % 3 > 0 for site in find_sites(graph, "coupled")}
+    with warnings.catch_warnings():  # every number is proved
+        warnings.simplefilter("error", UserWarning)
+        cut_(network, compact(graph, keep, verify=False))
+    blocks = [part for part in network.modules() if isinstance(part, C2f)]
+    assert len(blocks) == 8
+    assert all(2 * block.c == block.cv1.conv.out_channels for block in blocks)
+
+    yolo.save(tmp_path / "cut.pt")
+    file = ultralytics.YOLO(tmp_path / "cut.pt").export(format="onnx", imgsz=SIZE, simplify=False, device="cpu")
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (found, *_) = session.run(None, {session.get_inputs()[0].name: images.numpy()})
+    assert_same(torch.from_numpy(found), run(network, images)[0], atol=1e-4)
 
 
 def test_a_trainer_needs_a_yolo() -> None:

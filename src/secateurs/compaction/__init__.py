@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from secateurs._util.modules import device_of, with_real_tensors
 from secateurs.compaction.additions import with_additions
@@ -380,7 +380,7 @@ def _random_like(example: tuple[Tensor, ...], generator: torch.Generator) -> tup
     )
 
 
-def perturb_(module: fx.GraphModule, generator: torch.Generator) -> None:
+def perturb_(module: nn.Module, generator: torch.Generator) -> None:
     """Add noise, a tenth of a tensor's size, to all weights and BatchNorm statistics: none stays 0 or 1."""
     statistics = {
         tensor: name

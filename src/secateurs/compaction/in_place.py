@@ -10,6 +10,7 @@ import copy
 import inspect
 import itertools
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,21 @@ from torch import Tensor, fx, nn
 from secateurs._util.modules import copyable, keeping_modes, unwrapped
 from secateurs.compaction import perturb_, replay
 from secateurs.compaction.additions import add_bias_
+from secateurs.compaction.stored_widths import (
+    Write,
+    find_stored_widths,
+    forward_methods,
+    same,
+    second_forwards,
+    sizes_by_module,
+)
 from secateurs.errors import InvalidInput, NotInPlace, PlanError
 from secateurs.graph.capture.calls import ByPosition, call_for, tensors_in
 from secateurs.graph.layers import Align, Constant, SumInto
 from secateurs.graph.masking import copied
 from secateurs.graph.node_info import called_module, info, label_of, shape_of
 from secateurs.graph.plan import Plan
-from secateurs.graph.trace import Example, Graph, attempt, like_network, other_batches, trace
+from secateurs.graph.trace import Example, Graph, attempt, dtype_of, like_network, other_batches, trace
 
 TOLERANCE = 1e-9  # of the largest value, in float64
 
@@ -60,6 +69,12 @@ def cut_(model: nn.Module, plan: Plan | Graph | str | Path, example_input: Examp
     trial = _Trial(network, example_input, before, after)
     attributes = trial.prove()
     _write_(network, [*_writes(network, before, after, everything=graph is not None), *attributes], cuts)
+    if trial.notes:
+        warnings.warn(
+            f"numbers that evaluation does not read were set, or not, by the widths of that size around them: "
+            f"{'; '.join(trial.notes)}. Set what is something else.",
+            stacklevel=2,
+        )
     return model
 
 
@@ -91,19 +106,10 @@ def _check_plan(plan: Plan, network: nn.Module) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Write:
-    """A tensor or an attribute of the submodule at `path` that gets another value."""
-
-    path: str
-    name: str
-    value: Any
-
-
-def _writes(network: nn.Module, before: Graph, after: Graph, *, everything: bool) -> list[_Write]:
+def _writes(network: nn.Module, before: Graph, after: Graph, *, everything: bool) -> list[Write]:
     """List what a cut changes in the modules of the graph: other tensors (or all), and the attributes that count them."""
     homes = _homes(network, before.module)
-    writes: list[_Write] = []
+    writes: list[Write] = []
     for path, part in after.module.named_modules():
         old = _submodule(before.module, path)
         if old is None:
@@ -125,12 +131,12 @@ def _writes(network: nn.Module, before: Graph, after: Graph, *, everything: bool
             # of a normed weight, the norms change where inputs go, and keep their shape
             unchanged = isinstance(there, Tensor) and same and torch.equal(there, tensor)
             if home is not None and (everything or not unchanged):
-                writes.append(_Write(home[0], home[1], tensor.detach()))
+                writes.append(Write(home[0], home[1], tensor.detach()))
         owner = _submodule(network, path)
         for name, value in vars(part).items():
             changed = isinstance(value, int | tuple) and name in vars(old) and vars(old)[name] != value
             if changed and name != "training" and hasattr(owner, name):
-                writes.append(_Write(path, name, value))
+                writes.append(Write(path, name, value))
     return writes
 
 
@@ -158,7 +164,7 @@ def _homes(network: nn.Module, traced: nn.Module) -> dict[str, tuple[str, str]]:
     return {name: (home.rpartition(".")[0], home.rpartition(".")[2]) for name, home in names.items()}
 
 
-def _write_(network: nn.Module, writes: list[_Write], plan: Plan) -> None:
+def _write_(network: nn.Module, writes: list[Write], plan: Plan) -> None:
     """Write tensors and attributes into the model; one of the same shape is copied into the old one, which may be shared."""
     for cut in itertools.chain(*plan.steps):
         for path in cut.biases:
@@ -184,6 +190,7 @@ class _Trial:
 
     def __init__(self, network: nn.Module, example_input: Example, before: Graph, after: Graph) -> None:
         self.original, self.before, self.after = network, before, after
+        self.notes: list[str] = []  # on attributes that were set though nothing that was run reads them
         self.worked: set[str] = set()  # names of attributes that were set: those of the next block are called alike
         self.call, example = call_for(network, example_input)
         generator = torch.Generator().manual_seed(0)
@@ -197,7 +204,7 @@ class _Trial:
         self.dtype = torch.float64
         probe = tuple(t.double() if t.is_floating_point() else t for t in example)
         if attempt(self.wanted.double(), probe) is None:  # the network casts to a fixed dtype, or the device has no float64
-            probe, self.dtype = example, next(t.dtype for t in example if t.is_floating_point())
+            probe, self.dtype = example, dtype_of(network)
             self.wanted = copy.deepcopy(self.noisy.module).eval()
         self.copy.to(self.dtype)
         self.tolerance = TOLERANCE if self.dtype == torch.float64 else 1e-3
@@ -208,9 +215,9 @@ class _Trial:
             for inputs in [probe, *others]
         ]
 
-    def prove(self) -> list[_Write]:
+    def prove(self) -> list[Write]:
         """Return the attributes that have to be set besides those of layers, such as a width that a module stores."""
-        chosen: list[_Write] = []
+        chosen: list[Write] = []
         failure = self._run()
         while failure is not None:
             found = next(filter(None, (self._further(each, failure) for each in self._choices(failure))), None)
@@ -220,8 +227,39 @@ class _Trial:
             chosen += set_now
         if failure is not None:
             raise self._refusal(failure)
+        chosen += self._stored({(write.path, write.name) for write in chosen})
         self._check_train_mode()
         return chosen
+
+    def _stored(self, known: set[tuple[str, str]]) -> list[Write]:
+        """Set and return the widths that modules store and evaluation does not read."""
+
+        def run(network: nn.Module) -> Any:
+            return ByPosition(network, self.call)(*copy.deepcopy(self.probes[0]))
+
+        seconds: dict[str, list[str]] = {}
+        if forward_methods(self.original):
+            with copyable(self.original):
+                uncut = copy.deepcopy(self.original).eval().to(self.dtype)
+            perturb_(uncut, torch.Generator().manual_seed(1))  # a branch of fresh zeros must not make two forwards equal
+            seconds = second_forwards(uncut, run, self.tolerance)
+        sizes = sizes_by_module(self.before, self.after)
+        found = find_stored_widths(self.copy, run, sizes, seconds, known, self.tolerance)
+        if not self._set([write for write, _ in found]):  # a module around one reads it, and it is no width
+            found = [(write, note) for write, note in found if self._set([write])]
+        self.notes = [note for _, note in found if note]
+        return [write for write, _ in found]
+
+    def _set(self, writes: list[Write]) -> bool:
+        """Set attributes of the copy, and undo it if it no longer gives what it should."""
+        old = [Write(w.path, w.name, getattr(self.copy.get_submodule(w.path), w.name)) for w in writes]
+        for write in writes:
+            setattr(self.copy.get_submodule(write.path), write.name, write.value)
+        if not writes or self._run() is None:
+            return True
+        for write in old:
+            setattr(self.copy.get_submodule(write.path), write.name, write.value)
+        return False
 
     def _run(self) -> _Failure | None:
         """Run the cut copy on all probes; None if it gives what the compacted graph gives, layer by layer where it has them."""
@@ -242,7 +280,7 @@ class _Trial:
                 nonlocal done
                 calls.append(path)
                 if expected.get(path) and not different:
-                    if isinstance(output, Tensor) and _same([output], [expected[path].pop(0)], self.tolerance):
+                    if isinstance(output, Tensor) and same([output], [expected[path].pop(0)], self.tolerance):
                         done = len(calls)
                     else:
                         different.append(path)
@@ -261,7 +299,7 @@ class _Trial:
                     except Exception as error:  # a forward with a width that does not fit may raise anything
                         around = [*self._modules_of(error), *(m for path in different for m in _around(path))]
                         return _Failure(done if different else len(calls), error, list(dict.fromkeys(around)))
-                    if not _same(got, wanted, self.tolerance):
+                    if not same(got, wanted, self.tolerance):
                         last = different or calls[-1:]
                         return _Failure(done, None, [m for path in last for m in _around(path)], "".join(different))
         finally:
@@ -276,7 +314,7 @@ class _Trial:
         found = [names[id(f.f_locals["self"])] for f in reversed(frames) if id(f.f_locals.get("self")) in names]
         return list(dict.fromkeys(found))
 
-    def _choices(self, failure: _Failure) -> Iterator[list[_Write]]:
+    def _choices(self, failure: _Failure) -> Iterator[list[Write]]:
         """Yield attributes to set: single ones of the modules that failed, innermost first, then several of a module."""
         for path in failure.modules:
             single = sorted(self._numbers_in(path), key=lambda write: write.name not in self.worked)
@@ -288,16 +326,16 @@ class _Trial:
                 [one, other] for one, other in itertools.combinations(single, 2) if one.name != other.name and len(single) > 2
             )
 
-    def _numbers_in(self, path: str) -> Iterator[_Write]:
+    def _numbers_in(self, path: str) -> Iterator[Write]:
         """Yield the numbers that a submodule stores which equal a width that the cut has changed, with the new width."""
         changes = self._changes(path)
         for name, value in vars(self.copy.get_submodule(path)).items():
             several = isinstance(value, tuple | list) and all(type(v) is int for v in value)
             for old, new in sorted(changes):
                 if type(value) is int and value == old:
-                    yield _Write(path, name, new)
+                    yield Write(path, name, new)
                 elif several and old in value:
-                    yield _Write(path, name, type(value)(new if v == old else v for v in value))
+                    yield Write(path, name, type(value)(new if v == old else v for v in value))
 
     def _changes(self, path: str) -> set[tuple[int, int]]:
         """Return old and new sizes, where they differ, of what is computed inside a submodule and of its layers."""
@@ -320,9 +358,9 @@ class _Trial:
                 found |= {(old, new) for old, new in counts if type(old) is int and old != new}
         return found
 
-    def _further(self, writes: list[_Write], failure: _Failure) -> tuple[list[_Write], _Failure | None] | None:
+    def _further(self, writes: list[Write], failure: _Failure) -> tuple[list[Write], _Failure | None] | None:
         """Set attributes of the copy; if it runs further than before, return them with what fails next, else undo it."""
-        old = [_Write(w.path, w.name, getattr(self.copy.get_submodule(w.path), w.name)) for w in writes]
+        old = [Write(w.path, w.name, getattr(self.copy.get_submodule(w.path), w.name)) for w in writes]
         for write in writes:
             setattr(self.copy.get_submodule(write.path), write.name, write.value)
         then = self._run()
@@ -369,7 +407,7 @@ class _Trial:
         if pair[0][0] is None or theirs is None:
             return  # in train mode the model takes other inputs, such as targets
         comparable = {
-            name for name, value in pair[0][0].items() if name in theirs and _same([theirs[name]], [value], self.tolerance)
+            name for name, value in pair[0][0].items() if name in theirs and same([theirs[name]], [value], self.tolerance)
         }
         wanted, _ = _in_train_mode(self.wanted, self.probes[0])
         got, error = _in_train_mode(self._positional(self.copy), self.probes[0])
@@ -382,7 +420,7 @@ class _Trial:
             ) from error
         assert wanted is not None
         for each in comparable & wanted.keys():
-            if each not in got or not _same([got[each]], [wanted[each]], self.tolerance):
+            if each not in got or not same([got[each]], [wanted[each]], self.tolerance):
                 raise NotInPlace(
                     f"{name} cannot be cut in place: in train mode {each} is something else than in the compacted network."
                 )
@@ -408,19 +446,6 @@ def _around(path: str) -> list[str]:
     """Return the paths of the submodules around a layer, innermost first; the last is that of the model."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(len(parts) - 1, -1, -1)]
-
-
-def _same(got: list[Tensor], wanted: list[Tensor], tolerance: float) -> bool:
-    """Whether tensors are equal up to rounding; NaN equals NaN."""
-    if [t.shape for t in got] != [t.shape for t in wanted]:
-        return False
-    for a, b in zip(got, wanted, strict=True):
-        if a.is_complex():
-            a, b = torch.view_as_real(a), torch.view_as_real(b)
-        scale = float(b.double().nan_to_num(0, 0, 0).abs().max()) if b.numel() else 0.0
-        if not torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance * max(scale, 1e-30), equal_nan=True):
-            return False
-    return True
 
 
 def _in_train_mode(network: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[dict[str, Tensor] | None, Exception | None]:

@@ -21,6 +21,7 @@ from secateurs.graph.flow import (
     Flow,
     Join,
     Layer,
+    Lookup,
     Moved,
     Norm,
     Opaque,
@@ -197,6 +198,16 @@ def narrow_node(flow: Flow, node: fx.Node, state: Rewriting) -> None:
 @narrow_node.register
 def _source(flow: Source, node: fx.Node, state: Rewriting) -> None:
     return
+
+
+@narrow_node.register
+def _lookup(flow: Lookup, node: fx.Node, state: Rewriting) -> None:
+    shared = state.live_in_any_call(node)
+    wanted = state.live_at(node) if shared is None else shared[1]
+    state.settle(node, wanted)
+    if not bool(wanted.all()):
+        target = state.module.get_submodule(str(node.target))
+        state.narrowing[str(node.target)] = partial(narrow_embedding_, target, wanted)
 
 
 @narrow_node.register
@@ -440,6 +451,14 @@ def narrow_channelwise_(module: nn.Module, flow: Channelwise, layout: Tensor) ->
             yield name, kept
     if flow.count is not None:
         setattr(module, flow.count, int(layout.sum()))
+
+
+def narrow_embedding_(module: Any, layout: Tensor) -> Survivors:
+    """Narrow an embedding in place to the features in `layout`; yields the name of its table and the entries that remain."""
+    kept = (None, ids(layout))
+    replace_(module, "weight", kept)
+    yield "weight", kept
+    module.embedding_dim = int(layout.sum())
 
 
 def narrow_norm_(module: Any, flow: Norm, layout: Tensor) -> Survivors:

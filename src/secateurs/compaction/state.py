@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +14,10 @@ from secateurs._util.modules import device_of
 from secateurs.errors import EmptyLayer
 from secateurs.graph.channels import Kept, all_of, free_name, name_of_alignment, none_of, positions
 from secateurs.graph.channels import take as selected
+from secateurs.graph.coupling import KEPT_SHAPES, RESHAPES
 from secateurs.graph.flow import Flows, Liveness, Moved
 from secateurs.graph.layers import Align, Constant
 from secateurs.graph.node_info import called_module, dims_of, info, label_of, shape_of
-
-KEPT_SHAPES = ("expand", "repeat", "to", "contiguous")
-RESHAPES = ("view", "reshape", torch.reshape, "unsqueeze", torch.unsqueeze, operator.getitem)
 
 
 @dataclass

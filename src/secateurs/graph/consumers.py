@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
@@ -87,6 +87,7 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
     module = spread_sums(graph.module)
     flows = find_flows(module, inside=site.inside)
     source: dict[fx.Node, Tensor] = {}
+    normed: dict[fx.Node, Tensor] = {}  # what lies behind a norm loses the site's channels, but the others change, too
     layers: list[LayerConsumer] = []
     sums: list[SumConsumer] = []
     others: dict[str, str] = {}
@@ -98,11 +99,14 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
         if end.name in points and not (isinstance(flow, Norm) and node.name != site.node):
             source[node] = points[end.name]
         elif all(i is None or bool((i == ELSEWHERE).all()) for i in ins):
+            if isinstance(flow, Channelwise) and flows.inputs[node][0] in normed:
+                normed[node] = normed[flows.inputs[node][0]]
             continue
         elif isinstance(flow, Layer) and not flow.linear:
             others[node.name] = f"{label_of(node)} is not linear in its weights"
         elif isinstance(flow, Norm):
             others[node.name] = f"{label_of(node)} takes statistics over the channels, which change with every cut"
+            normed |= {node: points[node.name]} if node.name in points else {}
         elif isinstance(flow, Layer) and not info(node).get("filters_a_channel", flow.depthwise):
             assert ins[0] is not None
             if calls[str(node.target)] > 1:
@@ -117,7 +121,12 @@ def find_consumers(graph: Graph, site: Site) -> Consumers:
             if found is not None:
                 source[node] = found
             elif isinstance(flow, Join) and node.target in SUMS and _widths_fit(flow, ins):
-                sums.append(_sum_consumer(module, flows, node, flow, ins))
+                gone = [normed.get(i, source) for i, source in zip(flows.inputs[node], ins, strict=True)]
+                consumer = replace(_sum_consumer(module, flows, node, flow, gone), sources=tuple(ins), source=_of_any(ins))
+                if consumer.offset is None and not bool(consumer.covered.any()):
+                    others[node.name] = f"{label_of(node)} adds channels that all go with the site"
+                else:
+                    sums.append(consumer)
             else:
                 others[node.name] = f"{label_of(node)} mixes channels in a way that no weights make up for"
     return Consumers(tuple(layers), tuple(sums), others)

@@ -22,6 +22,7 @@ from secateurs.graph.flow import (
     Flows,
     Join,
     Layer,
+    Lookup,
     Moved,
     Norm,
     Opaque,
@@ -32,6 +33,11 @@ from secateurs.graph.flow.kinds import ELSEWHERE
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.flow.rules import SPLITS
 from secateurs.graph.node_info import info, label_of, shape_of
+from secateurs.graph.streams import depending_on_inputs
+
+KEPT_SHAPES = ("expand", "repeat", "to", "contiguous")
+RESHAPES = ("view", "reshape", torch.reshape, "unsqueeze", torch.unsqueeze, operator.getitem)
+"""Ops through which a parameter or buffer is narrowed with what it joins."""
 
 WHOLE = "all its channels are needed"
 
@@ -55,14 +61,30 @@ class Classes:
         return self.start[node] + torch.arange(self.flows.width(node))
 
     def with_parameters(self) -> Iterator[fx.Node]:
-        """Yield the sums that add a parameter to a tensor, and concatenations with one: they write channels, too."""
+        """Yield embeddings, sums that add a parameter to a tensor, and concatenations with one: they write channels, too.
+
+        In the place of an embedding that is the same for every input, as one of positions, come the ops that join it with
+        others: only there has each example its own channels, which can have a mask of their own.
+        """
+        varying = depending_on_inputs(self.flows)
         for node, flow in self.flows.of.items():
+            if isinstance(flow, Lookup):
+                yield from self._where_examples_enter(node, varying)
             terms = zip(self.flows.inputs[node], flow.widths, strict=True) if isinstance(flow, Join) else ()
             own = list(terms)[isinstance(flow, Join) and flow.zero_if == "rest" :]  # the first of where's says which to choose
             # nothing is own unless the flow is a join, which has a width
             joined = [i for i, width in own if width == flow.width and self.flows.of[i].axis is None]  # type: ignore[union-attr]
             if joined and isinstance(flow, Join) and flow.zero_if in ("all", "rest") and all(map(_is_of_the_model, joined)):
                 yield node
+
+    def _where_examples_enter(self, node: fx.Node, varying: set[fx.Node]) -> Iterator[fx.Node]:
+        """Yield `node` if it depends on the network's inputs, else the first ops behind it that do."""
+        if node in varying:
+            yield node
+        else:
+            for user in self.flows.users.get(node, ()):
+                if user in self.start:
+                    yield from self._where_examples_enter(user, varying)
 
     def obstacle_of_units(self, parts: Sequence[fx.Node]) -> str:
         """Say why the units of a recurrent module, which are the channels of `parts`, cannot go; empty if they can."""
@@ -202,7 +224,9 @@ def _ties_of_calls(found: Classes) -> Iterator[tuple[Tensor, Tensor]]:
     calls: dict[str, fx.Node] = {}
     for node in found.flows.of:
         flow = found.flows.of[node]
-        if node.op != "call_module" or not (isinstance(flow, Layer) or (isinstance(flow, Channelwise) and flow.params)):
+        if node.op != "call_module" or not (
+            isinstance(flow, Layer | Lookup) or (isinstance(flow, Channelwise) and flow.params)
+        ):
             continue
         first = calls.setdefault(str(node.target), node)
         if first is not node:
@@ -219,6 +243,8 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
     if isinstance(flow, Opaque) or (isinstance(flow, Norm) and flows.calls(node) > 1):
         for source in known:
             yield source, everything, flow.reason
+    elif isinstance(flow, Norm) and not known:
+        yield node, everything, f"{label_of(node)} takes statistics of a tensor that keeps all its channels"
     elif isinstance(flow, Contracted) and (flow.resize is not None or None in flow.in_axes[:2]):
         reason = f"{label_of(node)} takes its scale from the number of channels, or joins them with a tensor that keeps all"
         yield from ((source, everything, reason) for source in known)
@@ -241,14 +267,19 @@ def _locks(flows: Flows, node: fx.Node) -> Iterator[tuple[fx.Node, Tensor | slic
         yield node, flow.index < 0, f"{label_of(node)} adds a fixed number of channels"
         missing = torch.ones(flow.inputs, dtype=torch.bool)
         missing[flow.index[flow.index >= 0]] = False
-        if bool(missing.any()) and not _parts(flows, node):
+        if not known:
+            yield node, everything, f"{label_of(node)} moves channels of a tensor that keeps them all"
+        elif bool(missing.any()) and not _parts(flows, node):
             yield inputs[0], everything, f"{label_of(node)} takes a fixed part of the channels"
 
 
 def _is_of_the_model(node: fx.Node) -> bool:
     """Whether a node gives a parameter or buffer, in another shape: it is narrowed with what it joins."""
-    while node.op in ("call_method", "call_function") and len(node.users) == 1 and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
+    while node.op in ("call_method", "call_function") and node.target in (*KEPT_SHAPES, *RESHAPES) and len(node.users) == 1:
+        source = node.args[0]
+        if not isinstance(source, fx.Node) or (node.target is operator.getitem and mentioned(node) != [source]):
+            return False  # rows of a table, taken by numbers
+        node = source
     return node.op == "get_attr" and len(node.users) == 1
 
 

@@ -47,7 +47,7 @@ def find_streams(flows: Flows, numbers: Numbers) -> list[ResidualStream]:
     Alignments of earlier cuts keep a channel in its place if it has the same number on both sides.
     """
     same = {node: _same_channels(flows, node, numbers) for node in flows.of}
-    varying = _depending_on_inputs(flows)
+    varying = depending_on_inputs(flows)
     groups: dict[fx.Node, set[fx.Node]] = {}
     for node in flows.of:
         own = groups.setdefault(node, {node})
@@ -80,7 +80,7 @@ def keeps_numbers(flows: Flows, node: fx.Node, numbers: Numbers) -> bool:
     return wide == there and torch.equal(theirs[flow.index[present]], ids[present])
 
 
-def _depending_on_inputs(flows: Flows) -> set[fx.Node]:
+def depending_on_inputs(flows: Flows) -> set[fx.Node]:
     """The nodes whose values depend on the network's inputs, not on parameters alone."""
     found: set[fx.Node] = set()
     for node in flows.of:

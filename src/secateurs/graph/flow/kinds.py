@@ -49,6 +49,26 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Lookup:
+    """Rows of a table, taken by number: channel i of the output is column i of the table, as of an embedding."""
+
+    axis: int
+    width: int
+
+    def zeros(self, ins: Sequence[Vector]) -> Tensor:
+        """Nothing is known to be zero."""
+        return none_of(self.width)
+
+    def sources(self, ins: Sequence[Vector]) -> Tensor:
+        """From the table."""
+        return elsewhere(self.width)
+
+    def needs(self, out: Tensor, ins: Sequence[Vector], zero: Tensor) -> list[Vector]:
+        """Every number."""
+        return [None]
+
+
+@dataclass(frozen=True)
 class Channelwise:
     """Channel i of the output depends on channel i of the input alone.
 
@@ -414,4 +434,4 @@ class Opaque:
         return [None] * len(ins)
 
 
-Flow = Source | Channelwise | Layer | Join | Concat | Moved | Blocks | Reduced | Contracted | Recurrent | Norm | Opaque
+Flow = Source | Lookup | Channelwise | Layer | Join | Concat | Moved | Blocks | Reduced | Contracted | Recurrent | Norm | Opaque

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from secateurs.graph.channels import call_word
-from secateurs.graph.flow.kinds import Channelwise, Flow, Join, Layer, Moved, Norm, Reduced, ResizeArgs
+from secateurs.graph.flow.kinds import Channelwise, Flow, Join, Layer, Lookup, Moved, Norm, Reduced, ResizeArgs
 from secateurs.graph.flow.table import Op, channelwise, opaque, rule
 from secateurs.graph.layers import FrozenNorm
 from secateurs.graph.node_info import pass_on_
@@ -33,6 +33,15 @@ def linear(op: Op) -> Flow:
     layer: Any = op.module
     axis, sizes = len(op.shape) - 1, (layer.in_features, layer.out_features, 1)
     return Layer(axis, axis, *sizes, layer.bias is not None, reads_all=op.axis not in (None, axis))
+
+
+@rule(nn.Embedding)
+def embedding(op: Op) -> Flow:
+    """Features lie along a new last axis; `max_norm` divides rows by what all features make."""
+    table: Any = op.module
+    if op.axis is not None or table.max_norm is not None:
+        return opaque(op, "takes rows by channels, or divides them by their norm")
+    return Lookup(len(op.shape) - 1, table.embedding_dim)
 
 
 @rule("secateurs.models.lenet:MaxPlus")
