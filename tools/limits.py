@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from secateurs import Graph, Unprunable, compact, cost, find_sites, masked, trace
 from secateurs._util.files import write_text
-from secateurs.errors import EmptyLayer, SecateursError
+from secateurs.errors import EmptyLayer, InvalidMask, SecateursError
 from secateurs.graph.node_info import dims_of, shape_of
 from secateurs.graph.trace import tensors_in
 
@@ -202,7 +202,11 @@ def operate(name: str, commit: str, seed: int) -> Row:
         sites = search(graph)
         refused += sites.unprunable if name_of_search in ("before", "after") else []
         if name_of_search != "widths" or len(sites) > done["stream"].sites:
-            done[name_of_search] = surgery(graph, sites, whole, generator, search)
+            try:
+                done[name_of_search] = surgery(graph, sites, whole, generator, search)
+            except InvalidMask:  # compact says that a width is not there any more once the others are cut: widths alone, then
+                alone = partial(find_sites, shortcut="widths")
+                done[name_of_search] = surgery(graph, alone(graph), whole, generator, alone)
     return Row(
         name,
         commit,

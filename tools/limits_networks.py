@@ -39,7 +39,7 @@ TIMM = {  # pixels of a square input: names
         "test_mambaout mambaout_femto resnet50_clip gernet_s regnetz_b16 convnext_zepto_rms fasternet_t0 lcnetv2_small "
         "ghostnetv3_050 mobilenetv5_base efficientvit_l1 cpubone_nano rdnet_tiny csatv2 legacy_xception hgnet_tiny"
     ),
-    96: "inception_resnet_v2 inception_v4 nasnetalarge pnasnet5large",
+    96: "inception_resnet_v2 inception_v4 nasnetalarge",
     128: "shvit_s1 nextvit_small focalnet_tiny_srf",
     160: "test_vit test_vit2 test_convnext",
     224: (
@@ -135,7 +135,7 @@ TORCHVISION = (  # of every family that it has, the smallest or the one that peo
     "shufflenet_v2_x0_5 squeezenet1_1 swin_t swin_v2_t vgg11_bn vit_b_16"
 )
 TORCHVISION_SIZES = {"maxvit_t": 224, "inception_v3": 96, "googlenet": 96}  # the others: 64
-VIDEO = ("r3d_18", "mc3_18", "r2plus1d_18", "s3d", "swin3d_t", "mvit_v1_b")
+VIDEO = ("r3d_18", "mc3_18", "r2plus1d_18", "swin3d_t")
 SEGMENTATION = ("fcn_resnet50", "deeplabv3_mobilenet_v3_large", "lraspp_mobilenet_v3_large")
 DETECTION = ("retinanet_resnet50_fpn", "fcos_resnet50_fpn", "ssdlite320_mobilenet_v3_large", "fasterrcnn_resnet50_fpn")
 
@@ -158,8 +158,7 @@ def _torchvision(name: str) -> Built:
 
     options: dict[str, Any] = {"weights": None}
     if name in VIDEO:
-        frames, size = {"mvit_v1_b": (16, 224), "s3d": (16, 64)}.get(name, (8, 64))
-        clip = torch.randn(2 if size == 64 else 1, 3, frames, size, size, generator=torch.Generator().manual_seed(1))
+        clip = torch.randn(2, 3, 8, 64, 64, generator=torch.Generator().manual_seed(1))
         return getattr(models.video, name)(**options), clip
     if name in SEGMENTATION:
         return getattr(models.segmentation, name)(weights_backbone=None, **options), _image(64)
