@@ -2,10 +2,12 @@
 
 Run it as `make limits`, or as `tools/limits NAME...` for some networks only (LIBRARY/NETWORK, see limits_networks.py). Every
 network gets random weights, constants and BatchNorm statistics, is traced, searched for sites, and loses 30 % of the channels
-of all sites at once, and then again of what is left, with each of three shortcut positions; the compacted network must give
-what the masked one gives, in eval mode, in train mode, and in eval mode after train mode has updated the statistics of both.
+of all sites at once, and then again of what is left, with each of three shortcut positions, and with the widths of attention
+heads where there are any; the compacted network must give what the masked one gives, in eval mode, in train mode, and in eval
+mode after train mode has updated the statistics of both.
 Rows are kept in results/limits/rows.jsonl: an interrupted run goes on with the networks that are missing (with --again, with
-those whose row another commit has made), the most important first, for at most --minutes. Writes docs/limits.md.
+those whose row another commit has made), the most important first, for at most --minutes. Rows of networks that are no longer
+on the list go. A network that takes longer than --timeout is a row too, "too slow". Writes docs/limits.md.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -33,10 +36,11 @@ import torch
 import torch.nn.functional as F
 from limits_networks import build, by_importance, define_operators, names
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from secateurs import Graph, Unprunable, compact, cost, find_sites, masked, trace
 from secateurs._util.files import write_text
-from secateurs.errors import EmptyLayer, SecateursError
+from secateurs.errors import EmptyLayer, InvalidMask, SecateursError
 from secateurs.graph.node_info import dims_of, shape_of
 from secateurs.graph.trace import tensors_in
 
@@ -46,8 +50,15 @@ PAGE = ROOT / "docs" / "limits.md"
 BEGIN, END = "<!-- begin: made by `make limits` -->", "<!-- end: made by `make limits` -->"
 
 OFF = 0.3  # the share of every site's channels that is removed
-EQUAL = {"float64": 1e-10, "float32": 1e-4}  # largest difference allowed, relative to the largest output
+INSIDE = "float64, float32 inside"  # weights in float64, but the network's own code casts to float32, as decoders do in norms
+EQUAL = {"float64": 1e-10, INSIDE: 1e-5, "float32": 1e-4}  # largest difference allowed, relative to the largest output
 HUGE = 4e8  # parameters above which four copies in float64 need more memory than a small machine has
+SEARCHES: dict[str, Callable[[Graph], Any]] = {  # in every network; the last one only where it finds more than the one before
+    "before": partial(find_sites, shortcut="before"),
+    "after": partial(find_sites, shortcut="after"),
+    "stream": partial(find_sites, shortcut="stream"),
+    "widths": partial(find_sites, shortcut="stream", head_widths=True),
+}
 LIBRARIES = ("torchvision", "timm", "ultralytics", "transformers", "segmentation_models_pytorch", "monai")
 
 
@@ -97,11 +108,12 @@ class Row:
     seconds: float = 0.0
     stream: Surgery | None = None  # None in rows that are older than this position, too
     output_macs: int = 0  # of the layers whose filters are the network's outputs
+    widths: Surgery | None = None  # as a stream, and of every attention head some of its width; None where no head has any
 
     @property
     def done(self) -> tuple[Surgery, ...]:
-        """What became of it, by shortcut position."""
-        return tuple(found for found in (self.before, self.after, self.stream) if found is not None)
+        """What became of it, in the order of SEARCHES."""
+        return tuple(found for found in (self.before, self.after, self.stream, self.widths) if found is not None)
 
 
 @torch.no_grad()
@@ -186,16 +198,21 @@ def operate(name: str, commit: str, seed: int) -> Row:
     whole = cost(graph)
     weighted = [layer for layer in cost(graph, convention="paper").layers if layer.macs]
     done, refused = {}, []
-    for shortcut in ("before", "after", "stream"):
-        sites = find_sites(graph, shortcut=shortcut)
-        refused += [] if shortcut == "stream" else sites.unprunable
-        done[shortcut] = surgery(graph, sites, whole, generator, shortcut)
+    for name_of_search, search in SEARCHES.items():
+        sites = search(graph)
+        refused += sites.unprunable if name_of_search in ("before", "after") else []
+        if name_of_search != "widths" or len(sites) > done["stream"].sites:
+            try:
+                done[name_of_search] = surgery(graph, sites, whole, generator, search)
+            except InvalidMask:  # compact says that a width is not there any more once the others are cut: widths alone, then
+                alone = partial(find_sites, shortcut="widths")
+                done[name_of_search] = surgery(graph, alone(graph), whole, generator, alone)
     return Row(
         name,
         commit,
         parameters,
         ", ".join("×".join(map(str, e.shape)) for e in graph.example),
-        str(dtype).removeprefix("torch."),
+        INSIDE if dtype == torch.float64 and casts_to_float32(graph) else str(dtype).removeprefix("torch."),
         engine,
         tracing,
         len(weighted) - 1,
@@ -204,8 +221,29 @@ def operate(name: str, commit: str, seed: int) -> Row:
         done["after"],
         grouped(refused, graph.module),
         stream=done["stream"],
+        widths=done.get("widths"),
         output_macs=sum({u.name: u.macs for u in refused if u.reason.startswith("it is the network's output")}.values()),
     )
+
+
+class _Casts(TorchDispatchMode):
+    """Notices a cast from float64 to float32: what follows it differs by float32's rounding between equal networks."""
+
+    seen: bool = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op of torch."""
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.seen |= args[0].dtype == torch.float64 and made.dtype == torch.float32
+        return made
+
+
+def casts_to_float32(graph: Graph) -> bool:
+    """Whether a network of float64 computes something in float32."""
+    with _Casts() as casts:
+        outputs(graph.module, graph.example)
+    return casts.seen
 
 
 def captured(model: nn.Module, example: Any) -> tuple[Graph, str]:
@@ -225,7 +263,7 @@ def captured(model: nn.Module, example: Any) -> tuple[Graph, str]:
         tracing._captured = capture
 
 
-def surgery(graph: Graph, sites: Any, whole: Any, generator: torch.Generator, shortcut: Any) -> Surgery:
+def surgery(graph: Graph, sites: Any, whole: Any, generator: torch.Generator, search: Callable[[Graph], Any]) -> Surgery:
     """Cut, compact, and compare with the masked and the uncut network; then cut and compare again."""
     layers = {layer for site in sites for layer in site.layers}
     narrow, cut = random_cut(graph, sites, generator)
@@ -235,7 +273,7 @@ def surgery(graph: Graph, sites: Any, whole: Any, generator: torch.Generator, sh
     if training is not None and training > 1e-12:  # over two values, BatchNorm divides by their difference: take eight
         eight = tuple(torch.cat([e, e.flip(-1), 0.7 * e, 1.3 * e.flip(-1)]) for e in graph.example if e.is_floating_point())
         training = in_train_mode(narrow.module, reference, eight) if len(eight) == len(graph.example) else training
-    twice, second = random_cut(narrow, find_sites(narrow, shortcut=shortcut), generator)
+    twice, second = random_cut(narrow, search(narrow), generator)
     return Surgery(
         sites=len(sites),
         layers=len(layers),
@@ -324,7 +362,7 @@ def differences(row: Row) -> list[float]:
 def verdict(row: Row) -> str:
     """One word for the table, worst first."""
     if row.before is None or row.after is None:
-        return "crash" if row.failure.startswith("crash") else "refused"
+        return next((outcome for outcome in ("crash", "too slow") if row.failure.startswith(outcome)), "refused")
     if not all(d <= EQUAL[row.dtype] for d in differences(row)):  # a NaN is wrong too
         return "wrong"
     if any(done.sites and not done.effect > 1e3 * EQUAL[row.dtype] for done in row.done):
@@ -346,7 +384,7 @@ def survey_apart(name: str, timeout: float) -> Row:
     commit = _git("rev-parse", "--short", "HEAD")
     try:
         if not receiver.poll(timeout):
-            return Row(name, commit, failure=f"crash: not done after {timeout:.0f} s")
+            return Row(name, commit, failure=f"too slow: not done after {timeout:.0f} s", seconds=timeout)
         return from_json(json.loads(receiver.recv()))
     except EOFError:
         process.join()
@@ -357,22 +395,23 @@ def survey_apart(name: str, timeout: float) -> Row:
 
 
 def read_rows() -> dict[str, Row]:
-    """The rows of earlier runs, by network."""
+    """The rows of earlier runs, by network; a network that is no longer on the list has none."""
     lines = ROWS.read_text().splitlines() if ROWS.exists() else []
-    return {row.model: row for row in map(from_json, map(json.loads, lines))}
+    listed = set(names())
+    return {row.model: row for row in map(from_json, map(json.loads, lines)) if row.model in listed}
 
 
 def write_rows(rows: dict[str, Row]) -> None:
     """One row of JSON a line, in the order of the page."""
     order = {name: place for place, name in enumerate(names())}
-    ordered = sorted(rows.values(), key=lambda row: (order.get(row.model, len(order)), row.model))
+    ordered = sorted(rows.values(), key=lambda row: order[row.model])
     ROWS.parent.mkdir(parents=True, exist_ok=True)
     write_text(ROWS, "".join(json.dumps(asdict(row)) + "\n" for row in ordered))
 
 
 def from_json(record: dict[str, Any]) -> Row:
     """A row as it was written."""
-    for shortcut in ("before", "after", "stream"):
+    for shortcut in SEARCHES:
         if record.get(shortcut) is not None:
             record[shortcut] = Surgery(**record[shortcut])
     record["refusals"] = tuple(Refusal(**r) for r in record["refusals"])
@@ -398,9 +437,10 @@ def model_table(rows: list[Row]) -> str:
     for row in rows:
         short_name = row.model.partition("/")[2]
         if row.before is None or row.after is None:
-            lines.append(f"| {short_name} | | | | | | | | | | | | {verdict(row)}: {short(row.failure)} |")
+            lines.append(f"| {short_name} | | | | | | | | | | | | {outcome(row)} |")
             continue
         trained = [s.training for s in row.done if s.training is not None]
+        precision = row.dtype.rpartition(", ")[2]
         eval_mode = max(d for s in row.done for d in (s.difference, s.again))
         either = max(row.before.prunable_macs, row.after.prunable_macs)
         lines.append(
@@ -408,14 +448,16 @@ def model_table(rows: list[Row]) -> str:
             f"{' / '.join(str(s.sites) for s in row.done)} | {max(s.layers for s in row.done)} of {row.layers} | "
             f"{percent(either, row.macs)} | {percent(row.stream.prunable_macs, row.macs) if row.stream else ''} | "
             f"{' / '.join(percent(s.macs_left, 1) for s in row.done)} | "
-            f"{eval_mode:.0e}{' (float32)' * (row.dtype == 'float32')} | {f'{max(trained):.0e}' if trained else '–'} | "
+            f"{eval_mode:.0e}{f' ({precision})' * (precision != 'float64')} | {f'{max(trained):.0e}' if trained else '–'} | "
             f"{verdict(row)} |"
         )
     return "\n".join(lines)
 
 
-def short(failure: str) -> str:
-    return re.sub(r"\s+", " ", failure).replace("|", "\\|")[:300]
+def outcome(row: Row) -> str:
+    """The verdict, with the reason if the network was not cut."""
+    failure = re.sub(r"\s+", " ", row.failure).replace("|", "\\|")[:300]
+    return f"{verdict(row)}: {failure.removeprefix(verdict(row) + ': ')}" if failure else verdict(row)
 
 
 def refusal_table(rows: list[Row]) -> str:
@@ -497,24 +539,26 @@ def main() -> int:
         "--minutes", type=float, default=float("inf"), help="begin no network after this time (default: no limit)"
     )
     parser.add_argument("--render", action="store_true", help="only rewrite the page from the saved rows")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one network (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one network (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     define_operators()
     for library in LIBRARIES:
         importlib.import_module(library)  # once for all networks
     rows, end, commit = read_rows(), time.monotonic() + 60 * options.minutes, _git("rev-parse", "--short", "HEAD")
+    if unknown := set(options.names) - set(names()):
+        parser.error(f"not on the list of tools/limits_networks.py: {', '.join(sorted(unknown))}")
     missing = [name for name in by_importance() if name not in rows or (options.again and rows[name].commit != commit)]
     for name in [] if options.render else options.names or missing:
         if time.monotonic() > end:
             print(f"{options.minutes:g} minutes are over; the same command goes on with {name}.", file=sys.stderr)
             break
         row = survey_apart(name, options.timeout)
-        print(f"{name}: {verdict(row)} in {row.seconds:.0f} s {short(row.failure)}", file=sys.stderr)
+        print(f"{name}: {outcome(row)} in {row.seconds:.0f} s", file=sys.stderr)
         rows[name] = row
         write_rows(rows)
     update_page(render(list(read_rows().values())))
-    return int(any(verdict(row) not in ("equal", "no sites", "refused") for row in rows.values()))
+    return int(any(verdict(row) not in ("equal", "no sites", "refused", "too slow") for row in rows.values()))
 
 
 if __name__ == "__main__":
