@@ -210,3 +210,25 @@ def test_wrong_shortcut_and_unknown_names(resnet20: Graph) -> None:
         find_site(resnet20, "layer1.0.conv3")
     with pytest.raises(UnknownSite, match="'linear' is not a site: it is the network's output"):
         find_site(resnet20, "linear")
+
+
+class RotatedTail(nn.Module):
+    """A part of a tensor is rotated, as in vision transformers with rotary positions: tensor and part are both mask points."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.answer = nn.Linear(6, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        first, rest = x[:, :1], x[:, 1:]
+        found: Tensor = self.answer(torch.cat([first, rest + 0.5 * rest.flip(1)], 1))
+        return found
+
+
+def test_a_tensor_and_a_part_of_it_are_mask_points_of_one_stream() -> None:
+    graph = trace(RotatedTail().double().eval(), torch.randn(2, 5, 6, dtype=torch.float64))
+    site = find_sites(graph, "stream")[0]
+    keep = {site.name: torch.arange(site.channels) > 3}
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    torch.testing.assert_close(compact(graph, keep)(x), masked(graph, keep)(x), rtol=0, atol=1e-12)

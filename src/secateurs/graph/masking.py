@@ -16,7 +16,7 @@ from secateurs._util.modules import copyable, device_of, with_real_tensors
 from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import KeptNorm, Mask
-from secateurs.graph.node_info import called_module, copy_info_, facts_held
+from secateurs.graph.node_info import called_module, copy_info_, facts_held, pass_on_
 from secateurs.graph.recurrent import recurrent_call, with_factors
 from secateurs.graph.sites import MaskPoint, Site, check_masks, node_masks, share_sites
 from secateurs.graph.trace import Graph, dtype_of
@@ -97,6 +97,7 @@ def insert_behind_(module: fx.GraphModule, node: fx.Node, name: str, layer: nn.M
     module.add_submodule(path, layer)
     with module.graph.inserting_after(node):
         behind = module.graph.call_module(path, (node,))
+    pass_on_(node, behind, "shape")  # a later mask point may be a part that is indexed from this one
     for user in users:
         user.replace_input_with(node, behind)
     return behind
