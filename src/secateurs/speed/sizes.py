@@ -45,7 +45,7 @@ GONE: Size = (0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Alignment:
+class AlignedSum:
     """A sum with terms that carry other channels than it does."""
 
     terms: int  # that have to be aligned
@@ -53,11 +53,11 @@ class Alignment:
 
 
 @dataclass(frozen=True, eq=False)
-class Change:
+class Narrowing:
     """What a cut of one site makes of a network."""
 
     layers: Mapping[fx.Node, NarrowedLayer]  # those whose size changes
-    sums: Mapping[fx.Node, Alignment]  # those that align channels
+    sums: Mapping[fx.Node, AlignedSum]  # those that align channels
 
 
 class Sizing:
@@ -69,16 +69,16 @@ class Sizing:
         self._flows = find_flows(module)
         self._within = find_flows(module, inside=True) if any(site.inside for site in sites) else None  # features of heads
         self._nodes = {node.name: node for node in self._flows.of}
-        self._changes: dict[tuple[str, int], Change] = {}
+        self._changes: dict[tuple[str, int], Narrowing] = {}
         self.full, self.sums = self._layers(live := self._live({})), self._sums(live)
 
-    def change(self, name: str, width: int) -> Change:
+    def change(self, name: str, width: int) -> Narrowing:
         """What changes where the site alone keeps `width` filters, evenly spread."""
         if (name, width) not in self._changes:
             live = self._live({name: spread(width, self.sites[name].channels)})
             layers = {node: layer for node, layer in self._layers(live).items() if layer.size != self.full[node].size}
             sums = {node: found for node, found in self._sums(live).items() if found.terms > self.sums[node].terms}
-            self._changes[name, width] = Change(layers, sums)
+            self._changes[name, width] = Narrowing(layers, sums)
         return self._changes[name, width]
 
     def sizes(self, widths: Widths) -> dict[fx.Node, Size]:
@@ -92,14 +92,14 @@ class Sizing:
                     sums[i] -= full[i] - size[i]
         return {node: (sizes[0], sizes[1], max(sizes[2], 1)) if min(sizes[:2]) > 0 else GONE for node, sizes in left.items()}
 
-    def alignments(self, widths: Widths) -> dict[fx.Node, Alignment]:
+    def alignments(self, widths: Widths) -> dict[fx.Node, AlignedSum]:
         """The sums whose terms have to be aligned because of the cuts."""
-        found: dict[fx.Node, Alignment] = {}
+        found: dict[fx.Node, AlignedSum] = {}
         for name, width in self._cut(widths):
             for node, one in self.change(name, width).sums.items():
-                other = found.get(node, Alignment(0, self.sums[node].width))
+                other = found.get(node, AlignedSum(0, self.sums[node].width))
                 terms = min(one.terms + other.terms, len(self._flows.inputs[node]))
-                found[node] = Alignment(terms, min(one.width, other.width))
+                found[node] = AlignedSum(terms, min(one.width, other.width))
         return found
 
     def _cut(self, widths: Widths) -> list[tuple[str, int]]:
@@ -162,7 +162,7 @@ class Sizing:
                 found[node] = NarrowedLayer(flow, inputs, outputs, groups)
         return found
 
-    def _sums(self, live: Callable[[fx.Node, int], Tensor]) -> dict[fx.Node, Alignment]:
+    def _sums(self, live: Callable[[fx.Node, int], Tensor]) -> dict[fx.Node, AlignedSum]:
         """All sums of channels, with the terms that carry other channels than the sum."""
         found = {}
         for node, flow in self._flows.of.items():
@@ -170,7 +170,7 @@ class Sizing:
                 wanted = live(node, flow.width)
                 terms = [live(i, w) for i, w in zip(self._flows.inputs[node], flow.widths, strict=True) if w == flow.width]
                 differ = sum(bool(term.any()) and not torch.equal(term, wanted) for term in terms)
-                found[node] = Alignment(differ, int(wanted.sum()))
+                found[node] = AlignedSum(differ, int(wanted.sum()))
         return found
 
 

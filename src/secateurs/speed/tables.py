@@ -34,7 +34,7 @@ from secateurs.graph.node_info import pass_on_
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph, shape_of, trace
 from secateurs.speed.engines import Engine, at_batch, machine
-from secateurs.speed.sizes import GONE, Alignment, NarrowedLayer, Size, Sizing, Widths, spread
+from secateurs.speed.sizes import GONE, AlignedSum, NarrowedLayer, Size, Sizing, Widths, spread
 from secateurs.speed.timing import compare, in_rounds
 from secateurs.speed.widths import PROBED, candidates, edges, multiple_at, preferred
 
@@ -320,7 +320,7 @@ class LatencyModel:
             file.keep(key, known)
         return known
 
-    def _seconds_aligning(self, node: fx.Node, one: Alignment) -> float:
+    def _seconds_aligning(self, node: fx.Node, one: AlignedSum) -> float:
         times = self.aligning.get(self._sum_key(node))
         if times is None or not one.width:
             return 0.0
