@@ -223,7 +223,7 @@ class TimePrice:
         best: tuple[Allocation, ...] = ()
         for weight in WATCHED if len(self.times) > 1 else (0.0,):
             found = self._solved(curves, around, price, weight)
-            allowed = found[:1] + ascending([one for one in found[1:] if self._slower_alone(one) <= 0])
+            allowed = ascending([found[0], *(one for one in found[1:] if self._slower_alone(one) <= 0)])
             if not best or allowed[-1].saved > best[-1].saved:
                 best = allowed
             reached = found[-1].saved / 2 if self.target_share is None else min(1 - self.target_share, found[-1].saved)
@@ -244,7 +244,7 @@ class TimePrice:
             widths = self.widths(removed)
             return math.fsum(w * times.saved(widths) for w, times in zip(weights, self.times, strict=True) if w)
 
-        start, weighed = saved(around), []
+        weighed = []
         for name, curve in curves.items():
             alone = {m: saved({**around, name: m}) for m in curve.curve.removed}
             folded = [m == len(curve.original) for m in curve.curve.removed]
@@ -258,7 +258,6 @@ class TimePrice:
             """What cuts of the sites of one branch save together."""
             return saved({**around, **removed}) - saved({**around, **dict.fromkeys(removed, 0)})
 
-        del start
         first_one, *others = best_allocations(weighed, self.context.branches(curves), saved=together)
         by_served = [replace(one, saved=self.times[0].saved(self.widths(one.removed))) for one in others]
         return ascending([first_one, *by_served])
