@@ -23,9 +23,10 @@ from secateurs.graph.layers import Align, SumInto
 from secateurs.graph.structure import activations
 from secateurs.models import build, example_input
 from secateurs.pruning.context import PruningContext
-from secateurs.pruning.results import BranchPrice, ChosenAllocation, ChosenShortcut, SiteCurve, SiteWidths, TimeTable
+from secateurs.pruning.results import ChosenAllocation, ComparedFrontiers, SiteCurve, SiteWidths, TimeTable
 from secateurs.speed import tables
 from secateurs.speed.engines import MeasureEngine, TorchEngine
+from secateurs.speed.sizes import Sizing
 from secateurs.speed.tables import LatencyModel, TableFile, fast_widths, spread
 from secateurs.speed.timing import CLOCK, Clock, Load, in_rounds
 from torture.runs import few_digits
@@ -114,7 +115,7 @@ def with_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeEngine], FakeE
 
 
 def model_of(graph: Graph, engine: FakeEngine, path: Path, multiple: int = 1) -> LatencyModel:
-    model = LatencyModel(graph, find_sites(graph), engine.batch)
+    model = LatencyModel(Sizing(graph, find_sites(graph)), engine.batch)
     widths = {s.name: tables.candidates(s.channels, multiple) for s in find_sites(graph)}
     model.measure(engine, model.wanted(widths), TableFile(engine, path))
     return model
@@ -142,7 +143,7 @@ def test_an_engine_without_steps_leaves_all_widths_and_a_flat_one_none(tmp_path:
 def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: Any) -> None:
     graph = trace(build(name), example_input(name))
     sites = find_sites(graph, shortcut)
-    model = LatencyModel(graph, sites, 1)
+    model = LatencyModel(Sizing(graph, sites), 1)
     generator = seeded(3)
     masks = {s.name: torch.rand(s.channels, generator=generator) < 0.6 for s in sites}
     masks = {name: mask | (torch.arange(len(mask)) == 0) for name, mask in masks.items()}
@@ -155,7 +156,7 @@ def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: 
 def test_layers_of_attention_have_the_sizes_that_compaction_leaves_them() -> None:
     """Without heads, features within heads, and neurons at once."""
     graph = trace(nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).eval(), torch.randn(2, 5, 12))
-    model = LatencyModel(graph, find_sites(graph, head_widths=True), 1)
+    model = LatencyModel(Sizing(graph, find_sites(graph, head_widths=True)), 1)
     heads, attention = "self_attn.in_proj", torch.tensor([True, True, False])
     features = {f"{heads}.query_key": torch.arange(4) > 0, f"{heads}.value": torch.arange(4) > 1}
     found = {str(n.target): layer.size for n, layer in model.narrowed({heads: attention, **features}).items()}
@@ -419,9 +420,9 @@ def test_the_loss_of_a_folded_branch_is_that_after_the_layers_behind_have_made_u
     assert curves["a"].curve.removed[-1] == 8
     assert abs(curves["a"].curve.loss[-1] - curves["a"].curve.loss[0]) < 0.01 * lost
     assert [(step.site, step.kept) for step in result.steps] == [("a", 0)]
-    (price,) = records(run, BranchPrice)
-    assert price.price == min(price.tried, key=lambda one: one[2])[0]
-    assert price.tried[0][2] < 0.01 * lost
+    (compared,) = records(run, ComparedFrontiers)
+    assert [one.price for one in compared.tried] == [1.0, 2.0, 5.0]
+    assert compared.tried[0].rise < 0.01 * lost
 
 
 def test_activations_are_counted_and_can_be_the_target() -> None:
