@@ -99,9 +99,8 @@ class TimeTable:
     """Measured seconds of one kind of layer, or of the network with one site cut, by inputs, filters and groups."""
 
     of: str
-    round: Count  # 0: before any choice; later ones add the sizes that were chosen
+    round: Count  # 0: the first of its kind; later ones add sizes
     seconds: tuple[tuple[tuple[Count, Count, Count], tuple[float, ...]], ...]
-    shortcut: str = ""  # the position that it was measured for, if several are compared
 
 
 @dataclass(frozen=True)
