@@ -42,21 +42,12 @@ def multiples_of_eight(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest
 
     Where no engine is named, time is told by MACs. The speed of a result is measured in few rounds.
     """
-    from engines import MacEngine
+    from engines import with_known_times
     from secateurs import api
     from secateurs.pruning import context, speeds
     from secateurs.speed import tables
 
     monkeypatch.setattr(speeds, "FINAL_ROUNDS", (3, 3))
     monkeypatch.setattr(context, "preferred_multiple", lambda *given: 8)
-    real = api.engine_for
-
-    def engine_for(recipe: Any, measure: Any = None, device: Any = None) -> Any:
-        return (
-            MacEngine()
-            if recipe.engine == "auto" and recipe.deploy is None and measure is None
-            else real(recipe, measure, device)
-        )
-
-    monkeypatch.setattr(api, "engine_for", engine_for)
+    monkeypatch.setattr(api, "engine_for", with_known_times(api.engine_for))
     monkeypatch.setattr(tables, "home", lambda: tmp_path_factory.getbasetemp() / "home")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 
+from engines import with_known_times
+from secateurs import api
 from secateurs.api import Pruner, resume
 from secateurs.config import GENTLE, Recipe, TrainSettings
 from secateurs.scoring.cache import MeasurementCache
@@ -123,6 +125,7 @@ def seen_while_killing(root: Path, wanted: int, recipe: Recipe) -> dict[str, obj
 def main(root: Path, *wanted: str) -> None:
     """For each 'recipe=number': kill runs of that recipe so many times, in a folder of its name."""
     torch.set_num_threads(1)
+    api.engine_for = with_known_times(api.engine_for)
     warm_up()
     counts = {name: int(count) for name, _, count in (each.partition("=") for each in wanted)}
     json.dump({name: seen_while_killing(root / name, count, RECIPES[name]) for name, count in counts.items()}, sys.stdout)

@@ -13,7 +13,7 @@ import secateurs as sc
 from secateurs.data import Examples, load_digits
 from secateurs.training import train_
 
-RECIPE = sc.Recipe.best(max_drop=0.05, criterion="l1", repair="least-squares", repair_examples=128)
+RECIPE = sc.Recipe.best(max_drop=0.05, engine="none", criterion="l1", repair="least-squares", repair_examples=128)
 QUICK: dict[str, Any] = {"recipe": RECIPE, "progress": False}
 ONE_CUT: dict[str, Any] = {"recipe": sc.Recipe.fast(max_drop=0.05, criterion="l1", sites=("0",)), "progress": False}
 

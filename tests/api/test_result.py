@@ -128,7 +128,7 @@ def test_modules_are_taken_where_graphs_are() -> None:
     assert sc.cost(model, example).macs == sc.cost(graph).macs == 64 * (12 * 9 + 16 * 12 * 9) + 640
     smaller = sc.compact(graph, {"0": torch.arange(12) < 6})
     for networks in ((model, smaller), (model, smaller.module), (graph, smaller.module)):
-        timed = sc.latency(*networks, example_input=example, repeats=5, warmup=1)
+        timed = sc.latency(*networks, example_input=example, repeats=5)
         assert timed.batch == 2
         assert len(timed.speedups) == 1
     with pytest.raises(InvalidInput, match=r"Sequential without an example.* find_sites\(model, example_input\)"):

@@ -162,7 +162,7 @@ def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: 
     for site in sites:
         for width in {1, site.channels // 2, site.channels - 1} - {0}:
             assert differing({site.name: width}) == []
-    # behind a sum whose terms all lose a channel it goes, which no cut alone tells: what is predicted is never less than is left
+    # a channel that all terms of a sum lose goes behind it, which no cut alone tells: no less is predicted than is left
     together = differing({site.name: -(-site.channels // 2) for site in sites})
     assert all(one >= other for predicted, left in together for one, other in zip(predicted, left, strict=True))
     assert not together or shortcut == "before"

@@ -123,7 +123,7 @@ def test_the_users_own_training_is_called_for_every_trial() -> None:
 def test_trials_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(InvalidInput, match="no training is given"):
         Pruner(network(), DATA, recipe=replace(RECIPE, retrain=None, train_trials=True))
-    for wrong in ({"allocation": "sequential"}, {"finetune": TRAINING}, {"recalibrate": 10}):
+    for wrong in ({"allocation": "sequential", "shortcut": "before"}, {"finetune": TRAINING}, {"recalibrate": 10}):
         with pytest.raises(RecipeError, match="train_trials = true"):
             replace(RECIPE, train_trials=True, **wrong)
     with pytest.raises(RecipeError, match="every-layer"):

@@ -357,7 +357,7 @@ def test_every_site_of_an_allocation_has_a_figure_and_no_axis_goes_beyond_the_wh
     titles = [(given["aria-label"] or "").split(".")[0] for tag, given in page.tags if tag == "svg" and "aria-label" in given]
     steps = [entry for entry in entries_of(folder) if entry["unit"] == "step"]
     assert titles.count("Loss against filters removed") == len(steps) > 0
-    assert "Predicted loss against MACs removed" in titles
+    assert "Predicted loss against time removed" in titles
     figure = charts.allocation(read_run(folder))
     assert figure is not None
     drawn = ElementTree.fromstring(f"<g>{figure.body}</g>")

@@ -534,7 +534,7 @@ def test_a_training_that_diverges_in_a_later_epoch_leaves_the_network_before_the
     from secateurs import resume
 
     # every step multiplies the weights by 9: too large for float32 in the second epoch
-    asked = TrainSettings(epochs=3, batch=64, lr=1e-3, weight_decay=1e4, momentum=0.0, schedule="constant")
+    asked = TrainSettings(epochs=3, batch=64, lr=1e-2, weight_decay=1e3, momentum=0.0, schedule="constant")
     plain = Recipe.fast(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",))
     untrained = Pruner(perceptron(), DATA, recipe=plain).finish()
     recipe = replace(plain, retrain=asked)

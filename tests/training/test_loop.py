@@ -481,7 +481,7 @@ def test_a_checkpoint_of_something_else_is_refused() -> None:
         ({"schedule": "cosin"}, "schedule = 'cosin': wanted one of .* Did you mean 'cosine'"),
         ({"lr": 0.0}, "lr = 0.0: wanted a number above 0"),
         ({"lr": math.nan}, "lr = nan: wanted a number above 0"),
-        ({"batch": 0}, "batch = 0: wanted 1 or more"),
+        ({"batch": 0}, "batch = 0: wanted 1 to"),
         ({"epochs": 2.5}, "epochs = 2.5: got float, wanted a whole number"),
         ({"momentum": 1.0}, "momentum = 1.0: wanted 0 to 0.9999"),
         ({"milestones": (3,)}, "milestones go with schedule 'step'"),

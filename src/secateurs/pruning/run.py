@@ -257,7 +257,7 @@ class Run:
             site = context.site(self.original, name)
             if site is not None:
                 progress.report("curve", number - 1, len(names), site)
-                if self.workers.size > 1 and name not in shared:
+                if self.workers.size > 1 and name not in shared and not self._has_curve(site):
                     shared = self._shared_curves(names[number - 1 :], number)
                 measure = partial(self._measure_curve, site, shared.get(name))
                 found[name] = self.journal.once(SiteCurve, measure, site=name, **context.at_node(site))
@@ -287,7 +287,7 @@ class Run:
         self._prepare_curves(sites)
         numbers = {name: number + place for place, name in enumerate(names)}
         curves = self.workers.map(
-            "curves",
+            f"curves, {self.context.shortcut}",
             len(sites),
             lambda ticket: curve_tensors(self._curve_at(sites[ticket], numbers[sites[ticket].name])),
             names=[site.node for site in sites],
