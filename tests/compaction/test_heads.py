@@ -42,6 +42,14 @@ def as_transformers(net: Net, x: Tensor) -> Tensor:
     return torch.matmul(weights, v).permute(0, 2, 1, 3).contiguous().view(x.size(0), -1, 12)
 
 
+def as_traced_transformers(net: Net, x: Tensor) -> Tensor:
+    """With views that change nothing behind attention, as where transformers' own function for it is captured."""
+    b, n, _ = x.shape
+    q, k, v = (part.view(b, n, -1, 4).transpose(1, 2) for part in net.qkv(x).chunk(3, -1))
+    y = F.scaled_dot_product_attention(q, k, v).reshape(b, -1, n, 4)
+    return y.transpose(1, 2).view(b, n, -1, 4).reshape(b, n, -1).contiguous()
+
+
 def in_chunks(net: Net, x: Tensor) -> Tensor:
     b, n, c = x.shape
     q, k, v = net.qkv(x).chunk(3, -1)
@@ -63,7 +71,7 @@ def of_images(net: Net, x: Tensor) -> Tensor:
 
 
 FORMS: dict[str, Callable[[Net, Tensor], Tensor]] = {
-    form.__name__: form for form in (as_timm, by_hand, as_transformers, in_chunks, by_einsum, of_images)
+    form.__name__: form for form in (as_timm, by_hand, as_transformers, as_traced_transformers, in_chunks, by_einsum, of_images)
 }
 
 
@@ -348,6 +356,37 @@ def test_heads_of_multihead_attention_are_removed(itself: bool, options: dict[st
     assert last.original == (0, 2)
     alone = assert_compact_is_masked(smaller, {last: torch.tensor([False, True])})
     assert not any(layer in site.layers for layer in last.layers for site in find_sites(alone) if site.channels > 1)
+
+
+@pytest.mark.parametrize("second", ["of the first", "with its keys", "with its queries", "unread"])
+def test_heads_of_one_attention_right_behind_another_are_removed(second: str) -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        h = net.stem(x)
+        y, _ = net.first(h, h, h)
+        query, key = {"with its keys": (h, y), "with its queries": (y, h)}.get(second, (y, y))
+        z, _ = net.second(query, key, key)
+        return net.out(y if second == "unread" else z)
+
+    first, again = (nn.MultiheadAttention(12, 3, batch_first=True) for _ in range(2))
+    graph = traced(Net(body, stem=nn.Linear(4, 12), first=first, second=again, out=nn.Linear(12, 3)), X)
+    heads = [site for site in find_sites(graph) if site.unit == "heads"]
+    assert [site.channels for site in heads] == [3, 3]
+    smaller = assert_compact_is_masked(graph, {site: without(3, 1) for site in heads}, (X[:2],))
+    assert smaller.module.get_submodule("first.out_proj").in_features == 8
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_multihead_attention_is_traced_in_double_precision(heads: int, bias: bool) -> None:
+    attention = nn.MultiheadAttention(12, heads, bias=bias, batch_first=True)
+    x = random_tensor(3, 5, 12)
+    assert x.dtype is torch.float64
+    model = Net(
+        lambda net, x: net.out(net.attention(x, x, x, need_weights=False)[0]), attention=attention, out=nn.Linear(12, 3)
+    )
+    graph = trace(randomise_(model.double().eval()), x)
+    assert "attention.out_proj" in [site.name for site in find_sites(graph)]
+    assert_same(run(graph.module, x), run(model, x))
 
 
 def test_multihead_attention_computes_what_torch_does_in_train_mode() -> None:

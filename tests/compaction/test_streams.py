@@ -29,6 +29,8 @@ from secateurs.models import build
 from secateurs.repair import prepare, repair_
 from secateurs.scoring.engine import split_for
 from secateurs.scoring.evaluator import SiteEvaluator
+from secateurs.scoring.network import with_factors
+from secateurs.speed.sizes import Sizing
 
 
 class Attention(nn.Module):
@@ -423,3 +425,84 @@ def test_a_norm_that_holds_an_activation() -> None:
     assert [site.name for site in sites] == ["a"]
     assert_compact_is_masked(graph, random_keep(list(sites), 0), (x[:1],))
     split_at(graph, sites[0])
+
+
+# ---- streams that begin with a recurrent module ---------------------------------------------------------------------------
+
+
+def after_recurrent(kind: Callable[..., nn.Module], options: dict[str, Any], norm: bool, state: bool) -> Net:
+    def body(net: Net, x: Tensor) -> Tensor:
+        y, states = net.r(x)
+        z = net.out(y + net.g(F.relu(net.f(net.n(y)))))
+        last = states[0] if isinstance(states, tuple) else states
+        return (z if options.get("batch_first") else z.transpose(0, 1)).mean(1) + (net.last(last[-1]) if state else 0)
+
+    width = 6 * (1 + options.get("bidirectional", False))
+    layers = {"n": nn.LayerNorm(width) if norm else nn.Identity(), "f": nn.Linear(width, 8), "g": nn.Linear(8, width)}
+    net = Net(body, r=kind(4, 6, **options), **layers, out=nn.Linear(width, 3), last=nn.Linear(6, 3))
+    randomise_(net)
+    return net
+
+
+RECURRENT_NETS = {
+    f"{kind.__name__}, norm={norm}, state={state}, {options}": (kind, options, norm, state)
+    for kind, options, norm, state in [
+        (nn.LSTM, {"batch_first": True}, True, False),
+        (nn.GRU, {"batch_first": True}, False, True),
+        (nn.RNN, {"num_layers": 2}, False, False),
+        (nn.LSTM, {"batch_first": True, "num_layers": 2}, False, True),
+    ]
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT_NETS)
+def test_a_stream_that_begins_with_a_recurrent_module_takes_its_units(name: str) -> None:
+    """A unit that goes is gone from the recurrence, too: as in the module with zeros in all weights that read it."""
+    net, x = after_recurrent(*RECURRENT_NETS[name]), random_tensor(2, 5, 4)
+    graph = trace(net, x)
+    sites = find_sites(graph, "stream")
+    stream = next(site for site in sites if site.name == "stream")
+    smaller = assert_compact_is_masked(graph, {"stream": without(6, 1, 4)})
+    assert (smaller.module.r.hidden_size, smaller.module.out.in_features) == (4, 4)
+    if not isinstance(net.n, nn.LayerNorm):  # whose statistics would count the zeros
+        zeroed = copy.deepcopy(net)
+        with torch.no_grad():
+            for parameter, weight in zeroed.named_parameters():
+                if parameter.split(".")[-1] in ("weight_hh_l0", "weight_hh_l1", "weight_ih_l1") or parameter in READERS:
+                    weight[:, [1, 4]] = 0
+        assert_same(run(smaller.module, x), run(zeroed, x))
+    alone = [site.name for site in sites if site.unit == "units"]
+    if alone:
+        assert_compact_is_masked(graph, {"r": without(6, 0), stream: without(6, 1, 4)})
+        fewer = assert_compact_is_masked(graph, {"r": without(6, 0)})
+        assert_compact_is_masked(fewer, {"stream": without(next(s for s in find_sites(fewer, "stream")).channels, 1)})
+    sizes = {node.name: size[:2] for node, size in Sizing(graph, sites).sizes({"stream": 4}).items()}
+    assert (sizes["f"], sizes["g"], sizes["out"]) == ((4, 8), (8, 4), (4, 3))  # what time is predicted from
+    again = find_sites(smaller, "stream")
+    assert again[[site.name for site in again].index("stream")].original == (0, 2, 3, 5)
+    assert_compact_is_masked(smaller, {"stream": without(4, 0)})
+
+
+READERS = ("f.weight", "out.weight", "last.weight")
+
+
+@pytest.mark.parametrize("name", [name for name in RECURRENT_NETS if "batch_first" in name])
+def test_units_of_a_stream_are_measured_and_have_slopes(name: str) -> None:
+    x = random_tensor(3, 5, 4)
+    graph, examples = trace(after_recurrent(*RECURRENT_NETS[name]), x), Examples(x, torch.tensor([0, 1, 2]))
+    site = next(site for site in find_sites(graph, "stream") if site.name == "stream")
+    masks = torch.stack([without(6, 0), without(6, 1, 2)])
+    wanted = [cross_entropy(run(masked(graph, {site: mask}), x), examples.targets).mean() for mask in masks]
+    network = split_for(graph, site, examples, batch=2)
+    assert_same(network.measure(masks, [cross_entropy])[:, 0], torch.stack(wanted), atol=1e-11)
+    everywhere = with_factors(graph, find_sites(graph, "stream"))
+    factors = [masks[:1].double() if s == site else torch.ones(1, s.channels).double() for s in find_sites(graph, "stream")]
+    assert_same(run(everywhere, x, *factors), run(masked(graph, {site: masks[0]}), x))
+
+
+def test_outputs_of_two_directions_are_no_stream() -> None:
+    net = after_recurrent(nn.LSTM, {"batch_first": True, "bidirectional": True}, False, False)
+    graph = trace(net, random_tensor(2, 5, 4))
+    sites = find_sites(graph, "stream")
+    assert {site.name: site.unit for site in sites} == {"r": "units", "f": "filters", "g": "filters"}
+    assert_compact_is_masked(graph, {"r": without(6, 1, 2), "f": without(8, 0)})

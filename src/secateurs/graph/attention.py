@@ -100,7 +100,7 @@ def _linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
 def _expand_call_(
     module: fx.GraphModule, node: fx.Node, given: dict[str, Any], attention: nn.MultiheadAttention, *, packed: bool
 ) -> None:
-    """Replace one call by calls of the layers; the new nodes have no shapes yet."""
+    """Replace one call by calls of the layers; of the new nodes, only the result has a shape yet."""
     graph, path, batch_first = module.graph, str(node.target), attention.batch_first
     width = attention.head_dim
 
@@ -131,6 +131,7 @@ def _expand_call_(
         if batch_first:  # after the layer, as torch does it: dropout draws its numbers in the order of memory
             result = graph.call_method("transpose", (result, 0, 1))
     for user in list(node.users):
+        pass_on_(user, result, "shape")  # another attention may read it before shapes are recorded again
         user.replace_all_uses_with(result)
         graph.erase_node(user)
     graph.erase_node(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,6 +139,29 @@ class NormFactor(KeptNorm):
         return super().forward(x, None if factors is None else self.factor.each(x, factors))
 
 
+def multiply_(module: fx.GraphModule, node: fx.Node, point: MaskPoint, factors: fx.Node) -> None:
+    """Multiply the channels behind `node`, a mask point, by `factors`, a placeholder for (1, C) or (n, C).
+
+    A norm takes its statistics with them; a recurrent module takes them within, for all its outputs.
+    """
+    called, call, path = called_module(module, node), recurrent_call(node), str(node.target)
+    if isinstance(called, NORMS):
+        module.set_submodule(path, NormFactor(called, point).to(device_of(module)))
+        node.args = (*node.args, factors)
+    elif call is None:
+        behind = insert_behind_(module, node, f"factor_{node.name}", Factor(point).to(device_of(module)))
+        behind.args = (*behind.args, factors)
+        if node.op == "placeholder":  # a call must follow all placeholders
+            factors.append(behind)
+    elif call is node:
+        module.set_submodule(path, with_factors(module.get_submodule(path)))
+        with module.graph.inserting_before(node):
+            units = module.graph.call_function(operator.getitem, (factors, (slice(None), list(point.sources))))
+            if "factors" in node.kwargs:  # of another site that has these units
+                units = module.graph.call_function(operator.mul, (units, node.kwargs["factors"]))
+        node.kwargs = {**node.kwargs, "factors": units}
+
+
 @dataclass(frozen=True)
 class Split:
     """A network in two parts: `suffix(kept · prefix(x), *carried)` is the masked network.
@@ -224,23 +248,7 @@ def _part(
         graph.output(tuple(env[node] for node in outputs))
     part = fx.GraphModule(module, graph, class_name=name)
     for node, point in (points or {}).items():
-        called, call = called_module(module, node), recurrent_call(node)
-        if isinstance(called, NORMS):
-            part.set_submodule(str(node.target), NormFactor(called, point).to(device_of(module)))
-            env[node].args = (*env[node].args, factors)
-            continue
-        if call is not None and call != node:
-            continue  # an output of a recurrent module, to which the module applies the factors
-        if call is not None:
-            path = str(node.target)
-            part.set_submodule(path, with_factors(module.get_submodule(path)))
-            env[node].kwargs = {**env[node].kwargs, "factors": factors}
-            if factors is not None:
-                next(iter(reversed([n for n in graph.nodes if n.op == "placeholder"]))).append(env[node])
-            continue
-        with_factor = insert_behind_(part, env[node], f"factor_{node.name}", Factor(point).to(device_of(module)))
-        with_factor.args = (*with_factor.args, factors)
-        if factors is not None and env[node].op == "placeholder":  # a call must follow all placeholders
-            factors.append(with_factor)
+        assert factors is not None
+        multiply_(part, env[node], point, factors)
     part.recompile()
     return part

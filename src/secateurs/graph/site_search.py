@@ -334,15 +334,27 @@ class _Search:
             taken = {site.name for site in sites}
             names = (stream.name if not number else f"{stream.name}_{number}" for number in count())
             name = next(name for name in names if name not in taken)
-            places = [self._behind_gather(place) for place in stream.places]
-            found = self.site(places, partial(_given, name))
+            places = self._with_all_parts([self._behind_gather(place) for place in stream.places])
+            found = self.site(places, partial(_given, name)) if places else ""
             if isinstance(found, Site) and found.layers:
                 sites.append(found)
         return sites
 
+    def _with_all_parts(self, places: Sequence[fx.Node]) -> list[fx.Node]:
+        """Return the places, with all outputs and states of the recurrent modules among them, in network order.
+
+        A unit that goes is gone from all of them. Empty where one has outputs of two directions: these go together, while the
+        channels of a stream go one by one.
+        """
+        calls = {recurrent_call(place) for place in places if isinstance(self.flows.of[place], Recurrent)}
+        parts = [part for call, found in _recurrent_calls(self.flows).items() if call in calls for part in found]
+        if any(flow.copies > 1 for part in parts if isinstance(flow := self.flows.of[part], Recurrent)):
+            return []
+        return sorted({*places, *parts}, key=self.order.__getitem__)
+
     def covered_by(self, sites: Sequence[Site]) -> set[fx.Node]:
         """Return the layers all of whose filters go with channels of `sites`."""
-        nodes = {node.name: node for node in self.flows.of}
+        nodes = {node.name: node for node in self.graph.module.graph.nodes}
         covered: dict[fx.Node, Tensor] = {}
         for site in sites:
             for left in (0, site.channels - 1):  # without any channel left, whole branches would be dead
@@ -404,7 +416,7 @@ class _Search:
             return "its filters are read elsewhere, too, such as for the statistics of a BatchNorm that is called several times"
         names = [info(place).get("site_names", {}).get(self.shortcut) for place in places]
         name = next((name for name in names if name), None) or named(layers)
-        points_of = tuple(self._point(node, source, points) for node, source in points.items())
+        points_of = (*(self._point(node, source, points) for node, source in points.items()), *self._points_within(starts))
         unit = "features" if self.shortcut == "widths" else "heads" if self._is_of_heads(places[0]) else "filters"
         return Site(name, len(original), layers, tuple(original.tolist()), followed.wide, points_of, own, unit=unit)
 
@@ -465,9 +477,18 @@ class _Search:
         original = self.graph.ids.get(parts[0].name, torch.arange(wide))[: flow.units]
         behind = {**starts, **found.points}
         points = [self._point(node, source, behind) for node, source in behind.items()]
-        within = MaskPoint(call.name, 0, flow.units, tuple(range(flow.units)), tuple(range(flow.units)))
         path = str(call.target)
-        return Site(path, flow.units, (path,), tuple(original.tolist()), wide, (*points, within), unit="units")
+        within = self._points_within(starts)
+        return Site(path, flow.units, (path,), tuple(original.tolist()), wide, (*points, *within), unit="units")
+
+    def _points_within(self, starts: Mapping[fx.Node, Tensor]) -> list[MaskPoint]:
+        """Return the mask points within the recurrent modules whose outputs are among `starts`: a unit is read there first."""
+        found: dict[str, MaskPoint] = {}
+        for part, source in starts.items():
+            if isinstance(flow := self.flows.of[part], Recurrent) and (call := recurrent_call(part)) is not None:
+                units = tuple(range(flow.units))
+                found[call.name] = MaskPoint(call.name, 0, flow.units, units, tuple(source[: flow.units].tolist()))
+        return list(found.values())
 
     def _followed(self, places: Sequence[fx.Node], *, norms: bool) -> _Followed:
         """Follow the channels behind `places` to what reads them."""

@@ -220,7 +220,7 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
     copied.train()
     aligned = align_train_and_eval_(module, follow, demanded=demanded)
     if expand_attention_(module, leaves):
-        _record_new_shapes_(module)
+        record_shapes_(module, example)
     compute_weights_(module)
     normalise_(module)
     _record_origins_(module)
@@ -309,17 +309,6 @@ def _without_values(module: fx.GraphModule, inputs: tuple[Tensor, ...]) -> _Reco
     except Exception:  # a forward that reads values, or makes tensors on another device
         return None
     return recorder
-
-
-def _record_new_shapes_(module: fx.GraphModule) -> None:
-    """Record the output shapes of the parts of attention, which have none yet, from those of the nodes that they read."""
-    known = {node: info(node)["shape"] for node in module.graph.nodes if "shape" in info(node)}
-    values = {n: s.value if s.dims is None else torch.empty(s.dims, device="meta") for n, s in known.items()}
-    recorder = _OnMeta(module)
-    with eval_mode(module):
-        recorder.run(initial_env=values)
-    for node, shape in recorder.shapes.items():
-        info(node)["shape"] = shape
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:

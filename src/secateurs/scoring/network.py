@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from secateurs._util.modules import Device, device_of, keeping_modes, on_device
+from secateurs._util.modules import Device, keeping_modes, on_device
 from secateurs.data.dataset import Examples, generator_for
 from secateurs.distributed import active
 from secateurs.errors import NonFinite
-from secateurs.graph.masking import Factor, copy_module, insert_behind_
+from secateurs.graph.masking import copy_module, multiply_
 from secateurs.graph.node_info import values_of_an_example
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
@@ -131,8 +131,7 @@ def with_factors(graph: Graph, sites: Sequence[Site]) -> fx.GraphModule:
         with module.graph.inserting_after(last):
             last = module.graph.placeholder(f"factors_{number}_of_{site.node}")
         for point in site.points:
-            behind = insert_behind_(module, nodes[point.node], f"factor_{point.node}", Factor(point).to(device_of(module)))
-            behind.args = (*behind.args, last)
+            multiply_(module, nodes[point.node], point, last)
     module.recompile()
     return module
 

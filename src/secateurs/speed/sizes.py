@@ -68,7 +68,7 @@ class Sizing:
         module = spread_sums(graph.module)
         self._flows = find_flows(module)
         self._within = find_flows(module, inside=True) if any(site.inside for site in sites) else None  # features of heads
-        self._nodes = {node.name: node for node in self._flows.of}
+        self._nodes = {node.name: node for node in module.graph.nodes}
         self._changes: dict[tuple[str, int], Narrowing] = {}
         self.full, self.sums = self._layers(live := self._live({})), self._sums(live)
 

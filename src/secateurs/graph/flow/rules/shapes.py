@@ -40,8 +40,9 @@ def reshaping(op: Op) -> Flow:
         return heads
     made, inner = after[place], place + 1
     resizer = None if flattens else _unflattened(op) if unflattens else _resizer
-    cut_at = info(op.node).get("channel_axis", place)  # a cut that left one channel leaves sizes that say nothing
-    if made == width and cut_at == place:
+    # a cut that left one channel leaves sizes that say nothing; another axis than these two is that of the heads around them
+    cut_at = info(op.node).get("channel_axis", place)
+    if made == width and not (cut_at == inner and after[inner] == 1):
         return Channelwise(place, axis, width, keeps_zero=True, resize=resizer and resizer(place))
     if made > width and made % width == 0 and made in accumulate(before[axis:], operator.mul):
         index = torch.arange(width).repeat_interleave(made // width)
