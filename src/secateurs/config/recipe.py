@@ -73,8 +73,8 @@ class Recipe(EnsembleSettings):
     shortcut: ShortcutChoice = setting(
         None,
         "Where the last filters of a residual block are masked: before or after the add, or all of a stage's with one mask "
-        "(stream), or all that the model's own code ties together (coupled); auto: where the same saving costs least, with all "
-        "sites weighed together. By default auto where time is weighed, else before.",
+        "(stream), or all that the model's own code ties together (coupled); auto: before, after and stream weighed together. "
+        "By default auto where time is weighed, else before.",
         "pruning",
     )
     head_widths: bool = setting(

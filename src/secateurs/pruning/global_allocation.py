@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from secateurs._util.decode import brief
 from secateurs.compaction import compact
-from secateurs.config import REFITTED, Shortcut
+from secateurs.config import REFITTED
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import NonFinite, RunError
 from secateurs.graph.channels import none_of
@@ -30,21 +30,22 @@ from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import HeldOut, PreparedSite, PruningContext
 from secateurs.pruning.finetune import forget_trials, load_trial, train_trial
 from secateurs.pruning.results import (
-    BranchPrice,
     ChosenAllocation,
-    ChosenShortcut,
+    ComparedFrontiers,
+    FrontierTrial,
     SiteCurve,
     SiteWidths,
     SpeedTrial,
     Trial,
-    TriedShortcut,
 )
 from secateurs.pruning.speeds import is_faster, judged
 from secateurs.repair import solve_together, write_
 from secateurs.selection.allocation import Allocation, Curve, calibrated, frontier
+from secateurs.selection.knapsack import ascending
 
 _MOST_TRIED = 160  # allocations that a search looks among: neighbours then differ by less than their accuracies are known
 _MOST_TIMED = 4  # allocations that are timed against the original network before it is returned as it was
+_MOST_WRONG = 10.0  # factor between the rise of the loss that is predicted for a network, and the one that is measured
 _TINY = 1e-12  # sums of shares are rounded
 _GRID = 8  # points of a curve between nothing and all filters
 _CALIBRATED_AT = (2, 5)  # of them: where a predicted curve is measured
@@ -169,34 +170,35 @@ def _saved_alone(context: PruningContext, site: Site, ranking: Ranking, count: i
     return parameters if by_parameters else macs
 
 
-def allocate(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str, SiteCurve]) -> ChosenAllocation:
+def allocate(context: PruningContext, budget: AccuracyBudget, found: Sequence[Frontier]) -> ChosenAllocation:
     """Choose how many filters each site loses: the most that is within the contract, or enough for the target.
 
     Every trial is journaled, and so is the choice: a killed run repeats none of them.
     """
-    found = context.journal.once(ChosenAllocation, lambda: _choose(context, budget, curves))
-    wrong = [name for name, m in found.removed.items() if name not in curves or m not in curves[name].curve.removed]
+    chosen = context.journal.once(ChosenAllocation, lambda: _choose(context, budget, joined(found)))
+    curves = next((each.curves for each in found if each.context.shortcut == chosen.shortcut), {})
+    wrong = [name for name, m in chosen.removed.items() if name not in curves or m not in curves[name].curve.removed]
     if wrong:
         raise RunError(
             f"journal.jsonl: the allocation does not fit site {brief(repr(wrong[0]))}. Restore the run from a copy, or start a "
             f"new one."
         )
     if context.recipe.train_trials:
-        forget_trials(context, found.place)
-    return found
+        forget_trials(context, chosen.place)
+    return chosen
 
 
-def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str, SiteCurve]) -> ChosenAllocation:
+def _choose(context: PruningContext, budget: AccuracyBudget, best: JoinedFrontier) -> ChosenAllocation:
     """Try allocations as whole networks."""
     baseline, sets = budget.original, context.acceptance_sets
-    values, allocations = baseline.values, allocations_for(context, curves)
+    values, allocations = baseline.values, best.allocations
     networks: dict[int, Graph] = {}
     train = context.recipe.train_trials
 
     def network(index: int) -> Graph:
         if index not in networks:
             networks.clear()  # one at a time: they are as large as the user's
-            networks[index] = apply_allocation(context, curves, allocations[index])
+            networks[index] = best.network(index)
         return networks[index]
 
     def measure(judge: Literal["trained", "steering"], index: int, graph: Graph) -> Trial:
@@ -243,7 +245,7 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
         judge = "certifying" if certifies else "trained" if train else "steering"
         passed = {each.place: each.upper for each in context.journal.of(Trial, judge=judge) if each.accepted}
         chosen = _fastest(context, chosen, allocations, passed, network)
-    return replace(chosen, seconds=context.clock.lap())
+    return replace(chosen, shortcut=best.sources[chosen.place].context.shortcut, seconds=context.clock.lap())
 
 
 def _fastest(
@@ -426,28 +428,51 @@ def apply_allocation(
     return context.refit(graph) if any(allocation.removed.values()) else graph
 
 
-def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) -> Sequence[Allocation]:
-    """The frontier, up to the first allocation whose cuts, made together, reach all targets; else all of it."""
+# ---- frontiers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """Allocations of one shortcut position and one price of folded branches, each of which saves more than the last."""
+
+    context: PruningContext  # of that position
+    curves: Mapping[str, SiteCurve]
+    allocations: Sequence[Allocation]
+    price: float = 1.0
+    reaches: bool = False  # the last one reaches all targets
+
+    def network(self, allocation: Allocation) -> Graph:
+        """The network with all cuts of an allocation made and repaired."""
+        return apply_allocation(self.context, self.curves, allocation)
+
+
+def frontiers_of(context: PruningContext, curves: Mapping[str, SiteCurve]) -> list[Frontier]:
+    """The frontiers of the context's position: one, or where time counts and branches can be folded, one for each price."""
     if not curves:
-        return (Allocation({}, 0.0, 0.0),)
-    by_time, recipe = context.by_time, context.recipe
-    if by_time:
-        allocations = _at_best_price(context, curves, context.time_price.allocations(curves))
-    else:
-        allocations = frontier([curve.curve for curve in curves.values()], context.branches(curves))
-    every = -(-len(allocations) // _MOST_TRIED)  # predicted curves have a point for every filter
-    allocations = (*allocations[:-1:every], allocations[-1]) if every > 1 else allocations
-    share = context.time_price.target_share if by_time else None
+        return [Frontier(context, curves, (Allocation({}, 0.0, 0.0),))]
+    if not context.by_time:
+        return [
+            _up_to_target(context, curves, frontier([each.curve for each in curves.values()], context.branches(curves)), 1.0)
+        ]
+    by_price = context.time_price.allocations(curves)
+    refits = context.recipe.repair in REFITTED
+    return [_up_to_target(context, curves, found, price) for price, found in by_price.items() if refits or price == 1.0]
+
+
+def _up_to_target(
+    context: PruningContext, curves: Mapping[str, SiteCurve], allocations: Sequence[Allocation], price: float
+) -> Frontier:
+    """The allocations up to the first whose cuts, made together, reach all targets; else all of them."""
+    recipe = context.recipe
+    share = context.time_price.target_share if context.by_time else None
     by_structure = any(t is not None for t in (recipe.target_macs, recipe.target_parameters, recipe.target_memory))
-    if not by_structure and share is None:
-        return allocations
 
     def reaches(index: int) -> bool:
         """By structure and predicted time alone: nothing is repaired or measured."""
         if share is not None and allocations[index].saved < 1 - share:
             return False
         if not by_structure:
-            return True
+            return share is not None
         masks: dict[str | Site, Tensor] = {}
         for name, curve in curves.items():
             site, m = context.site(context.original, name), allocations[index].removed[name]
@@ -458,60 +483,83 @@ def allocations_for(context: PruningContext, curves: Mapping[str, SiteCurve]) ->
         enough = macs >= (recipe.target_macs or 0.0) and parameters >= (recipe.target_parameters or 0.0)
         return enough and context.memory_left(smaller) <= (recipe.target_memory or 1.0)
 
-    return allocations[: bisect_left(range(len(allocations) - 1), True, key=reaches) + 1]
+    if not by_structure and share is None:
+        return Frontier(context, curves, allocations, price)
+    last = bisect_left(range(len(allocations) - 1), True, key=reaches)
+    return Frontier(context, curves, allocations[: last + 1], price, reaches(last))
 
 
-def _at_best_price(
-    context: PruningContext, curves: Mapping[str, SiteCurve], by_price: Mapping[float, Sequence[Allocation]]
-) -> Sequence[Allocation]:
-    """Make an allocation of each price of folded branches, all of about the same saving, and take that of the least loss."""
+@dataclass(frozen=True, eq=False)
+class JoinedFrontier:
+    """Allocations of several frontiers, each of which saves more than the last, and the frontier that each is from."""
 
-    def compare() -> BranchPrice:
-        target = context.time_price.target_share
-        wanted = min(found[-1].saved for found in by_price.values()) / 2 if target is None else 1 - target
-        start, losses, tried = context.loss(context.original, context.held_out), dict[str, float](), []
-        for price, found in by_price.items():
-            chosen = next((one for one in found if one.saved >= wanted - _TINY), found[-1])
-            known = repr(sorted(chosen.removed.items()))
-            if known not in losses:
-                losses[known] = context.loss(apply_allocation(context, curves, chosen), context.held_out) - start
-            tried.append((price, chosen.saved, losses[known]))
-        return BranchPrice(min(tried, key=lambda one: one[2])[0], tuple(tried), **context.of_position)
+    allocations: tuple[Allocation, ...]
+    sources: tuple[Frontier, ...]
 
-    if len(by_price) == 1 or context.recipe.repair not in REFITTED:
-        return by_price[1.0]
-    found = context.journal.once(BranchPrice, compare, **context.of_position)
-    if found.price not in by_price:
-        raise RunError(
-            f"journal.jsonl: got a price of {found.price} for branches, wanted one of {', '.join(map(str, by_price))}."
-        )
-    return by_price[found.price]
+    def network(self, index: int) -> Graph:
+        """The network of the allocation with that index."""
+        return self.sources[index].network(self.allocations[index])
 
 
-def compare_shortcuts(
-    found: Mapping[Shortcut, tuple[PruningContext, Mapping[str, SiteCurve], Sequence[Allocation]]],
-) -> ChosenShortcut:
-    """Make one allocation of each position, all with about the same saving, and take the position of the least loss.
+def joined(found: Sequence[Frontier]) -> JoinedFrontier:
+    """The best allocations of all frontiers.
 
-    The saving is that of the target; without one, half of the most that any position can save. A position that cannot save
-    as much is only taken if none can. Savings come in steps: a loss is brought to the saving that is wanted as its square,
-    for losses grow about as fast as that.
+    Predictions of different positions and prices are wrong by different factors: what cuts lose together is not what they lose
+    alone. So a network of each frontier is made and measured, and what the frontier predicts is multiplied by that factor.
     """
-    half = max(allocations[-1].saved for _, _, allocations in found.values()) / 2
-    tried = []
-    for shortcut, (context, curves, allocations) in found.items():
-        recipe = context.recipe
-        target = context.time_price.target_share if recipe.has_time_target and context.by_time else None
-        bounded = any(t is not None for t in (recipe.target_macs, recipe.target_parameters, recipe.target_memory))
-        wanted = 1 - target if target is not None else allocations[-1].saved if bounded else half
-        reached = (i for i, one in enumerate(allocations) if one.saved >= wanted - _TINY)
-        chosen = allocations[next(reached, len(allocations) - 1)]
-        held_out, graph = context.held_out, apply_allocation(context, curves, chosen)
-        rise = context.loss(graph, held_out) - context.loss(context.original, held_out)
-        fair = rise * min(wanted / chosen.saved, 1.0) ** 2 if rise > 0 and chosen.saved > 0 else rise
-        tried.append((chosen.saved < wanted - _TINY, fair, TriedShortcut(shortcut, chosen.saved, rise)))
-    best = min(tried, key=lambda one: one[:2])[2]
-    return ChosenShortcut(best.shortcut, tuple(one for _, _, one in tried))
+    losses = [1.0] if len(found) == 1 else [_factor(one) for one in _compared(found).tried]
+    source: dict[int, Frontier] = {}
+    every = list[Allocation]()
+    for each, factor in zip(found, losses, strict=True):
+        scaled = [replace(one, predicted_loss=factor * one.predicted_loss) for one in each.allocations]
+        every += scaled
+        source |= {id(one): each for one in scaled}
+    enough = {id(one) for one in every if source[id(one)].reaches and one.saved == source[id(one)].allocations[-1].saved}
+    best = ascending(every)
+    best = best[: next((i for i, one in enumerate(best) if id(one) in enough), len(best)) + 1]
+    step = -(-len(best) // _MOST_TRIED)  # predicted curves have a point for every filter
+    best = (*best[:-1:step], best[-1]) if step > 1 else best
+    return JoinedFrontier(best, tuple(source[id(one)] for one in best))
+
+
+def _factor(one: FrontierTrial) -> float:
+    """What a frontier's predicted losses are multiplied by."""
+    if one.predicted <= 0:
+        return 1.0
+    return min(max(one.rise / one.predicted, 1 / _MOST_WRONG), _MOST_WRONG)
+
+
+def _compared(found: Sequence[Frontier]) -> ComparedFrontiers:
+    """A network of each frontier, measured; all are to save as much.
+
+    The saving is that of a target in time; without one, half of the most that any frontier saves. Targets of structure are
+    reached by the last allocation.
+    """
+    recipe, journal = found[0].context.recipe, found[0].context.journal
+    half = max(each.allocations[-1].saved for each in found) / 2
+    by_structure = any(t is not None for t in (recipe.target_macs, recipe.target_parameters, recipe.target_memory))
+
+    def compare() -> ComparedFrontiers:
+        known, tried = dict[str, float](), []
+        for each in found:
+            context, allocations = each.context, each.allocations
+            target = context.time_price.target_share if recipe.has_time_target and context.by_time else None
+            wanted = 1 - target if target is not None else allocations[-1].saved if by_structure else half
+            chosen = next((one for one in allocations if one.saved >= wanted - _TINY), allocations[-1])
+            name = f"{context.shortcut} {sorted(chosen.removed.items())}"
+            if name not in known:
+                start = context.loss(context.original, context.held_out)
+                known[name] = context.loss(each.network(chosen), context.held_out) - start
+            tried.append(FrontierTrial(context.shortcut, each.price, chosen.saved, chosen.predicted_loss, known[name]))
+        return ComparedFrontiers(tuple(tried))
+
+    compared = journal.once(ComparedFrontiers, compare)
+    if [(one.shortcut, one.price) for one in compared.tried] != [(each.context.shortcut, each.price) for each in found]:
+        raise RunError(
+            "journal.jsonl: the compared networks are of other shortcut positions or prices of branches than this run's. "
+            "Restore the run from a copy, or start a new one."
+        )
+    return compared
 
 
 def _few_up_to(rung: int, count: int) -> list[int]:

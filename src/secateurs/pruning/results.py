@@ -99,9 +99,8 @@ class TimeTable:
     """Measured seconds of one kind of layer, or of the network with one site cut, by inputs, filters and groups."""
 
     of: str
-    round: Count  # 0: before any choice; later ones add the sizes that were chosen
+    round: Count  # 0: the first of its kind; later ones add sizes
     seconds: tuple[tuple[tuple[Count, Count, Count], tuple[float, ...]], ...]
-    shortcut: str = ""  # the position that it was measured for, if several are compared
 
 
 @dataclass(frozen=True)
@@ -246,42 +245,40 @@ class ChosenAllocation:
     by_estimate: float  # largest saving tried whose drop, as seen on the search images alone, is allowed
     frontier: tuple[tuple[float, float], ...]  # saved, predicted rise of the loss
     place: Count = 0  # of what was chosen, on the frontier
+    shortcut: Shortcut = "before"  # where its masks lie
     seconds: Seconds = 0.0  # besides those of the trials
     note: str = ""  # why nothing is removed, where nothing that is within the allowed drop is faster
 
 
 @dataclass(frozen=True)
-class TriedShortcut:
-    """An allocation of one shortcut position, made and measured to compare positions."""
+class FrontierTrial:
+    """A network of one frontier, made and measured: by how much what the frontier predicts is wrong."""
 
     shortcut: Shortcut
+    price: float  # by which the losses of folded branches are multiplied
     saved: float  # predicted share
-    loss: float  # measured rise on the held-out examples
+    predicted: float  # rise of the loss
+    rise: float  # measured on the held-out examples
 
 
 @dataclass(frozen=True)
-class ChosenShortcut:
-    """The shortcut position that `shortcut = "auto"` took, and what it was compared by."""
+class ComparedFrontiers:
+    """Frontiers of several shortcut positions and prices of folded branches, each by one of its networks.
 
-    shortcut: Shortcut
-    tried: tuple[TriedShortcut, ...]
-
-    def summary(self) -> str:
-        """One sentence."""
-        each = ", ".join(f"{one.shortcut} {one.loss:.3g} ({one.saved:.0%} saved)" for one in self.tried)
-        return f"shortcut {self.shortcut!r} was taken: the rise of the loss was {each}"
-
-
-@dataclass(frozen=True)
-class BranchPrice:
-    """By how much the losses of folded branches were multiplied, and what it was chosen by.
-
-    Each is measured with the others in place: what makes up for one of them cannot make up for its neighbours too.
+    Each is measured with all its cuts in place: what makes up for one folded branch cannot make up for its neighbours too.
     """
 
-    price: float
-    tried: tuple[tuple[float, float, float], ...]  # price, predicted share of the time saved, measured rise of the loss
-    shortcut: str = ""  # the position, if several are compared
+    tried: tuple[FrontierTrial, ...]
+
+    def summary(self, taken: str) -> str:
+        """One sentence; `taken` is the position of the network that was chosen."""
+        best: dict[str, FrontierTrial] = {}
+        for one in sorted(self.tried, key=lambda one: (one.rise, -one.saved)):
+            best.setdefault(one.shortcut, one)
+        each = ", ".join(f"{name} {one.rise:.3g} ({one.saved:.0%} saved)" for name, one in best.items())
+        return (
+            f"filters are masked at the position {taken!r}: networks of each were measured, with a rise of the loss of {each}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -547,8 +544,7 @@ KINDS = {
     "kept": KeptWeights,
     "retrained": Retrained,
     "curve": SiteCurve,
-    "branches": BranchPrice,
-    "shortcut": ChosenShortcut,
+    "frontiers": ComparedFrontiers,
     "trial": Trial,
     "division": ChosenAllocation,
     "end": ResultFigures,

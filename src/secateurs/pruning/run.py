@@ -38,12 +38,11 @@ from secateurs.pruning.folder import (
     save_start,
     save_step,
 )
-from secateurs.pruning.global_allocation import CutsTogether, allocate, allocations_for, compare_shortcuts, measure_curve
+from secateurs.pruning.global_allocation import CutsTogether, Frontier, allocate, frontiers_of, measure_curve
 from secateurs.pruning.results import (
     NO_TEST,
     Change,
     ChosenAllocation,
-    ChosenShortcut,
     ClassAccuracies,
     ResultFigures,
     RunResult,
@@ -185,10 +184,7 @@ class Run:
 
     def _allocated_sites(self) -> Iterator[PreparedSite]:
         """All sites compared first: measure every curve, choose an allocation, then visit its sites in network order."""
-        if self.recipe.shortcut == "auto":
-            self.context = replace(self.context, position=self._best_shortcut())
-        self._curves = self._measure_curves()
-        self._allocation = allocate(self.context, self.budget, self._curves)
+        self._allocation = self._allocate()
         self._together = CutsTogether(self.context, self._curves, self._allocation.removed)
         chosen = [name for name in self._curves if self._allocation.removed.get(name, 0)]
         self._last_allocated = chosen[-1] if chosen else ""
@@ -208,19 +204,18 @@ class Run:
         for trial in self.journal.of(Trial, judge="trained", place=self._allocation.place) if self.steps else ():
             self.stopped += f"; {trial.note}" if trial.note else ""
 
-    def _best_shortcut(self) -> Shortcut:
-        """The position whose allocation has the least loss, measured, where all save as much; journaled."""
-
-        def compare() -> ChosenShortcut:
-            found, context = {}, self.context
-            for position in self.recipe.shortcuts:
-                self.context = replace(context, position=position)
-                curves = self._measure_curves()
-                found[position] = (self.context, curves, allocations_for(self.context, curves))
-            self.context = context
-            return compare_shortcuts(found)
-
-        return self.journal.once(ChosenShortcut, compare).shortcut
+    def _allocate(self) -> ChosenAllocation:
+        """How many filters each site loses, at the shortcut position where that saves most; the run goes on with that one."""
+        known = self.journal.of(ChosenAllocation)
+        found, curves, start = list[Frontier](), dict[str, dict[str, SiteCurve]](), self.context
+        for position in [known[0].shortcut] if known else self.recipe.shortcuts:
+            self.context = replace(start, position=position) if self.recipe.shortcut == "auto" else start
+            curves[position] = self._measure_curves()
+            found += [Frontier(self.context, curves[position], ())] if known else frontiers_of(self.context, curves[position])
+        chosen = allocate(found[0].context, self.budget, found)
+        self.context = next(each.context for each in found if each.context.shortcut == chosen.shortcut)
+        self._curves = curves[chosen.shortcut]
+        return chosen
 
     def _entered_site(self, name: str) -> Iterator[PreparedSite]:
         """The site, prepared; nothing if the current network no longer has it."""

@@ -11,7 +11,7 @@ other.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from statistics import median
@@ -125,8 +125,8 @@ class TimePrice:
 
     def _layers(self, engine: Engine, sizing: Sizing, widths: Mapping[str, Sequence[int]]) -> LatencyModel:
         model = LatencyModel(sizing, engine.batch)
-        self._measure(engine, model, model.wanted(widths), 0)
-        model.measure_alignments(engine, widths, self.file, once=partial(self._journaled, 0))
+        self._measure(engine, model, model.wanted(widths))
+        model.measure_alignments(engine, widths, self.file, once=self._journaled)
         return model
 
     def _networks(self, engine: Engine, sites: Sequence[Site], widths: Mapping[str, Sequence[int]]) -> NetworkModel:
@@ -134,28 +134,44 @@ class TimePrice:
         share = (self.recipe.latency_seconds or SECONDS) / max(len(sites), 1)
         for done, (name, each) in enumerate(widths.items()):
             self.context.progress.report("times", done, len(sites))
-            compute = partial(model.measure, engine, name, each[:: max(len(each) // _FEW_WIDTHS, 1)], share)
-            model.keep(name, self._journaled(0, name, compute))
+            few = each[:: max(len(each) // _FEW_WIDTHS, 1)]
+            compute = partial(model.measure, engine, name, few, share)
+            model.keep(name, self._journaled(f"{name}, {self.context.shortcut}", [(width, width, 1) for width in few], compute))
         return model
 
-    def _measure(self, engine: Engine, model: LatencyModel, sizes: Mapping[str, Sizes], number: int) -> None:
-        """Time layers at these sizes, once, as round `number` of the tables."""
+    def _measure(self, engine: Engine, model: LatencyModel, sizes: Mapping[str, Sizes]) -> None:
+        """Time layers at these sizes, once."""
         model.measure(
             engine,
             sizes,
             self.file,
             seconds=self.recipe.latency_seconds or SECONDS,
-            once=partial(self._journaled, number),
+            once=self._journaled,
             on_layer=lambda done, of: self.context.progress.report("times", done, of),
         )
 
-    def _journaled(self, number: int, of: str, compute: object) -> Mapping[Size, Rounds]:
-        own = self.context.of_position
-        assert callable(compute)
-        found = self.journal.once_timed(
-            TimeTable, lambda: TimeTable(of, number, tuple(compute().items()), **own), of=of, round=number, **own
-        )
-        return dict(found.seconds)
+    def _journaled(
+        self, of: str, wanted: Sequence[Size], compute: Callable[[], Mapping[Size, Rounds]]
+    ) -> Mapping[Size, Rounds]:
+        """The times of the `wanted` sizes, the full one first; none: of whatever `compute` measures.
+
+        A size is measured once in a run, also for another shortcut position, and whatever happens in between. Sizes that are
+        added are brought to the time of the full one before, which may be of a less busy hour, or of another machine.
+        """
+        tables, known = self.journal.of(TimeTable, of=of), dict[Size, Rounds]()
+        for table in tables:
+            known = dict(table.seconds) | known
+        if not tables or not known.keys() >= set(wanted):
+
+            def measure() -> TimeTable:
+                found = dict(compute())
+                full = wanted[0] if wanted else next(iter(found))
+                scale = median(known[full]) / median(found[full]) if full in known else 1.0
+                scaled = {size: tuple(scale * seconds for seconds in rounds) for size, rounds in found.items()}
+                return TimeTable(of, len(tables), tuple(scaled.items()))
+
+            known = dict(self.journal.once_timed(TimeTable, measure, of=of, round=len(tables)).seconds) | known
+        return {size: known[size] for size in wanted} if wanted else known
 
     def _original(self, place: int) -> float:
         """Seconds of the original network at one of the batches, measured once."""
@@ -223,7 +239,7 @@ class TimePrice:
         best: tuple[Allocation, ...] = ()
         for weight in WATCHED if len(self.times) > 1 else (0.0,):
             found = self._solved(curves, around, price, weight)
-            allowed = found[:1] + ascending([one for one in found[1:] if self._slower_alone(one) <= 0])
+            allowed = ascending([found[0], *(one for one in found[1:] if self._slower_alone(one) <= 0)])
             if not best or allowed[-1].saved > best[-1].saved:
                 best = allowed
             reached = found[-1].saved / 2 if self.target_share is None else min(1 - self.target_share, found[-1].saved)
@@ -244,7 +260,7 @@ class TimePrice:
             widths = self.widths(removed)
             return math.fsum(w * times.saved(widths) for w, times in zip(weights, self.times, strict=True) if w)
 
-        start, weighed = saved(around), []
+        weighed = []
         for name, curve in curves.items():
             alone = {m: saved({**around, name: m}) for m in curve.curve.removed}
             folded = [m == len(curve.original) for m in curve.curve.removed]
@@ -258,7 +274,6 @@ class TimePrice:
             """What cuts of the sites of one branch save together."""
             return saved({**around, **removed}) - saved({**around, **dict.fromkeys(removed, 0)})
 
-        del start
         first_one, *others = best_allocations(weighed, self.context.branches(curves), saved=together)
         by_served = [replace(one, saved=self.times[0].saved(self.widths(one.removed))) for one in others]
         return ascending([first_one, *by_served])
@@ -285,7 +300,7 @@ class TimePrice:
             found.append(self.journal.once_timed(TimedAllocation, measure, round=number, batch=times.engine.batch, **own))
             widths = self.widths(found[-1].removed)
             if isinstance(times.model, LatencyModel):
-                self._measure(times.engine, times.model, times.model.unmeasured(widths), number)
+                self._measure(times.engine, times.model, times.model.unmeasured(widths))
             times.correct(found[-1], widths)
         return found[0]
 

@@ -25,7 +25,7 @@ from secateurs.pruning.results import (
     KINDS,
     Change,
     ChosenAllocation,
-    ChosenShortcut,
+    ComparedFrontiers,
     MeasuredSpeed,
     ResultFigures,
     Retrained,
@@ -125,7 +125,7 @@ class RunReport:
     exports: tuple[ExportFigures, ...] = ()
     notes: tuple[str, ...] = ()  # what is missing or damaged
     left_alone: tuple[str, ...] = ()  # sites at which no number of filters measurably saves time
-    shortcut: ChosenShortcut | None = None  # the position that was taken, where several were compared
+    frontiers: ComparedFrontiers | None = None  # where positions of masks were compared
 
     @property
     def speeds(self) -> tuple[MeasuredSpeed, ...]:
@@ -285,7 +285,7 @@ def _report(
         exports=() if folder is None else read_exports(folder, notes),
         notes=tuple(notes),
         left_alone=tuple(dict.fromkeys(found.site for found in records_of(records, SiteWidths) if not found.widths)),
-        shortcut=_only(records, ChosenShortcut),
+        frontiers=_only(records, ComparedFrontiers),
     )
 
 

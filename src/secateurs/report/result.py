@@ -9,14 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from secateurs._util.journal import records_of
 from secateurs.compaction.in_place import cut_
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput
 from secateurs.graph.plan import Plan
 from secateurs.pruning.context import PruningContext
-from secateurs.pruning.results import Change, ChosenShortcut, RunResult, Step, promised_bound
+from secateurs.pruning.results import Change, RunResult, Step, promised_bound
 from secateurs.report.charts import Plots, plots
 from secateurs.report.page import write_report
 
@@ -124,7 +123,6 @@ class Result(RunResult):
             *([f"{first}."] if (first := self.headline()) else []),
             f"{self.summary()}.",
             promise(self.recipe, self.steps, self.bound, self.metric),
-            *(f"{found.summary().capitalize()}." for found in records_of(self.records, ChosenShortcut)),
             f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
         ]
         return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])

@@ -83,14 +83,18 @@ class Sizing:
 
     def sizes(self, widths: Widths) -> dict[fx.Node, Size]:
         """The sizes of all layers that the cuts change."""
-        left: dict[fx.Node, list[int]] = {}
+        left: dict[fx.Node, tuple[list[int], list[int]]] = {}
         for name, width in self._cut(widths):
             for node, layer in self.change(name, width).layers.items():
                 full, size = self.full[node].size, layer.size
-                sums = left.setdefault(node, list(full))
+                sums = left.setdefault(node, (list(full), list(full)))[self.sites[name].inside]
                 for i in range(3):
                     sums[i] -= full[i] - size[i]
-        return {node: (sizes[0], sizes[1], max(sizes[2], 1)) if min(sizes[:2]) > 0 else GONE for node, sizes in left.items()}
+        found = {}
+        for node, (outside, inside) in left.items():  # whole heads, and features of those that are left: their shares multiply
+            inputs, outputs, groups = (a * b // c for a, b, c in zip(outside, inside, self.full[node].size, strict=True))
+            found[node] = (inputs, outputs, max(groups, 1)) if inputs > 0 and outputs > 0 else GONE
+        return found
 
     def alignments(self, widths: Widths) -> dict[fx.Node, AlignedSum]:
         """The sums whose terms have to be aligned because of the cuts."""

@@ -41,8 +41,8 @@ from secateurs.speed.widths import PROBED, candidates, edges, multiple_at, prefe
 Rounds = tuple[float, ...]
 """Seconds of the same work, one for each round."""
 
-Once = Callable[[str, Callable[[], dict[Size, Rounds]]], Mapping[Size, Rounds]]
-"""Computes times by their key, or gives those that a journal has."""
+Once = Callable[[str, Sequence[Size], Callable[[], Mapping[Size, Rounds]]], Mapping[Size, Rounds]]
+"""Computes the times of some sizes by their key, or gives those that a journal has; without sizes, those of all."""
 
 SECONDS = 300.0  # that a table may take, unless the recipe says otherwise
 _REPEATED = 1e-3  # seconds: shorter layers are repeated inside the timed graph
@@ -214,7 +214,7 @@ class LatencyModel:
         file: TableFile,
         *,
         seconds: float = SECONDS,
-        once: Once = lambda key, compute: compute(),
+        once: Once = lambda key, sizes, compute: compute(),
         on_layer: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
         """Measure every kind of layer at its sizes, in at most about `seconds`; `once` journals what was found."""
@@ -222,7 +222,8 @@ class LatencyModel:
         for done, (key, wanted) in enumerate(sizes.items()):
             on_layer(done, len(sizes))
             share = max(deadline - monotonic(), 0.0) / (len(sizes) - done)
-            found = once(key, partial(self._found, engine, key, _thinned(wanted), file, share))
+            thinned = _thinned(wanted)
+            found = once(key, list(thinned), partial(self._found, engine, key, thinned, file, share))
             earlier = self.times[key].rounds if key in self.times else {}
             self.times[key] = LayerTimes(next(iter(wanted)), {**earlier, **found})
 
@@ -290,7 +291,7 @@ class LatencyModel:
         widths: Mapping[str, Iterable[int]],
         file: TableFile,
         *,
-        once: Once = lambda key, compute: compute(),
+        once: Once = lambda key, sizes, compute: compute(),
     ) -> None:
         """Measure what aligning a term, and an offset, cost at every shape of those sums whose terms the cuts make differ."""
         for node in dict.fromkeys(n for name, each in widths.items() for w in each for n in self.sizing.change(name, w).sums):
@@ -299,7 +300,7 @@ class LatencyModel:
                 continue
             key = self._sum_key(node)
             if key not in self.aligning:
-                found = once(key, partial(self._aligned, engine, key, self._batched(dims), axis, file))
+                found = once(key, (), partial(self._aligned, engine, key, self._batched(dims), axis, file))
                 self.aligning[key] = LayerTimes(max(found), found)
 
     def _sum_key(self, node: fx.Node) -> str:
