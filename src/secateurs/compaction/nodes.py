@@ -8,6 +8,7 @@ from functools import partial, singledispatch
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from secateurs.compaction.constants import constant_at, fold_sum, insert_constant
@@ -351,7 +352,15 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
         node.replace_input_with(source, current)
         assert flow.resize is not None
         flow.resize(node, int(wanted.sum()))
+        if _pads_nothing(node) and not info(node).get("ends_site") and not _enters_stream(state, node):
+            state.replaced_by[node] = current
     state.settle(node, wanted)
+
+
+def _pads_nothing(node: fx.Node) -> bool:
+    """Whether it is a pad that is left with nothing to add: torch would copy its input."""
+    amounts = node.args[1] if len(node.args) > 1 else node.kwargs.get("pad")
+    return node.target is F.pad and isinstance(amounts, tuple | list) and not any(amounts)
 
 
 def _enters_stream(state: Rewriting, node: fx.Node) -> bool:

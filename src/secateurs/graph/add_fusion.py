@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, fx
 
+from secateurs.graph.capture.code import call_directly_
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import Align, SumInto
 from secateurs.graph.node_info import called_module, info, pass_on_, shape_of
@@ -64,6 +65,7 @@ def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
     if not any(isinstance(layer, SumInto) for layer in module.modules()):
         return module
     graph = fx.Graph()
+    call_directly_(graph)
     aligns: dict[str, Align] = {}
     env: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:

@@ -26,6 +26,7 @@ from secateurs.graph.capture.calls import ByPosition, Call, call_for, check_mode
 from secateurs.graph.capture.calls import Example as Example
 from secateurs.graph.capture.calls import as_example as as_example
 from secateurs.graph.capture.calls import tensors_in as tensors_in
+from secateurs.graph.capture.code import call_directly_
 from secateurs.graph.capture.export import export
 from secateurs.graph.capture.leaves import RULED as RULED
 from secateurs.graph.capture.leaves import Leaf, Leaves, is_ruled
@@ -215,6 +216,7 @@ def _captured(copied: nn.Module, call: Call, leaves: Leaves, checks: _Checks, en
             attempt(checks.reference, inputs)
     graph = follow()
     graph._tracer_cls = Unpickler
+    call_directly_(graph)
     module = fx.GraphModule(copied, graph, class_name=name)
     record_shapes_(module, example)
     copied.train()

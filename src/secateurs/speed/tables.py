@@ -50,6 +50,10 @@ _MOST_REPEATS = 10
 _SHORTEST = 3e-3  # seconds of a layer in a round: many sizes are timed, and compared with one another
 _PROBED_BATCH = 4  # examples at most, where the multiple of widths is measured
 FEWEST_ALIGNED = 4  # channels of a sum: fewer are not worth a table
+ALIGNMENT, OFFSET = (
+    1,
+    2,
+)  # what is timed at a sum: the place of its network beside the plain one, and the second number of sizes
 _MOST_WEIGHTS = 1 << 27  # numbers, of all widths of a layer that are timed in turns
 
 
@@ -289,45 +293,48 @@ class LatencyModel:
         *,
         once: Once = lambda key, sizes, compute: compute(),
     ) -> None:
-        """Measure what aligning a term costs at every shape of those sums whose terms the cuts make differ."""
+        """Measure what aligning a term, and an offset, cost at every shape of those sums whose terms the cuts make differ."""
         for node in dict.fromkeys(n for name, each in widths.items() for w in each for n in self.sizing.change(name, w).sums):
             dims, axis = self.sizing.sum_shape(node)
-            if axis != 1 or len(dims) < 3 or dims[1] < FEWEST_ALIGNED:
+            if axis is None or axis not in (1, len(dims) - 1) or dims[axis] < FEWEST_ALIGNED:
                 continue
-            shape = self._batched(dims)
             key = self._sum_key(node)
             if key not in self.aligning:
-                found = once(key, (), partial(self._aligned, engine, key, shape, file))
+                found = once(key, (), partial(self._aligned, engine, key, self._batched(dims), axis, file))
                 self.aligning[key] = LayerTimes(max(found), found)
 
     def _sum_key(self, node: fx.Node) -> str:
-        dims, _ = self.sizing.sum_shape(node)
-        return f"aligned sum of {'×'.join(map(str, self._batched(dims)))}"
+        dims, axis = self.sizing.sum_shape(node)
+        return f"alignment and offset at a sum of {'×'.join(map(str, self._batched(dims)))}, axis {axis}"
 
-    def _aligned(self, engine: Engine, key: str, shape: tuple[int, ...], file: TableFile) -> dict[Size, Rounds]:
-        """The seconds that aligning one term adds, at two widths, from the file or measured now; in every round of a load."""
+    def _aligned(self, engine: Engine, key: str, shape: tuple[int, ...], axis: int, file: TableFile) -> dict[Size, Rounds]:
+        """The seconds that aligning one term adds, and an offset, at two widths, from the file or measured now."""
         known = file.layer(key)
         if not known:
-            for width in (shape[1], max(shape[1] // 4, 2)):
-                example = torch.zeros(shape[0], width, *shape[2:])
-                plain, aligned = aligned_sum(example)
+            for width in (shape[axis], max(shape[axis] // 4, 2)):
+                example = torch.zeros(*shape[:axis], width, *shape[axis + 1 :])
                 found = compare(
-                    [engine.network(plain), engine.network(aligned)],
+                    [engine.network(graph) for graph in aligned_sums(example, axis)],
                     threads=engine.threads,
                     rounds=(12, 24),
                     clock=engine.clock,
                 ).seconds
-                known[width, width, 1] = tuple((found[1] - found[0]).tolist())
+                for kind in (ALIGNMENT, OFFSET):
+                    known[width, kind, 1] = tuple((found[kind] - found[0]).tolist())
             file.keep(key, known)
         return known
 
     def _seconds_aligning(self, node: fx.Node, one: AlignedSum) -> float:
+        """Of every term that is aligned, and of the offset that a repair puts behind the sum."""
         times = self.aligning.get(self._sum_key(node))
         if times is None or not one.width:
             return 0.0
-        (narrow, less), (wide, more) = sorted((size[0], max(seconds, 0.0)) for size, seconds in times.medians.items())
-        slope = max(more - less, 0.0) / max(wide - narrow, 1)
-        return one.terms * max(more - slope * (wide - one.width), 0.0)
+        found = 0.0
+        for kind, count in ((ALIGNMENT, one.terms), (OFFSET, 1)):
+            (narrow, less), (wide, more) = sorted((s[0], max(t, 0.0)) for s, t in times.medians.items() if s[1] == kind)
+            slope = max(more - less, 0.0) / max(wide - narrow, 1)
+            found += count * max(more - slope * (wide - one.width), 0.0)
+        return found
 
     # ---- predictions -----------------------------------------------------------------------------------------------------
 
@@ -381,36 +388,47 @@ class LatencyModel:
         return [times.seconds(size)] * len(times.rounds[times.full])
 
 
-def aligned_sum(example: Tensor) -> tuple[Graph, Graph]:
-    """Two networks: a sum between two layers, and the same with the channels of a term picked one by one and an offset behind.
+def aligned_sums(example: Tensor, axis: int) -> tuple[Graph, ...]:
+    """Three networks: a sum between two layers, the same with a term aligned, and with an offset behind the sum.
 
-    Between layers, because an engine may keep channels in another order there, and has to bring them back to pick them.
+    A quarter of the term's channels is dropped and as many zeros come in between, as compaction leaves it. Between layers,
+    because an engine may keep channels in another order there, and has to bring them back to pick them.
     """
-    plain = trace(_Sum(example.shape[1], example.dim() - 2).eval(), example)
-    module = copy_module(plain)
-    term, total = (next(node for node in module.graph.nodes if node.name == name) for name in ("second", "add"))
-    picked = torch.arange(example.shape[1]).roll(1).flip(0)
-    for node, layer in ((term, Align(picked, 1)), (total, Offset(picked % 2 == 0, 1, example.dtype))):
-        behind = insert_behind_(module, node, f"{node.name}_extra", layer)
-        pass_on_(node, behind, "shape", "original_channels")
+    width = example.shape[axis]
+    plain = trace(_Sum(width, example.dim() - 2 if axis == 1 else 0).eval(), example)
+    place = torch.arange(width)
+    take = (place + 1).where(place % 4 != 3, -1)  # of every four channels the first is dropped, and a zero is the last
+    added = {ALIGNMENT: ("second", Align(take, axis)), OFFSET: ("add", Offset(place % 2 == 0, axis, example.dtype))}
+    return plain, *(_with_layer(plain, *added[kind]) for kind in (ALIGNMENT, OFFSET))
+
+
+def _with_layer(graph: Graph, name: str, layer: nn.Module) -> Graph:
+    module = copy_module(graph)
+    node = next(node for node in module.graph.nodes if node.name == name)
+    pass_on_(node, insert_behind_(module, node, f"{name}_extra", layer), "shape", "original_channels")
     module.recompile()
-    return plain, plain.with_module(module.eval())
+    return graph.with_module(module.eval())
 
 
 class _Sum(nn.Module):
-    """The sum of a residual block, between convolutions."""
+    """The sum of a residual block, between convolutions over `dims` axes, or linear layers where there are none."""
 
     def __init__(self, channels: int, dims: int) -> None:
         super().__init__()
-        layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
         with torch.random.fork_rng(devices=[]):  # fresh layers draw their weights
-            self.first, self.second, self.last = (layer(channels, channels, 1) for _ in range(3))
+            self.first, self.second, self.last = (_layer(channels, dims) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the shape of `x`."""
         x = self.first(x).relu()
         found: Tensor = self.last((x + self.second(x)).relu())
         return found
+
+
+def _layer(channels: int, dims: int) -> nn.Module:
+    if not dims:
+        return nn.Linear(channels, channels)
+    return (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](channels, channels, 1)
 
 
 class NetworkModel:

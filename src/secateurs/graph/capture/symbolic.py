@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from secateurs.errors import Untraceable
 from secateurs.graph.capture.calls import Call, place_of
+from secateurs.graph.capture.code import call_directly_
 from secateurs.graph.capture.leaves import Leaves
 
 
@@ -32,6 +33,12 @@ class Unpickler(fx.Tracer):
     """The tracer that torch.fx follows a GraphModule's code with when it is unpickled: buffers may be called with its sizes."""
 
     proxy_buffer_attributes = True
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """The graph, whose code calls layers directly again."""
+        graph = super().trace(root, concrete_args)
+        call_directly_(graph)
+        return graph
 
 
 def trace_symbolically(model: nn.Module, call: Call, leaves: Leaves) -> fx.Graph:
