@@ -16,7 +16,8 @@ from pathlib import Path
 from secateurs._util.files import write_bytes
 from secateurs._util.tensors import dump
 from secateurs.cli import train as training_folder
-from secateurs.cli.inputs import Origin, fresh_model, load_data, origin_of
+from secateurs.cli.inputs import Origin, fresh_model, load_data
+from secateurs.cli.trust import Repeated, repeated_origin
 from secateurs.data import Data
 from secateurs.errors import RunError, SecateursError
 from secateurs.metrics import evaluate
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 def ship(folder: Path, to: Path) -> tuple[Path, Pedigree]:
     """Write the weights of the training in `folder` to `to`/MODEL.safetensors, with all that is known of them."""
-    origin = origin_of(training_folder.read(folder)["origin"], folder)
+    origin = repeated_origin(training_folder.read(folder)["origin"], folder, Repeated())
     if origin.model not in names():
         raise RunError(f"{folder}: trained {origin.model}: wanted a network that comes with the package, as its weights would")
     if not training_folder.weights_file(folder).exists():

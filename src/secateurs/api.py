@@ -20,7 +20,7 @@ from secateurs._util.modules import Device, check_device, device_of, unwrapped
 from secateurs._util.tensors import digest
 from secateurs._util.terminal import clock
 from secateurs.config import Deploy, EngineName, Recipe, TrainSettings, declarations
-from secateurs.criteria import as_criterion, resolved
+from secateurs.criteria import named, resolved, taken_up, user_function
 from secateurs.data.dataset import class_labels
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
 from secateurs.data.forms import PAIR, Forward
@@ -189,7 +189,7 @@ class Pruner(Run):
         _check_workers(workers, graph, data, asked, measures)
         journal = Journal(None, KINDS, workers) if folder is None else None
         if folder is not None:
-            again = [name for name, given in (("finetune", finetune), ("test", test)) if given is not None]
+            again = _given(**functions, measure=measure, test=test)
             known = provenance(graph, data, asked, measures=measures, again=again, notes=notes, store=store, origin=origin)
             journal = create_folder(folder, asked, known, workers)
         assert journal is not None
@@ -344,8 +344,10 @@ def start_or_continue(model: nn.Module, train: Any, val: Any = None, **options: 
         return Pruner(model, train, val, **options)
     names = set(inspect.signature(resume).parameters) - {"recipe", "folder", "model", "train", "val"}
     given = {name: value for name, value in options.items() if name in names}
-    if not callable(given.get("criterion")):
-        given.pop("criterion", None)
+    if isinstance(options.get("criterion"), str):  # the script names it, so it may be imported
+        given["criterion"] = user_function(options["criterion"])
+    if isinstance(options.get("recipe"), Recipe):
+        resolved(options["recipe"])
     return resume(folder, model, train, val, **given)
 
 
@@ -365,7 +367,7 @@ def resume(
     test: Any = None,
     evaluate: Evaluate | None = None,
     finetune: Callable[..., Any] | None = None,
-    criterion: Callable[..., Any] | None = None,
+    criterion: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     forward: Forward | None = None,
     loss: Measure | None = None,
     metric: Measure | None = None,
@@ -380,7 +382,7 @@ def resume(
 
     Iterate over it, or call `finish`. A run that was started with loaders has kept what it drew from them; `train` is needed
     again only where the recipe trains or own measures take whole batches, `test` where a test set was given. Own callables are
-    given again.
+    given again, criteria of a portfolio as a list: a folder is data, and nothing is imported by a name from it.
     """
     check_autograd()
     path, model, finetune = Path(folder).expanduser(), unwrapped(model), with_step(finetune)
@@ -388,10 +390,10 @@ def resume(
     workers = join() if distributed else ALONE
     journal, stored, known = open_folder(path, workers)
     try:
-        if criterion is not None:
-            as_criterion(criterion, stored.criterion if ":" in stored.criterion else "")
-        stored = resolved(stored)
-        if recipe is not None and resolved(recipe) != stored:
+        again = () if criterion is None else criterion if isinstance(criterion, Sequence) else (criterion,)
+        asked, ended = None if recipe is None else resolved(recipe), bool(journal.of(ResultFigures))
+        stored = named(stored) if ended else taken_up(stored, again, path)
+        if asked not in (None, stored):
             raise RunError(f"{path}: was started with another recipe. Resume without one, or start a new run.")
         if isinstance(train, Data):
             data, form, streams = train, PAIR, dict[str, Any]()
@@ -403,20 +405,20 @@ def resume(
             form.measure(metric, correct),
         )
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
-        again = {"finetune": finetune, "test": test}
-        missing = [f"{name}=…" for name in known.get("again", ()) if again[name] is None]
-        if missing and not journal.of(ResultFigures):
+        absent = {name for name, given in (("finetune", finetune), ("test", test)) if given is None}
+        missing = [f"{name}=…" for name in known.get("again", ()) if name in absent]
+        if missing and not ended:
             raise RunError(
                 f"{path}: was started with {' and '.join(missing)}, which the folder does not hold. Give it again: "
                 f"secateurs.resume({str(path)!r}, model, train, val, {', '.join(missing)})"
                 f"{', or --data on the command line' * (missing == ['test=…'])}."
             )
-        if train is None and (stored.finetune or stored.retrain) and not journal.of(ResultFigures):
+        if train is None and (stored.finetune or stored.retrain) and not ended:
             raise RunError(f"{path}: its recipe trains on the train loader. Give it again: resume(folder, model, train).")
         if ("time" in known["measures"]) != (measure is not None):
             raise RunError(f"{path}: was started with{'out' * (measure is not None)} measure=. Resume it the same way.")
         start = load_start(path, model, data, known)
-        cache = open_cache(journal, store or known.get("store"))
+        cache = open_cache(journal, store or _own_store(known.get("store")))
         with workers.active():
             whole, engine = None if evaluate is None else WholeMetric.of(evaluate, start), _engine(stored, measure, device)
         _check_workers(workers, start, data, stored, {"loss": loss_fn, "metric": evaluate or metric_fn})
@@ -466,6 +468,11 @@ def _shown(
             return pruner.finish()
 
         yield event, follow
+
+
+def _own_store(named: str | None) -> Path | None:
+    """The store of measurements that a folder names, if there is one: a folder may not say where files are made."""
+    return Path(named) if named is not None and Path(named).is_file() else None
 
 
 def _given(**options: object) -> list[str]:

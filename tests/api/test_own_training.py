@@ -21,6 +21,7 @@ from torch import nn
 import secateurs as sc
 from nets import assert_same_bits, weights_of
 from secateurs._util.journal import Journal
+from secateurs.cli import execute
 from secateurs.errors import InvalidInput, TrainingError
 from secateurs.pruning.results import ChosenAllocation
 from secateurs.selection.contract import paired_bound
@@ -586,3 +587,25 @@ def test_several_labels_are_distilled_as_they_are_and_judged_by_the_users_metric
     found = {each.name: each.metric for each in kept.tried}
     assert kept.by == "metric"
     assert found[kept.kept] == max(found.values()) > found["start"]
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(model: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    def twice(model: nn.Module) -> float:
+        return right(model, digits()[1])
+
+    folder = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt) as caught:
+        sc.prune(trained(), *loaders(), finetune=stopped, evaluate=twice, folder=folder, **ONE_CUT)
+    call = f"secateurs.resume({str(folder)!r}, model, evaluate=evaluate, finetune=finetune).finish()"
+    assert str(caught.value) == f"Interrupted. Finished work is kept. Resume with: {call}"
+    assert execute(["show", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert f"It was started from Python. Resume with: {call}" in said
+    assert "--model" not in said
+    given = {"secateurs": sc, "model": build(), "finetune": my_training, "evaluate": twice}
+    assert eval(call, given).steps  # as it was said, word for word
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):  # without a folder nothing can go on
+        sc.prune(trained(), *loaders(), finetune=stopped, **ONE_CUT)

@@ -570,11 +570,13 @@ def test_a_run_of_the_users_network_and_data_resumes_from_another_folder(
     printed = document(capsys, "prune", *own)
     assert printed["folder"] == "runs/ownnets-build-ownnets-loaders-1"
     assert printed["steps"][0]["channels"] == 8
-    folder = tmp_path / printed["folder"]
+    folder, named = str(tmp_path / printed["folder"]), own[:6]
     monkeypatch.chdir("/")
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(tmp_path)])
     monkeypatch.delitem(sys.modules, "ownnets")
-    assert document(capsys, "resume", str(folder))["steps"] == printed["steps"]
+    assert "no module 'ownnets' in / or in the installed packages" in failing(capsys, "resume", folder, *named)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert document(capsys, "resume", folder, *named)["steps"] == printed["steps"]
 
 
 def test_a_run_started_in_python_says_that_it_cannot_be_built_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -676,9 +678,9 @@ def test_one_example_gives_a_drop_but_no_standard_error(
     monkeypatch.syspath_prepend(str(tmp_path))
     loose = ["--max-drop", "0.9", "--confidence", "0", "--out", "one"]
     assert execute(["prune", *NET[:-1], "onetest:sets", *loose]) == 0
-    drop = document(capsys, "eval", "one")["drop"]
+    drop = document(capsys, "eval", "one", "--data", "onetest:sets")["drop"]
     assert (drop["count"], drop["standard error"]) == (1, None)
-    assert execute(["eval", "one"]) == 0
+    assert execute(["eval", "one", "--data", "onetest:sets"]) == 0
     assert re.search(r"won of 1: a drop of -?\d+\.\d\d points\.$", capsys.readouterr().out, re.M)
 
 

@@ -13,9 +13,11 @@ from nets import random_keep, randomise_
 from secateurs import compact, find_sites, save, trace
 from secateurs.cli import execute
 from secateurs.cli.inputs import Origin
+from secateurs.config import Recipe, write_recipe
 from secateurs.data import load as load_data
 from secateurs.models import build
 from secateurs.report import read_run
+from torture.journals import write_entries
 
 HIDDEN = {"hidden": [8, 6]}
 
@@ -29,6 +31,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save(compact(graph, random_keep(find_sites(graph), seed=0)), tmp_path / "run" / "pruned.safetensors")
     origin = Origin("mlp", "digits", HIDDEN).record()
     (tmp_path / "run" / "provenance.json").write_text(json.dumps({"origin": origin}))
+    write_recipe(tmp_path / "run" / "recipe.toml", Recipe())
+    write_entries(tmp_path / "run", [])
     return tmp_path / "run"
 
 
@@ -48,7 +52,7 @@ def test_source_of_a_run_is_checked_on_its_test_examples(folder: Path, capsys: p
 
 @pytest.mark.usefixtures("in_this_process")
 def test_the_report_of_the_run_lists_the_export(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "journal.jsonl").write_text('{"unit": "start", "accuracy": 0.5, "loss": 1.0}\n')
+    write_entries(folder, [{"unit": "start", "accuracy": 0.5, "loss": 1.0, "seconds": 0.0}])
     assert execute(["export", str(folder), "--source", "--repeats", "5"]) == 0
     assert f"Report: {folder / 'report.html'}" in capsys.readouterr().out
     assert read_run(folder).exports[0].kind == "source"
@@ -70,9 +74,10 @@ def test_what_cannot_be_exported_is_an_error(folder: Path, capsys: pytest.Captur
         ("run",): "one or more of --onnx, --pt2, --source and --int8",
         ("nowhere", "--onnx"): "nowhere: does not exist",
         ("run/pruned.safetensors", "--pt2"): "give --model",
-        ("run", "--pt2", "--data", "digits"): "names its model and data itself",
+        ("run", "--pt2", "--data", "mnist"): "was started with --data digits, the command line says --data mnist",
         ("other.safetensors", "--pt2", "--model", "mlp"): "is not a network that secateurs has pruned",
-        ("run", "--pt2", "--model", "mlp"): "Build the model with the options it was pruned with",
+        ("run", "--pt2", "--model-option", "hidden=[8]"): "was started with --model-option hidden=[8, 6]",
+        ("run/pruned.safetensors", "--pt2", "--model", "mlp"): "Build the model with the options it was pruned with",
     }
     for arguments, message in wrong.items():
         assert execute(["export", *arguments]) == 1
@@ -85,6 +90,7 @@ def test_an_unfinished_run_says_how_to_resume(folder: Path, capsys: pytest.Captu
     assert f"secateurs resume {folder}" in capsys.readouterr().err
     (folder / "pruned.safetensors").write_bytes(b"")
     (folder / "provenance.json").write_text("{}")
+    write_entries(folder, [])
     assert execute(["export", str(folder), "--source"]) == 1
     assert "was started from Python" in capsys.readouterr().err
     (folder / "pruned.safetensors").unlink()

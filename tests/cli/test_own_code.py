@@ -123,16 +123,15 @@ def test_a_function_gives_train_val_and_test_in_this_order(capsys: pytest.Captur
         assert known["search"]["count"] == 400
     printed = document(capsys, "prune", "--model", "owncode:build", "--data", "owncode:without_test", *POINT, "--out", "two")
     assert printed["outcome"]["test"]["count"] == 0
-    assert document(capsys, "eval", "two", "--split", "val")["networks"]["pruned"]["count"] == 400
-    assert "has no test set: measure another one with --split val" in failing(capsys, "eval", "two")
+    named = ["--model", "owncode:build", "--data", "owncode:without_test"]
+    assert document(capsys, "eval", "two", "--split", "val", *named)["networks"]["pruned"]["count"] == 400
+    assert "has no test set: measure another one with --split val" in failing(capsys, "eval", "two", *named)
 
 
 # ---- criteria ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_criterion_by_name_ranks_and_is_found_again(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_criterion_by_name_ranks_and_is_found_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     printed = document(capsys, "prune", *NET, *POINT, "--criterion", "owncode:last_first", "--out", "flag")
     assert printed["steps"][0]["removed"] == [7, 6, 5, 4]
     assert printed["steps"][0]["criterion"] == "last_first"
@@ -141,16 +140,17 @@ def test_a_criterion_by_name_ranks_and_is_found_again(
         'allocation = "sequential"\nrepair = "none"\n'
     )
     assert document(capsys, "prune", *NET, "--recipe", "own.toml")["steps"][0]["removed"] == [7, 6, 5, 4]
-    # as after a crash: the last line of the journal is gone, and so are the user's module and its folder
+    # as after a crash: the last line of the journal is gone, and so is the user's module
     lines = Path("flag/journal.jsonl").read_text().splitlines(keepends=True)
     Path("flag/journal.jsonl").write_text("".join(line for line in lines if json.loads(line)["unit"] in ("network", "start")))
     for file in Path("flag/checkpoints").glob("0*"):
         file.unlink()
     criteria._OWN.clear()
     sys.modules.pop("owncode")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.chdir("/")
-    assert document(capsys, "resume", str(tmp_path / "flag"))["steps"][0]["removed"] == [7, 6, 5, 4]
+    said = failing(capsys, "resume", "flag")
+    assert said.endswith("The whole command: secateurs resume flag " + " ".join([*NET, "--criterion", "owncode:last_first"]))
+    assert "owncode" not in sys.modules
+    assert document(capsys, *said.rpartition("secateurs ")[2].split())["steps"][0]["removed"] == [7, 6, 5, 4]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,14 @@ def test_a_stopped_run_of_python_says_what_it_needs(capsys: pytest.CaptureFixtur
     sc.Pruner(build(), train, val, test=test, recipe=recipe, criterion=mine, folder="tested").close()
     sc.Pruner(build(), train, val, recipe=recipe, finetune=training, folder="trained").close()
     assert execute(["show", "tested"]) == 0
-    assert "started from Python: add --model package.module:function" in capsys.readouterr().out
+    assert "Resume with: secateurs.resume('tested', model, test=test, criterion=criterion).finish()" in (
+        said := capsys.readouterr().out
+    )
+    assert (
+        "Or: secateurs resume tested "
+        + " ".join(f"--{what} package.module:function" for what in ("model", "data", "criterion"))
+        in said
+    )
     named = ["--model", "owncode:build"]
     criteria._OWN.clear()  # as in another process
     assert "with --criterion package.module:function" in failing(capsys, "resume", "tested", *named)

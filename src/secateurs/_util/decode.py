@@ -25,6 +25,10 @@ class Malformed(ValueError):
     """Text that is not JSON or TOML, is too large or too deep, or has a field of the wrong type."""
 
 
+class TooLarge(Malformed):
+    """Text that is longer than we read, or nested deeper."""
+
+
 def decode_json(text: bytes | str, kind: type[T] | Any = Any, *, max_bytes: int = MAX_BYTES) -> T:
     """Decode JSON `text` to the type `kind`: any that msgspec knows (dataclasses, TypedDicts, Literals).
 
@@ -51,7 +55,7 @@ def read_text_file(path: Path, *, max_bytes: int = MAX_BYTES) -> bytes:
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise Malformed(f"larger than {max_bytes:,} bytes")
+        raise TooLarge(f"larger than {max_bytes:,} bytes")
     return data
 
 
@@ -64,11 +68,11 @@ def brief(what: object, limit: int = 160) -> str:
 
 def _decode(text: bytes | str, language: str, parse: Callable[[str], Any], kind: Any, max_bytes: int) -> Any:
     if len(text) > max_bytes:
-        raise Malformed(f"larger than {max_bytes:,} bytes")
+        raise TooLarge(f"larger than {max_bytes:,} bytes")
     try:
         value = parse(text.decode() if isinstance(text, bytes) else text)
     except RecursionError as error:
-        raise Malformed(f"not {language} that is read here: nested deeper than {MAX_DEPTH}") from error
+        raise TooLarge(f"not {language} that is read here: nested deeper than {MAX_DEPTH}") from error
     except Malformed:
         raise
     except ValueError as error:  # of the parser, of decoding UTF-8, of numbers with thousands of digits
@@ -91,7 +95,7 @@ def _check_depth_and_text(value: Any) -> None:
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise Malformed(f"nested deeper than {MAX_DEPTH}")
+            raise TooLarge(f"nested deeper than {MAX_DEPTH}")
         below: list[Any] = []
         for inner in level:
             if isinstance(inner, dict):

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ def call(
 ) -> Any:
     """Call `target`, a callable or its name `package.module:function`, with `options`; every failure becomes an error.
 
-    A module is looked up in the current folder first, then on Python's path. `what` names the target in messages. Options that
-    the target does not take are an `InvalidInput`. What the target raises becomes an `error`, unless it is one of ours.
+    A module is looked up in the current folder first, then on Python's path; for a callable the folder is not on it. `what`
+    names the target in messages. Options that the target does not take are an `InvalidInput`. What the target raises becomes an
+    `error`, unless it is one of ours.
     """
-    with _current_folder_on_path():
+    with _current_folder_on_path() if isinstance(target, str) else nullcontext():
         function = find(target, what) if isinstance(target, str) else target
         _check_options(function, what, options)
         try:

@@ -100,6 +100,8 @@ def read_lines(folder: Path, kinds: Kinds) -> Lines:
     path = folder / JOURNAL
     try:
         data, before = path.read_bytes(), _origin_digest(folder)
+    except IsADirectoryError as error:
+        raise RunError(f"{path}: {error.strerror}. Restore it from a copy, or start a new run.") from error
     except OSError as error:
         raise RunError(
             f"{folder}: not the folder of a run: no {JOURNAL} ({error.strerror}). Give a folder that secateurs prune wrote."

@@ -6,7 +6,6 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -68,16 +67,6 @@ def clock(seconds: float) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def resume_with(folder: Path) -> str:
-    """How to continue the run or training in a folder."""
-    return f"Resume with: secateurs resume {folder}"
-
-
-def interrupted(folder: Path) -> str:
-    """The message after Ctrl-C."""
-    return f"Interrupted. Finished work is kept. {resume_with(folder)}"
 
 
 def _plain(value: Any) -> Any:

@@ -6,11 +6,13 @@ Nothing here imports torch before a command runs, so that `--help` answers at on
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
 from cyclopts import App
 
+from secateurs.cli.trust import NotRepeated
 from secateurs.errors import SecateursError
 
 DONE, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -86,6 +88,8 @@ def execute(tokens: Sequence[str]) -> int:
         # the reader of our output has closed it: point stdout elsewhere, or Python complains again when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
+    except NotRepeated as error:
+        message, code = f"Error: {error}\nThe whole command: {shlex.join(['secateurs', *tokens, *error.flags])}", ERROR
     except (SecateursError, OSError) as error:
         message, code = f"Error: {error}", ERROR
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from secateurs._util.terminal import print_json, print_table, resume_with, say, warn
-from secateurs.cli import inputs
+from secateurs._util.terminal import print_json, print_table, say, warn
+from secateurs.cli import inputs, trust
 from secateurs.errors import ArtefactError, InvalidInput, RunError
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ def _origin(
     if run.is_dir():
         if not file.is_file():
             read_provenance(run)  # raises if this is not a run
-            raise RunError(f"{run}: has no pruned.safetensors, so the run is not finished. {resume_with(run)}")
-        return inputs.run_origin(run, model, data, model_option, data_option)
+            raise RunError(f"{run}: has no pruned.safetensors, so the run is not finished. {trust.resume_with(run)}")
+        return trust.run_origin(run, trust.Repeated(model, data, model_option, data_option))
     if not run.exists():
         raise RunError(f"{run}: does not exist. Wanted the folder of a run, or a pruned.safetensors.")
     if model is None:

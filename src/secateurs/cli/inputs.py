@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date, time
 from itertools import product
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_origin
 
 from cyclopts import Group, Parameter
 
+from secateurs._util.decode import Malformed, TooLarge, brief, decode_toml
 from secateurs._util.terminal import warn
 from secateurs.config import (
     NAMED_SETTINGS,
@@ -28,7 +27,7 @@ from secateurs.config import (
     recipe_from,
     settings_from,
 )
-from secateurs.errors import InvalidInput, RecipeError, RunError, suggest
+from secateurs.errors import InvalidInput, RecipeError, suggest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,8 +146,10 @@ def options(pairs: Iterable[str], flag: str) -> dict[str, Any]:
         if not name or not equals:
             raise InvalidInput(f"{flag} {pair!r}: wanted name=value.")
         try:
-            read = tomllib.loads(f"value = {text}")
-        except tomllib.TOMLDecodeError:
+            read: dict[str, Any] = decode_toml(f"value = {text}")
+        except TooLarge as error:
+            raise InvalidInput(f"{flag} {brief(name, 60)}=…: {error}.") from error
+        except Malformed:
             read = {"value": text}
         # two lines are not a value, and JSON has no dates
         found[name] = text if len(read) > 1 or isinstance(read["value"], date | time) else read["value"]
@@ -173,7 +174,7 @@ class Origin:
     weights: str | None = None
     device: str | None = None
     seed: int = 0  # of the initial weights, if none are given
-    folder: str = ""  # working directory of the command, from which the user's modules are imported
+    folder: str = ""  # working directory of the command: says where it was started, and nothing is imported from it
 
     def settled(self) -> Origin:
         """Make paths absolute, and take the data split that the public or built-in weights were trained with."""
@@ -204,40 +205,6 @@ def named_origin(
     """The origin that flags name, with everything decided."""
     built = (options(model_option, "--model-option"), options(data_option, "--data-option"))
     return Origin(model, data, *built, weights, device, seed).settled()
-
-
-def run_origin(
-    run: Path,
-    model: str | None = None,
-    data: str | None = None,
-    model_option: Iterable[str] = (),
-    data_option: Iterable[str] = (),
-) -> Origin:
-    """How to build the model and data of a run: as it was started from the command line, or as the flags name them."""
-    from secateurs.pruning.folder import read_provenance
-
-    record = read_provenance(run).get("origin") or {}
-    if model is not None:
-        return named_origin(model, data or "", model_option, data_option)
-    if data is None and not any((*model_option, *data_option)):
-        return origin_of(record, run)
-    if "model" in record:
-        raise InvalidInput(f"{run} names its model and data itself: leave out --data, --model-option and --data-option.")
-    raise InvalidInput(f"{run}: was started from Python: give --model too, as package.module:function.")
-
-
-def origin_of(record: Mapping[str, Any], where: Path) -> Origin:
-    """The origin in a provenance; modules of the folder that the run was started from become importable."""
-    if not {"model", "data"} <= set(record) <= {known.name for known in fields(Origin)}:
-        raise RunError(
-            f"{where}: was started from Python, so it does not say how to build its network and data. Name them: --model "
-            f"package.module:function (and --model-option, --data). Or resume it in Python: secateurs.resume({str(where)!r}, "
-            f"model)."
-        )
-    origin = Origin(**record)
-    if origin.folder and origin.folder not in sys.path:
-        sys.path.append(origin.folder)
-    return origin
 
 
 def build_model(origin: Origin) -> nn.Module:

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from secateurs._util.format import plural
 from secateurs._util.terminal import percent, print_json, print_table, say
-from secateurs.cli import inputs
+from secateurs.cli import inputs, trust
 from secateurs.config import EngineName
 from secateurs.errors import InvalidInput, RunError
 
@@ -193,13 +193,14 @@ def evaluate(
     if run is not None:
         if weights is not None:
             raise InvalidInput(f"{run} has the weights of its networks: leave out --weights.")
-        origin = inputs.run_origin(run, model, data, model_option, data_option)
+        origin = trust.run_origin(run, trust.Repeated(model, data, model_option, data_option))
         networks = _networks_of(run, origin)
     elif model is None or data is None:
         raise InvalidInput("wanted a run folder, or --model and --data.")
     else:
         origin = inputs.named_origin(model, data, model_option, data_option, weights, device)
         networks = {weights or "as built": origin}
+    inputs.check_device(device or origin.device)
     examples = inputs.load_data(origin)
     found = {name: _measure(one, examples, split, batch=batch, device=device or one.device) for name, one in networks.items()}
     rows = {name: row for name, (row, _) in found.items()}

@@ -10,7 +10,7 @@ from cyclopts import Group, Parameter, validators
 
 from secateurs._util.format import plural
 from secateurs._util.terminal import say, warn
-from secateurs.cli import inputs
+from secateurs.cli import inputs, trust
 from secateurs.cli.progress import RunWatcher, TrainWatcher, display
 from secateurs.cli.results import follow, holding, print_run
 from secateurs.cli.train import is_training, resume_training
@@ -121,15 +121,17 @@ def resume(
     data: inputs.OptionalDataName = None,
     model_option: inputs.ModelOptions = (),
     data_option: inputs.DataOptions = (),
-    criterion: str | None = None,
+    criterion: Annotated[tuple[str, ...], Parameter(negative="", show_default=False)] = (),
     device: Annotated[str | None, Parameter(show_default="as the run was started")] = None,
     as_json: inputs.Json = False,
 ) -> None:
     """Resume a run of `secateurs prune`, or a training of `secateurs train`, that was interrupted or killed.
 
     Model, data and recipe are those it was started with, and the result is the same as without the interruption. A finished
-    run is shown again. A run that was started from Python does not know how to build its network: name it by --model, and by
-    --data the loaders that it trains on or measures at the end. What it drew for scoring and validation is in its folder.
+    run is shown again. Code of your own is run only if it is named again, since a folder may come from anybody: repeat --model,
+    --data and --criterion with their options; the error says which. A run that was started from Python does not know how to
+    build its network: name it by --model, and by --data the loaders that it trains on or measures at the end. What it drew for
+    scoring and validation is in its folder.
 
     Examples:
 
@@ -142,18 +144,20 @@ def resume(
     run
         The folder.
     criterion
-        The criterion of a run that was started from Python with a function of its script, as package.module:function.
+        A criterion of your own that the run was started with, as package.module:function; repeatable. For a run from Python
+        also in place of a function of its script.
     device
         Where to compute.
     """
+    given = trust.Repeated(model, data, model_option, data_option, criterion)
     if is_training(run):
-        resume_training(run, device=device, as_json=as_json)
+        resume_training(run, given, device=device, as_json=as_json)
         return
     from secateurs._util.entrypoints import find
     from secateurs.api import resume as take_up
     from secateurs.data.drawn import has_drawn
 
-    origin = inputs.run_origin(run, model, data, model_option, data_option)
+    origin = trust.run_origin(run, given, resumed=True)
     device = inputs.own_device(device or origin.device)
     inputs.check_device(device)
     train, val, test = inputs.load_sources(origin) if origin.data else (None, None, None)
@@ -167,7 +171,7 @@ def resume(
             train,
             val,
             test=test,
-            criterion=None if criterion is None else find(criterion, f"--criterion {criterion}"),
+            criterion=[find(name, f"--criterion {name}") for name in criterion],
             device=device,
             callback=lambda event: watcher.watch(event),
         )
@@ -196,9 +200,11 @@ def demo(
         The run folder.
     """
     from secateurs.api import Pruner
+    from secateurs.pruning.folder import refuse_run
     from secateurs.speed.timing import using_threads
 
     origin, folder = origin_for(seed), inputs.run_folder(out, None, "demo")
+    refuse_run(folder)  # before it trains
     data, recipe = inputs.load_data(origin), inputs.chosen_recipe("demo", {"seed": seed})
     with using_threads(1), display(quiet=as_json) as shown:  # networks this small only lose by a second thread
         settings = inputs.chosen_settings("train-demo", {"seed": seed})

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from secateurs._util.format import SPACE, Metric
-from secateurs._util.terminal import clock, interrupted, percent, print_json, print_table, resume_with, say
+from secateurs._util.terminal import clock, percent, print_json, print_table, say
 from secateurs.cli import train as training_folder
 from secateurs.cli.inputs import Json
 from secateurs.cli.progress import RunWatcher
+from secateurs.cli.trust import interrupted, resume_with
 
 if TYPE_CHECKING:
     from secateurs.api import Pruner
@@ -173,8 +174,6 @@ def _show_run(run: Path, *, as_json: bool) -> None:
         _print_closing(run, ends[-1], recipe, records)
     else:
         _say_state(run, state, at)
-        if state == "stopped" and "model" not in provenance.get("origin", {}):
-            say("It was started from Python: add --model package.module:function, and --data if it trains or has a test set.")
 
 
 def _show_training(run: Path, *, as_json: bool) -> None:

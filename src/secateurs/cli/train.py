@@ -12,8 +12,8 @@ from cyclopts import App, Group, Parameter, validators
 
 from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
 from secateurs._util.files import write_bytes, write_text
-from secateurs._util.terminal import interrupted, percent, print_json, say, warn
-from secateurs.cli import inputs
+from secateurs._util.terminal import percent, print_json, say, warn
+from secateurs.cli import inputs, trust
 from secateurs.cli.progress import Status, TrainWatcher, display
 from secateurs.errors import InvalidInput, RunError, suggest
 
@@ -220,10 +220,14 @@ def train(
     _train(folder, origin, settings, examples, device=device, as_json=as_json)
 
 
-def resume_training(folder: Path, *, device: str | None, as_json: bool) -> None:
-    """Resume the training in `folder`."""
+def resume_training(folder: Path, given: trust.Repeated, *, device: str | None, as_json: bool) -> None:
+    """Resume the training in `folder`, once its chain of digests is checked."""
+    from secateurs._util.journal import JOURNAL, read_records
+
     known = read(folder)
-    origin = inputs.origin_of(known["origin"], folder)
+    if (folder / JOURNAL).exists():  # it may have been stopped before its first epoch
+        read_records(folder, kinds())
+    origin = trust.repeated_origin(known["origin"], folder, given)
     device = device or origin.device
     inputs.check_device(device)
     settings = inputs.chosen_settings(None, known["settings"])
@@ -240,7 +244,7 @@ def _train(
         try:
             epochs = train_in(folder, model, data, settings, device=device, on_step=watcher.step, on_epoch=watcher.epoch)
         except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(interrupted(folder)) from stop
+            raise KeyboardInterrupt(trust.interrupted(folder)) from stop
     if as_json:
         print_json({"folder": str(folder), "state": "finished", "epochs": [vars(e) for e in epochs], "weights": str(weights)})
         return

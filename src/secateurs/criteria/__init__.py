@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from secateurs._util.entrypoints import find
 from secateurs._util.modules import keeping_modes, network_digest
 from secateurs.config import Recipe
 from secateurs.data.dataset import Examples
-from secateurs.errors import InvalidInput, SecateursError, suggest
+from secateurs.errors import InvalidInput, RunError, SecateursError, suggest
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.scoring.evaluator import SiteEvaluator
@@ -38,6 +38,7 @@ __all__ = [
     "resolved",
     "score_filters",
     "short_name",
+    "taken_up",
     "user_function",
 ]
 
@@ -114,13 +115,42 @@ def resolved(recipe: Recipe) -> Recipe:
     return replace(recipe, criterion=_located(recipe.criterion), portfolio=portfolio)
 
 
+def taken_up(recipe: Recipe, functions: Sequence[UserCriterion], where: object) -> Recipe:
+    """The recipe of a folder with the functions of the user's that it names, given again.
+
+    Nothing is imported by a name from a folder, which may come from anybody: a name that is neither among `functions` nor
+    registered in this process is an error.
+    """
+    for function in functions:
+        as_criterion(function)
+    if len(functions) == 1 and ":" in recipe.criterion:  # for people it may have another name now
+        as_criterion(functions[0], recipe.criterion)
+    used = (recipe.criterion, *(recipe.portfolio if recipe.criterion == "portfolio" else ()))
+    missing = [name for name in dict.fromkeys(used) if ":" in name and name not in _OWN]
+    if missing:
+        raise RunError(
+            f"{where}: names {' and '.join(map(repr, missing))} as its criterion, which is not imported, because a folder may "
+            f"come from anybody. Give the function again: secateurs.resume(folder, model, criterion=…), or on the command "
+            f"line with --criterion package.module:function."
+        )
+    return named(recipe)
+
+
+def named(recipe: Recipe) -> Recipe:
+    """The recipe with the criteria that are registered under names of their own as `module:function`; nothing is imported."""
+
+    def known(name: str) -> str:
+        return name if ":" in name else _located(name)
+
+    return replace(recipe, criterion=known(recipe.criterion), portfolio=tuple(map(known, recipe.portfolio)))
+
+
 def user_function(name: str) -> Callable[..., Any] | None:
     """The user's own function behind a criterion, imported if `name` is `package.module:function`; None for built-in ones."""
     if ":" in name and name not in _OWN:
         if name.startswith("__main__:") or "<" in name or name.endswith("()"):
             raise InvalidInput(
-                f"criterion {name!r} was given in Python and cannot be imported. Resume with secateurs.resume(folder, model, "
-                f"criterion=…), or on the command line with --criterion package.module:function."
+                f"criterion {name!r} cannot be imported: wanted package.module:function, or the function itself."
             )
         as_criterion(find(name, f"criterion {name!r}"), name)
     found = _FUNCTIONS.get(name)

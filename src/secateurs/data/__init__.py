@@ -45,7 +45,7 @@ SETS: dict[str, Callable[..., Data]] = {
 }
 
 
-def load(name: str, **options: Any) -> Data:
+def load(name: str, /, **options: Any) -> Data:
     """Load the data set of that name: one of `SETS`, `folder:PATH`, or `package.module:function`, called with `options`.
 
     The module of a function is looked up in the current folder first, then on Python's path. What its loaders give is read
@@ -55,7 +55,7 @@ def load(name: str, **options: Any) -> Data:
     return found if isinstance(found, Data) else from_loaders(*found, name=name)
 
 
-def load_sources(name: str, **options: Any) -> Data | tuple[Any, Any, Any]:
+def load_sources(name: str, /, **options: Any) -> Data | tuple[Any, Any, Any]:
     """The same, but the (train, val, test) that a user's function returns are not read; test is None if it gives none."""
     kind, colon, rest = name.partition(":")
     target: str | Callable[..., Any] = name

@@ -50,7 +50,7 @@ def names() -> list[str]:
     return list(_REGISTRY)
 
 
-def build(name: str, **options: Any) -> nn.Module:
+def build(name: str, /, **options: Any) -> nn.Module:
     """Build a freshly initialised built-in network; `options` go to its constructor (`classes=100`, `width=8`, …)."""
     return _module(_entry(name)[0], name, options)
 
@@ -61,7 +61,7 @@ def example_input(name: str, batch: int = 2) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def resolve(spec: str, **options: Any) -> nn.Module:
+def resolve(spec: str, /, **options: Any) -> nn.Module:
     """Build the network that `spec` names: a built-in name, or `package.module:function` that returns an `nn.Module`.
 
     The module is looked up in the current folder first, then on Python's path. `options` go to the function.

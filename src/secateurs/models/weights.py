@@ -15,7 +15,7 @@ from secateurs._util.decode import Malformed, brief, checked, decode_json
 from secateurs._util.download import Progress, fetch, home
 from secateurs._util.tensors import Damaged, first_non_finite, parse
 from secateurs._util.tensors import read_header as read_tensor_header
-from secateurs.data import Data, load
+from secateurs.data import SETS, Data, load
 from secateurs.data.dataset import IMAGENET, Examples
 from secateurs.data.splits import shared_inputs
 from secateurs.errors import ArtefactError, InvalidInput, SecateursError, suggest
@@ -120,6 +120,8 @@ def _is_train_set(trained: TrainingSet, data: Data) -> bool:
 
 
 def _overlap(trained: TrainingSet, data: Data) -> Overlap:
+    if trained.data not in SETS and not trained.data.startswith("folder:"):
+        return Overlap(trained, None, "your function is not called with options that a file of weights names")
     try:
         again = load(trained.data, **trained.options).train
     except SecateursError as error:

@@ -21,8 +21,9 @@ from secateurs._util.journal import JOURNAL, PROVENANCE, Journal, changed_files,
 from secateurs._util.tensors import digest, dump, parse
 from secateurs.compaction import replay
 from secateurs.compaction.serialization import load, read, save
-from secateurs.config import CHANGED_DEFAULTS, Recipe, read_fields, recipe_fields, recipe_from, write_recipe
+from secateurs.config import CHANGED_DEFAULTS, Recipe, read_fields, read_recipe, recipe_fields, recipe_from, write_recipe
 from secateurs.criteria.ranking import Ranking
+from secateurs.data.drawn import has_drawn
 from secateurs.data.splits import Data
 from secateurs.distributed import ALONE, Workers
 from secateurs.errors import RunError
@@ -162,6 +163,17 @@ def read_provenance(path: Path) -> dict[str, Any]:
         raise RunError(f"{path / PROVENANCE}: damaged ({error}). Restore it from a copy, or start a new run.") from error
 
 
+def call_to_resume(path: Path) -> str:
+    """The call that resumes a run that was started from Python, with all that it was given."""
+    known, recipe, drawn = read_provenance(path), read_recipe(path / RECIPE), has_drawn(path)
+    again = list(known.get("again", ()))
+    reads = recipe.finetune is not None or recipe.retrain is not None or {"loss", "metric"} & {*again}
+    words = [repr(str(path)), "model", *([] if drawn else ["data"]), *(["train"] if drawn and reads else [])]
+    own = ":" in recipe.criterion or (recipe.criterion == "portfolio" and any(":" in name for name in recipe.portfolio))
+    words += [f"{name}={name}" for name in (*again, *(["criterion"] if own else []))]
+    return f"secateurs.resume({', '.join(words)}).finish()"
+
+
 def recipe_digest(recipe: Recipe) -> str:
     """SHA-256 of all fields of the recipe."""
     return _fields_digest(recipe_fields(recipe))
@@ -185,9 +197,14 @@ def create_folder(path: Path, recipe: Recipe, origin: Mapping[str, Any], workers
         raise
 
 
-def _create_folder(path: Path, recipe: Recipe, origin: Mapping[str, Any], workers: Workers) -> Journal:
+def refuse_run(path: Path) -> None:
+    """RunError if there is a run in `path` already."""
     if (path / PROVENANCE).exists():
         raise RunError(f"{path}: holds a run already. Resume it (secateurs resume {path}), or choose another folder.")
+
+
+def _create_folder(path: Path, recipe: Recipe, origin: Mapping[str, Any], workers: Workers) -> Journal:
+    refuse_run(path)
     with disk_errors(path):
         path.mkdir(parents=True, exist_ok=True)
         others = sorted(found.name for found in path.iterdir() if found.name not in _OURS)

@@ -30,6 +30,7 @@ from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
 from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, retrain, take_trial
 from secateurs.pruning.folder import (
+    call_to_resume,
     copy_ranking,
     describe_network,
     load_state,
@@ -131,6 +132,8 @@ class Run:
             raise
         except BaseException as error:  # Ctrl-C too: the run can then be resumed in the same process
             self._interrupted = True
+            if isinstance(error, KeyboardInterrupt) and not error.args and self.journal.path is not None:
+                error.args = (f"Interrupted. Finished work is kept. Resume with: {call_to_resume(self.journal.path)}",)
             self.workers.fail(error)
             self.close()
             raise
