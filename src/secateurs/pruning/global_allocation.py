@@ -37,6 +37,7 @@ from secateurs.pruning.results import (
     SiteWidths,
     SpeedTrial,
     Trial,
+    TriedNetwork,
     TriedShortcut,
 )
 from secateurs.pruning.speeds import is_faster, judged
@@ -209,7 +210,9 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
         return Trial(judge, index, verdict.accepted, verdict.accuracy, verdict.by_estimate)
 
     def once(judge: str, index: int, compute: Callable[[], Trial]) -> Trial:
-        return context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=judge, place=index)
+        found = context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=judge, place=index)
+        context.progress.tried = TriedNetwork(allocations[index].saved, context.currency, found.accuracy, found.accepted)
+        return found
 
     def search_trained(index: int) -> Trial:
         judged = partial(measure, "trained", index)
@@ -237,7 +240,7 @@ def _choose(context: PruningContext, budget: AccuracyBudget, curves: Mapping[str
         bounded=context.recipe.has_target,
         growth=COARSE if sets.contract.reserve else FINE,
         images=sets.certifying,
-        on_trial=lambda done, of: context.progress.report("divide", done, of),
+        on_trial=context.progress.report,
     )
     if context.by_time and any(chosen.removed.values()):
         judge = "certifying" if certifies else "trained" if train else "steering"
@@ -264,7 +267,8 @@ def _fastest(
 
     tried = []
     smaller = sorted((place for place in passed if 0 < place < chosen.place), reverse=True)
-    for place in [chosen.place, *smaller][:_MOST_TIMED]:
+    for number, place in enumerate([chosen.place, *smaller][:_MOST_TIMED]):
+        context.progress.report("faster", number, number + 1)
         trial = context.journal.once_timed(SpeedTrial, partial(timed, place), place=place)
         if is_faster(dict(trial.speeds)):
             if place == chosen.place:
@@ -295,7 +299,7 @@ def choose_allocation(
     bounded: bool = False,
     growth: float = FINE,
     images: int = 0,
-    on_trial: Callable[[int, int], None] = lambda done, of: None,
+    on_trial: Callable[[str, int, int], None] = lambda phase, done, of: None,
 ) -> ChosenAllocation:
     """Choose the allocation that saves most within the contract; each saves more than the one before, the first nothing.
 
@@ -312,13 +316,13 @@ def choose_allocation(
     verdicts: list[Trial] = []
 
     def accepted(index: int) -> bool:
-        on_trial(len(tried) + 1, max(len(allocations).bit_length() + 1, len(tried) + 1) + (0 if certify is None else 1))
+        on_trial("divide", len(tried), max(len(allocations).bit_length(), len(tried) + 1))
         tried[index] = search(index)
         return tried[index].accepted
 
     def accepted_trained(index: int) -> bool:
         assert search_trained is not None
-        on_trial(len(tried) + 1, max(len(ladder).bit_length() + 1, len(tried) + 1) + (0 if certify is None else 1))
+        on_trial("trained", len(tried), max(len(ladder).bit_length(), len(tried) + 1))
         tried[index] = search_trained(index)
         return tried[index].accepted
 
@@ -331,9 +335,10 @@ def choose_allocation(
         best = 0 if rung is None else ladder[rung]
         asked = tuple(ladder[place] for place in _few_up_to(rung or 0, len(ladder)))
     if certify is not None:
+        likely = min(sum(index <= best for index in asked) + 1, len(asked))  # the first one beyond the edge is refused
         best = 0
-        for index in asked:
-            on_trial(len(tried) + len(verdicts) + 1, len(tried) + len(asked))
+        for done, index in enumerate(asked):
+            on_trial("certify", done, max(likely, done + 1))
             verdict = certify(index, [earlier.accepted for earlier in verdicts])
             if verdict is None:
                 continue
@@ -470,7 +475,8 @@ def _at_best_price(
         target = context.time_price.target_share
         wanted = min(found[-1].saved for found in by_price.values()) / 2 if target is None else 1 - target
         start, losses, tried = context.loss(context.original, context.held_out), dict[str, float](), []
-        for price, found in by_price.items():
+        for number, (price, found) in enumerate(by_price.items()):
+            context.progress.report("branches", number, len(by_price))
             chosen = next((one for one in found if one.saved >= wanted - _TINY), found[-1])
             known = repr(sorted(chosen.removed.items()))
             if known not in losses:
@@ -499,7 +505,8 @@ def compare_shortcuts(
     """
     half = max(allocations[-1].saved for _, _, allocations in found.values()) / 2
     tried = []
-    for shortcut, (context, curves, allocations) in found.items():
+    for number, (shortcut, (context, curves, allocations)) in enumerate(found.items()):
+        context.progress.report("compare", number, len(found))
         recipe = context.recipe
         target = context.time_price.target_share if recipe.has_time_target and context.by_time else None
         bounded = any(t is not None for t in (recipe.target_macs, recipe.target_parameters, recipe.target_memory))
