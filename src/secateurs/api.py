@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from secateurs._util.format import size
 from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, check_device, device_of, unwrapped
 from secateurs._util.tensors import digest
-from secateurs._util.terminal import clock
 from secateurs.config import Deploy, EngineName, Recipe, TrainSettings, declarations
 from secateurs.criteria import named, resolved, taken_up, user_function
 from secateurs.data.dataset import class_labels
@@ -44,7 +42,7 @@ from secateurs.pruning.arguments import (
     without_ignored,
 )
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
-from secateurs.pruning.estimate import Estimate, estimate
+from secateurs.pruning.estimate import Estimate, estimate, opening
 from secateurs.pruning.finetune import check_training
 from secateurs.pruning.folder import (
     check_origin,
@@ -58,7 +56,8 @@ from secateurs.pruning.folder import (
     provenance,
     recipe_digest,
 )
-from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start
+from secateurs.pruning.forecast import Forecast
+from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start, Step
 from secateurs.pruning.run import Run, chosen_sites
 from secateurs.pruning.sanity import accuracy_note, better_than_guessing, shape_notes
 from secateurs.pruning.user_training import with_step
@@ -183,7 +182,9 @@ class Pruner(Run):
         uncertified = recipe is None if uncertified is None else uncertified
         asked = feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
-            runtime = Runtime(loss_fn, metric_fn, device, MeasurementCache(), None, whole)
+            runtime = Runtime(
+                *(loss_fn, metric_fn, device, MeasurementCache(), None, whole, finetune), engine=timed_in, served=_served(data)
+            )
             asked = within_time_budget(workers, time_budget, asked, graph, data, runtime, notes)
         measures = {"loss": loss_fn, "metric": evaluate or metric_fn, **({} if measure is None else {"time": measure})}
         _check_workers(workers, graph, data, asked, measures)
@@ -222,8 +223,14 @@ class Pruner(Run):
         found.restore()
         return found
 
+    def __iter__(self) -> Iterator[Step]:
+        progress = self.context.progress
+        if progress.callback is not None and progress.forecast is None:
+            progress.forecast = Forecast(self.estimate().phases)
+        return super().__iter__()
+
     def estimate(self) -> Estimate:
-        """Roughly how long the work takes on this machine, without training."""
+        """Roughly how long what is left of the run takes on this machine, by its phases."""
         return estimate(self.context)
 
     def measure_original(self) -> None:
@@ -454,11 +461,8 @@ def _shown(
         def follow(pruner: Pruner) -> Result:
             watchers.append(RunWatcher(screen, pruner.recipe, pruner.steps, metric=pruner.context.runtime.metric_name))
             if progress:
-                found, place = pruner.estimate(), pruner.context.runtime.device or device_of(pruner.graph.module)
-                screen.line(
-                    f"Pruning on {place}, at {found.images_a_second:,.0f} images a second: this takes roughly "
-                    f"{clock(found.seconds)}, without training, and up to {size(found.bytes)} of memory besides the data."
-                )
+                for line in opening(pruner.context, pruner.estimate()):
+                    screen.line(line)
             shown = 0
             for step in pruner:
                 for note in pruner.notes[shown:]:

@@ -32,12 +32,16 @@ def test_one_call_gives_a_smaller_network_and_its_figures(tmp_path: Path, capsys
     assert result.bound is not None
     assert result.bound <= 0.05
     lines = str(result).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert "at batch 64 in eager mode" in lines[0]  # the time comes first
     assert f"{100 * result.macs.removed:.1f} % of the MACs" in lines[1]
     assert f"{100 * result.accuracy_after:.2f} % on 400 held-out test examples" in lines[1]
     assert "At 95 % confidence the drop is at most" in lines[2]
-    assert capsys.readouterr().err.count("filters; accuracy") == len(result.steps)  # progress without a terminal: a line a step
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Cuts are weighed by the time that they save in PyTorch's eager mode at batch 64, as the ")
+    assert all(what in lines[0] for what in ("and 1;", "engine='onnxruntime'", "engine='compile'", "deploy='int8'", "macs="))
+    assert sum("filters; " in line for line in lines) == len(result.steps)  # progress without a terminal: a line a step
+    assert sum("filters; accuracy" in line for line in lines) == 1  # the last, when all cuts are made
     again = sc.load(build(), result.save(tmp_path / "small.safetensors")).module
     assert right(again, test) == pytest.approx(result.accuracy_after)
     assert result.export(tmp_path / "small.pt2").exists()

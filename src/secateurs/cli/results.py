@@ -27,7 +27,11 @@ _EPOCH_COLUMNS = ("epoch", "loss", "accuracy while training", "accuracy on the v
 
 def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> RunResult:
     """Do all of the run's work; the report is written after every `report_every` steps (0: only at the end)."""
-    noted = 0
+    from secateurs.pruning.estimate import opening
+
+    noted, watcher.metric = 0, Metric.called(run.context.runtime.metric_name)
+    for line in opening(run.context, run.estimate()):
+        watcher.shown.line(line)
     for step in run:
         for note in run.notes[noted:]:
             watcher.shown.line(f"Note: {note}.")

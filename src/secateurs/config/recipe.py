@@ -124,6 +124,13 @@ class Recipe(EnsembleSettings):
         "pruning",
     )
     repair_examples: int = setting(1024, "Training examples that a repair is solved on.", "pruning", low=1, high=MOST_EXAMPLES)
+    curve_examples: int = setting(
+        1024,
+        "Validation examples on which orders are compared, and the loss is measured that the cuts of each site cost.",
+        "scoring",
+        low=2,
+        high=MOST_EXAMPLES,
+    )
     repaired_masks: bool = setting(False, "Score masks after repair too, with one solution for each.")
     search: Method = setting(
         "bisect",

@@ -25,7 +25,7 @@ from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, check_targets
 from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import Runtime
-from secateurs.pruning.estimate import within_time
+from secateurs.pruning.estimate import CHEAPER, within_time
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 
 _ARGUMENTS = {"target_macs": "macs", "target_parameters": "parameters"}
@@ -133,10 +133,9 @@ def within_time_budget(
 
     def chosen() -> bytes:
         found = within_time(seconds, recipe, graph, data, runtime, notes)
-        return json.dumps([found.criterion, found.repair]).encode()
+        return json.dumps({name: getattr(found, name) for name in CHEAPER}).encode()
 
-    criterion, repair = json.loads(workers.shared("the time budget", chosen))
-    return replace(recipe, criterion=criterion, repair=repair)
+    return replace(recipe, **json.loads(workers.shared("the time budget", chosen)))
 
 
 def check_autograd() -> None:

@@ -7,7 +7,8 @@ subsets of the data, the survey, prepared networks, tables of times, weights of 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -45,8 +46,9 @@ from secateurs.metrics import (
     with_answers,
 )
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
-from secateurs.pruning.results import Progress, WidthMultiple
-from secateurs.pruning.time_price import TimePrice
+from secateurs.pruning.forecast import Forecast
+from secateurs.pruning.results import Progress, TriedNetwork, WidthMultiple
+from secateurs.pruning.time_price import SERVED, TimePrice
 from secateurs.pruning.whole_metric import WholeMetric
 from secateurs.repair import Reconstruction, Repair, Survey, apply_, observe, prepare, refit_, survey
 from secateurs.scoring import OnScored
@@ -63,10 +65,9 @@ T = TypeVar("T")
 
 _PROBED_BATCH = 4  # examples at once where the multiple of widths is measured in eager mode
 _PREPARED = 3  # networks with room for repairs that are kept
-_HELD_OUT = 1024  # examples tell orders and curves apart well enough; the search images may be many more
 _CALIBRATED = 256  # examples for int8 ranges, and to compare int8 files on
 LEFT_FOR_INT8 = 0.2  # of the allowed drop, with `deploy = "int8"`
-_FEW = 512  # of them: for the curvature of the loss, and for the points that predicted curves are brought to
+_FEW = 512  # examples for a figure between cuts
 
 
 @dataclass(frozen=True)
@@ -95,17 +96,22 @@ class Runtime:
 
 @dataclass(eq=False)
 class ProgressReporter:
-    """Calls `callback` with the current round, site and phase."""
+    """Calls `callback` with the current round, site and phase, and what its forecast says is left."""
 
     callback: Callable[[Progress], None] | None = None
     round: int = 0
     number: int = 0  # of the site in this round, from 1
     sites: int = 0
+    forecast: Forecast | None = None
+    tried: TriedNetwork | None = None  # the latest of those that are tried while all cuts are weighed together
 
     def report(self, phase: str, done: int, total: int, site: Site | None = None) -> None:
         """Report that `done` of `total` units of a phase are done."""
+        if self.forecast is not None:
+            self.forecast.report(phase, done, total)
         if self.callback is not None:
-            self.callback(Progress(phase, done, total, "" if site is None else site.name, self.number, self.sites, self.round))
+            left, name = None if self.forecast is None else self.forecast.left, "" if site is None else site.name
+            self.callback(Progress(phase, done, total, name, self.number, self.sites, self.round, left, self.tried))
 
 
 class Stopwatch:
@@ -208,7 +214,7 @@ class PruningContext:
     def held_out_examples(self) -> Examples:
         """A subset of the search images: what is chosen on it may be certified by the others."""
         search = self.acceptance_sets.search
-        return subset(search, min(_HELD_OUT, len(search)), seed=derive(self.recipe.seed, "held out"))
+        return subset(search, min(self.recipe.curve_examples, len(search)), seed=derive(self.recipe.seed, "held out"))
 
     @cached_property
     def held_out(self) -> HeldOut:
@@ -223,9 +229,10 @@ class PruningContext:
 
     @cached_property
     def held_out_few(self) -> HeldOut:
-        """Fewer of the held-out examples."""
+        """Half of them: for the curvature of the loss, and for the points that predicted curves are brought to."""
         held = self.held_out
-        few = subset(held.examples, min(_FEW, len(held.examples)), seed=derive(self.recipe.seed, "few"), stratified=False)
+        count = min(max(self.recipe.curve_examples // 2, 1), len(held.examples))
+        few = subset(held.examples, count, seed=derive(self.recipe.seed, "few"), stratified=False)
         return HeldOut(few, held.loss_fn)
 
     @cached_property
@@ -243,6 +250,7 @@ class PruningContext:
         """
         if self.recipe.repair == "none" or self.recipe.allocation != "global":
             return None
+        self.progress.report("survey", 0, 1)
         names = [site.name for site in self.sites(self.original) if site.channels > 1]
         few, seed = self.held_out_few, derive(self.recipe.seed, "repair")
         examples = few.examples
@@ -313,6 +321,13 @@ class PruningContext:
         """The training examples that repairs are solved on."""
         count = min(self.recipe.repair_examples, len(self.data.train))
         return subset(self.data.train, count, seed=derive(self.recipe.seed, "repair")).ready(self.dtype)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time that passes: it is the caller's own."""
+        with nullcontext() if self.progress.forecast is None else self.progress.forecast.paused():
+            yield
+        self.clock.restart()
 
     # ---- sites -------------------------------------------------------------------------------------------------------
 
@@ -485,9 +500,27 @@ class PruningContext:
         return multiple_at(self._channels.get(site, 0), self.journal.once_timed(WidthMultiple, measure).multiple)
 
     @property
+    def currency(self) -> str:
+        """What the cuts of all sites save: time, MACs, parameters or activations."""
+        recipe = self.recipe
+        if self.by_time:
+            return "time"
+        if recipe.target_macs is None and recipe.target_parameters is not None:
+            return "parameters"
+        return "activations" if recipe.target_macs is None and recipe.target_memory is not None else "MACs"
+
+    @property
     def by_time(self) -> bool:
         """Whether the cuts of all sites are weighed by the time that they save."""
         return self.runtime.engine is not None and self.recipe.allocation == "global"
+
+    @property
+    def planned_batches(self) -> tuple[int, ...]:
+        """The batch sizes at which time counts, the one that is served first; that may be halved where it takes too long."""
+        engine, asked = self.runtime.engine, self.recipe.latency_batch
+        if asked is not None or engine is None or not engine.runs_layers:
+            return (asked or (1 if engine is None else engine.batch),)
+        return tuple(dict.fromkeys((self.runtime.limit.within(self.runtime.served or SERVED), 1)))
 
     @cached_property
     def time_price(self) -> TimePrice:

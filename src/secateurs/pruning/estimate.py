@@ -1,101 +1,402 @@
 """Roughly how long a run takes, and how much memory, before it starts; and a cheaper recipe where it takes too long.
 
-The time is that of the passes that it may need times the measured time of one. The memory is that of the largest things that
-are alive together: networks, cached activations, a batch on its way, and the moments of a repair.
+The time is that of the phases of the run, each priced by its units: passes through the network, whose speed is measured,
+surgery, of which a cut is measured, and timers, which run for as long as they are told to. The memory is that of the largest
+things that are alive together: networks, cached activations, a batch on its way, and the moments of a repair.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from statistics import median
 
 import torch
 
+from secateurs._util.format import size
 from secateurs._util.modules import device_of, eval_mode, on_device
 from secateurs._util.terminal import clock
-from secateurs.config import MOST_PAIRS, REFITTED, Recipe
+from secateurs.compaction import compact
+from secateurs.config import MOST_PAIRS, REFITTED, Recipe, Shortcut, TrainSettings
 from secateurs.data.splits import Data
-from secateurs.graph.cost import WEIGHTED, cost
+from secateurs.errors import EmptyLayer, InvalidInput
+from secateurs.graph.cost import ROOT, WEIGHTED, cost
+from secateurs.graph.masking import copied
 from secateurs.graph.node_info import shape_of
-from secateurs.graph.sites import find_sites
-from secateurs.graph.trace import Graph
+from secateurs.graph.sites import Site, find_sites
+from secateurs.graph.structure import is_bypassed
+from secateurs.graph.trace import Graph, tensors_in
 from secateurs.pruning.context import PruningContext, Runtime
+from secateurs.pruning.forecast import Phase
+from secateurs.pruning.results import SiteCurve, Step, TimeTable, Trial
 from secateurs.pruning.run import chosen_sites
+from secateurs.pruning.speeds import BATCHES, LONGEST_PASS
+from secateurs.pruning.time_price import CORRECTIONS, PRICES
 from secateurs.repair.observe import CHUNK_BYTES, GRAM_BYTES, gram_size
+from secateurs.repair.solve import gram_features
 from secateurs.scoring.engine.batches import free_memory
 from secateurs.scoring.ensemble import PILOT, ROUNDS
+from secateurs.speed.engines import at_batch
+from secateurs.speed.sizes import Sizing
+from secateurs.speed.tables import SECONDS, LatencyModel, TableFile
+from secateurs.speed.timing import LOADS, LONGEST_COMPARED, SHORTEST
+from secateurs.speed.timing import ROUNDS as TIMED_ROUNDS
+from secateurs.speed.widths import ALL_UP_TO, POINTS
 
 _BACK = 3  # passes that an image counts whose gradient is wanted
 _SUFFIX = 0.6  # share of the network behind a site, on average: what precedes it runs once
 _CURVE, _COMPARED = 8, 3  # points of a curve; cuts at which a portfolio compares orders
-_CALIBRATED = 1  # points of a predicted curve: two, on half the examples
 _TIMED = 32  # examples
 _NETWORKS = 5  # alive together: the original, a smaller one, one that is repaired, one split at a site
 _ALIVE = 3  # of the largest activations of a batch, and of a layer's moments
-_SITE, _CUT = 0.3, 0.05  # seconds for surgery, proofs and least squares of small layers: at a site, and for a cut that is tried
+_SEARCHED, _CERTIFIED = 8, 13  # allocations that are tried: by bisection, and on the way from 0.4 of the saving to the edge
+_TRAINED = 4  # that are trained, of those
+_BUILT = 4  # single cuts that building a whole network takes as long as, with the solutions of its layers
+_RATES = 3 * 50  # steps of training by which a learning rate is found
+_ROUNDS = (24, 60)  # of a comparison that corrects tables, and of one that judges: as many as their spread takes, often
+_LOADED = 0.5  # seconds of a comparison besides its rounds
+_SIZE = 5e-3  # seconds that a layer of one size is timed for in a round, with what it takes to make it
+_SOLVED = 0.02  # seconds of the knapsack for a site
+_WRITTEN = 0.3  # seconds: the network, the plan, the report
+_FEWER = (512, 256)  # images, where time is short
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a run without its training: rather too long than too short where ranking may stop early."""
+    """Of a whole run, with all that it times, certifies and trains. Training by the user's own function is a guess."""
 
     seconds: float
-    passes: int  # images brought through the network
     images_a_second: float
     bytes: int  # besides the data and torch itself
+    phases: tuple[Phase, ...]
 
 
 def within_time(seconds: float, recipe: Recipe, graph: Graph, data: Data, runtime: Runtime, notes: list[str]) -> Recipe:
-    """The recipe, or a cheaper one where it may take longer than `seconds`: OBS alone, then weights alone without repair."""
-    cheaper = [replace(recipe, criterion="obs")] if recipe.repair != "none" else []
-    for one in (recipe, *cheaper, replace(recipe, criterion="fpgm", repair="none")):
-        needed = estimate(PruningContext(graph, data, one, runtime)).seconds
-        if needed <= seconds:
+    """The best recipe that takes no longer than `seconds` (see `cheaper`), or the cheapest."""
+    found = [(one, estimate(PruningContext(graph, data, one, runtime)).seconds) for one in [recipe]]
+    for one in cheaper(recipe) if found[0][1] > seconds else ():
+        try:
+            found.append((one, estimate(PruningContext(graph, data, one, runtime)).seconds))
+        except InvalidInput:  # the position has none of the sites that were asked for
+            continue
+        if found[-1][1] <= seconds:
             break
+    one, needed = found[-1]
     if one is not recipe:
-        chosen = f"criterion {one.criterion!r} and repair {one.repair!r} are used"
-        notes.append(f"the recipe may take longer than the time budget of {clock(seconds)}: {chosen}")
+        given = [(name, getattr(recipe, name), getattr(one, name)) for name in CHEAPER]
+        taken = ", ".join(f"{name}={new!r}" for name, old, new in given if old != new)
+        notes.append(f"the recipe may take longer than the time budget of {clock(seconds)}: {taken}")
     if needed > seconds:
-        notes.append(f"even so it takes up to {clock(needed)} on this machine")
+        notes.append(f"even so it takes about {clock(needed)} on this machine")
     return one
 
 
+CHEAPER = ("repair_examples", "curve_examples", "shortcut", "criterion", "repair")
+"""The fields in which recipes differ that take less time."""
+
+
+def cheaper(recipe: Recipe) -> Iterator[Recipe]:
+    """Ever cheaper recipes: fewer images, on which curves have as many points, one position, another criterion; repair last."""
+    one, repairs = recipe, recipe.repair != "none"
+    for count in _FEWER:
+        fewer = {name: count for name in CHEAPER[:2] if getattr(one, name) > count and (repairs or name != "repair_examples")}
+        if fewer:
+            one = replace(one, **fewer)  # type: ignore[arg-type]  # both are numbers
+            yield one
+    if one.shortcut == "auto":
+        one = replace(one, shortcut="stream")
+        yield one
+    if repairs and one.criterion != "obs":
+        one = replace(one, criterion="obs")
+        yield one
+    if one.repair == "whole-network":
+        one = replace(one, repair="every-layer")
+        yield one
+    if (one.criterion, one.repair) != ("fpgm", "none"):
+        yield replace(one, criterion="fpgm", repair="none")
+
+
 def estimate(context: PruningContext) -> Estimate:
-    """Time one batch, and count the passes that the recipe may need at all sites, and the bytes."""
-    recipe, held_out = context.recipe, len(context.held_out.examples)
-    chosen = chosen_sites(recipe, context.original)
-    original, widths = context.original, recipe.head_widths
-    found = (site for shortcut in recipe.shortcuts for site in find_sites(original, shortcut, head_widths=widths))
-    every = {(site.name, site.node): site for site in found}
-    sites = [site for site in every.values() if site.name in chosen and site.channels > 1]
-    criteria = recipe.portfolio if recipe.criterion == "portfolio" else (recipe.criterion,)
-    pool, validation = len(context.ranker.pool), len(context.validation)
-    repairs = 0 if recipe.repair == "none" else 2 * len(context.repair_examples)
-    together = recipe.allocation == "global" and repairs > 0  # all sites are observed at once
-    passes = float(repairs // 2 + _BACK * held_out // 2) if together else 0.0
-    if "ensemble" in criteria and recipe.estimator == "network":
-        passes += _BACK * min(1024, pool) * (1 if recipe.allocation == "global" else recipe.rounds * len(sites))
-    for site in sites:
-        for name in criteria:
-            passes += _SUFFIX * _ranking_passes(context, name, site.channels, pool)
-        passes += _SUFFIX * held_out * (_COMPARED * len(criteria) if recipe.criterion == "portfolio" else 0)
-        passes += 0 if together else repairs
-        if recipe.allocation == "global":
-            passes += _SUFFIX * held_out * (_CALIBRATED if together and recipe.criterion == "obs" else _CURVE)
-        else:
-            passes += recipe.rounds * (_SUFFIX * math.log2(site.channels + 1) + 1) * validation
-    overhead = _SITE * len(sites)
-    trials = recipe.rounds * sum(math.log2(site.channels + 1) + 1 for site in sites)  # networks that are measured
-    if recipe.allocation == "global":
-        trials = 10 if recipe.confidence == 0 else 25  # networks that are built and measured
-        repaired = repairs if recipe.repair in REFITTED else len(sites) * repairs  # a refit needs no repair before it
-        passes += trials * (repaired + validation)
-        overhead += _CUT * trials * len(sites)
-    if context.runtime.evaluate is not None:
-        overhead += trials * context.runtime.evaluate.seconds
-    speed = context.runtime.limit.run(_TIMED, lambda batch: _images_a_second(context, batch))
-    return Estimate(passes / speed + overhead, round(passes), speed, _bytes(context))
+    """Time one batch and one cut, and price the phases of what is left of a run by them."""
+    prices = _Prices(context)
+    together = context.recipe.allocation == "global"
+    phases = (*(_together(prices) if together else _in_turn(prices)), *_end(prices))
+    return Estimate(math.fsum(phase.total for phase in phases), prices.images_a_second, _bytes(context), phases)
+
+
+def opening(context: PruningContext, found: Estimate) -> tuple[str, str]:
+    """The first lines of a run: what cuts are weighed by and what else could be asked for; how long it takes."""
+    place, total = context.runtime.device or device_of(context.original.module), clock(found.seconds)
+    guessed = ", with an epoch for your own training" if context.runtime.finetune is not None else ""
+    return (
+        f"Cuts are weighed by {_currency(context)}.",
+        f"Pruning on {place}, at {found.images_a_second:,.0f} images a second: all of it takes about {total}{guessed}, and up "
+        f"to {size(found.bytes)} of memory besides the data.",
+    )
+
+
+def _currency(context: PruningContext) -> str:
+    """What a run spends, and what else it could."""
+    recipe, engine = context.recipe, context.runtime.engine
+    if not context.by_time or engine is None:
+        by_time = (
+            "for time give a recipe with allocation='global'" if recipe.allocation != "global" else "for time give no size"
+        )
+        return (
+            f"the {context.currency} that they save, not by time; {by_time}, or an engine='torch', 'onnxruntime' or 'compile'"
+        )
+    if not engine.runs_layers:
+        return "the time that they save, as measure() gives it"
+    batches = context.planned_batches
+    which = (
+        f"at batch {batches[0]}" + (", as the validation loader gives," * (len(batches) > 1)) + " and 1" * (len(batches) > 1)
+    )
+    names = {"torch": "PyTorch's eager mode", "compile": "torch.compile", "onnxruntime": "ONNX Runtime"}
+    others = [f"engine={name!r}" for name in names if name != engine.name]
+    others += ["deploy='int8'"] * (recipe.deploy is None)
+    return (
+        f"the time that they save in {names.get(engine.name, engine.name)} {which}; if something else will run the network, "
+        f"give {', '.join(others)}, latency_batch in a recipe, or a size: macs=0.5, parameters=0.5"
+    )
+
+
+class _Prices:
+    """Seconds of the units that runs are made of, as measured on this machine."""
+
+    def __init__(self, context: PruningContext) -> None:
+        self.context, self.recipe, self.journal = context, context.recipe, context.journal
+        self.repairs = len(context.repair_examples) if self.recipe.repair != "none" else 0
+        self.held_out, self.validation = len(context.held_out.examples), len(context.validation)
+        self._timed = set[str]()  # layers that an earlier position has timed
+
+    @cached_property
+    def images_a_second(self) -> float:
+        """Of the original network, forwards."""
+        return self.context.runtime.limit.run(_TIMED, lambda batch: _images_a_second(self.context, batch))
+
+    def passes(self, images: float) -> float:
+        """Seconds to bring images through the network."""
+        return images / self.images_a_second
+
+    def sites(self, shortcut: Shortcut) -> list[Site]:
+        """The sites of a position that are pruned."""
+        chosen = set(chosen_sites(self.recipe, self.context.original, shortcut))
+        found = find_sites(self.context.original, shortcut, head_widths=self.recipe.head_widths)
+        return [site for site in found if site.name in chosen and site.channels > 1]
+
+    @cached_property
+    def cut(self) -> float:
+        """Surgery of one site, with its proofs."""
+        original = self.context.original
+        sites = [site for site in self.sites(self.recipe.shortcuts[0]) if not site.inside]
+        began = time.perf_counter()
+        for site in sites[len(sites) // 2 : len(sites) // 2 + 1]:
+            try:
+                compact(original, {site.name: torch.arange(site.channels) > 0}, verify=False)
+            except EmptyLayer:
+                break
+        return time.perf_counter() - began
+
+    def folds(self, sites: Sequence[Site]) -> bool:
+        """Whether a branch of a sum may go as a whole."""
+        graph = self.context.original.module.graph
+        nodes = {node.name: node for node in graph.nodes}
+        return self.recipe.branches and any(not site.inside and is_bypassed(graph, nodes[site.node]) for site in sites)
+
+    @property
+    def measured(self) -> float:
+        """The validation set, or by a function of the user's own."""
+        whole = self.context.runtime.evaluate
+        return self.passes(self.validation) if whole is None else whole.seconds
+
+    @cached_property
+    def moments(self) -> float:
+        """Passes that an image counts from which layers are solved: products of all inputs of a layer with one another."""
+        network, found = cost(self.context.original), 0.0
+        for layer in network.layers:
+            module = self.context.original.module.get_submodule(layer.name) if layer.macs and layer.name != ROOT else None
+            if isinstance(module, WEIGHTED) and gram_size(module) <= GRAM_BYTES:
+                found += layer.macs * gram_features(module) / module.weight.shape[0]
+        return 1 + found / max(network.macs, 1)
+
+    @property
+    def network(self) -> float:
+        """A whole network with all cuts made, and repaired."""
+        refitted = self.recipe.repair in REFITTED
+        sites = 1 if refitted else len(self.sites(self.recipe.shortcuts[-1]))
+        return _BUILT * self.cut * sites + self.passes((1 + self.moments) * self.repairs * (1 if refitted else sites))
+
+    def training(self, settings: TrainSettings) -> list[float]:
+        """Seconds of every epoch."""
+        images, teacher = len(self.context.data.train), self.passes(settings.batch) if settings.distill else 0.0
+        most = -(-images // settings.batch)
+        left = [max((settings.steps or math.inf) - done * most, 0) for done in range(settings.epochs)]
+        found = [(self.step(settings.batch) + teacher) * min(most, each) + self.passes(self.validation) for each in left]
+        if settings.lr == "auto" and found:
+            found[0] += _RATES * (self.step(settings.batch) + teacher)
+        return found
+
+    @cache  # noqa: B019  # lives as long as an estimate takes
+    def step(self, batch: int) -> float:
+        """A step of training."""
+        module, few = copied(self.context.original).module.train(), min(batch, _TIMED)
+        with on_device(module, self.context.runtime.device) as place, torch.enable_grad():
+            args = self.context.train.batch(slice(0, few), device=place).args
+            times = []
+            for _ in range(2):
+                began = time.perf_counter()
+                means = [found.float().mean() for found in tensors_in(module(*args)) if found.requires_grad]
+                torch.autograd.backward(means)
+                times.append(time.perf_counter() - began)
+        return times[-1] * batch / few
+
+    @property
+    def own_training(self) -> float:
+        """Of a function of the user's own nothing is known: an epoch is taken for it."""
+        return self.step(_TIMED) * len(self.context.data.train) / _TIMED
+
+    # ---- timers ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def call(self) -> float:
+        """Seconds of one call of a function of the user's own that measures networks; 0 for engines."""
+        engine = self.context.runtime.engine
+        if engine is None or engine.runs_layers:
+            return 0.0
+        began = time.perf_counter()
+        engine.network(self.context.original)()()
+        return time.perf_counter() - began
+
+    def compared(self, batch: int, rounds: int) -> float:
+        """Two networks in turns, at a batch."""
+        if self.call:
+            return self.call * 2 * 7
+        each = 1.2 * max(SHORTEST, self.passes(batch))
+        return _LOADED + min(2 * each * rounds, LONGEST_COMPARED) + 2 * each * 2 * LOADS
+
+    def tables(self, shortcut: Shortcut) -> list[float]:
+        """Every kind of layer that the sites of a position narrow, at all its sizes, at every batch; 0 for those known."""
+        context, sites = self.context, self.sites(shortcut)
+        engine = context.runtime.engine
+        assert engine is not None
+        if self.journal.of(TimeTable, round=0, **({"shortcut": shortcut} if self.recipe.shortcut == "auto" else {})):
+            return [0.0]
+        if not engine.runs_layers:
+            return [min(self.call * 3 * 6, (self.recipe.latency_seconds or SECONDS) / len(sites)) for _ in sites]
+        sizing, found = Sizing(context.original, sites), list[float]()
+        widths = max((min(site.channels, ALL_UP_TO, POINTS) for site in sites), default=1)
+        for batch in self.context.planned_batches:
+            file = TableFile(at_batch(engine, batch))
+            for key in dict.fromkeys(LatencyModel(sizing, batch).keys.values()):
+                known = file.layer(key) or key in self._timed
+                found.append(0.0 if known else widths * TIMED_ROUNDS * _SIZE)
+                self._timed.add(key)
+        return found
+
+
+def _together(prices: _Prices) -> Iterator[Phase]:
+    """All cuts weighed at once: curves of every position, then whole networks that are tried."""
+    context, recipe, journal = prices.context, prices.recipe, prices.journal
+    by_time, refitted, positions = context.by_time, recipe.repair in REFITTED, recipe.shortcuts
+    yield Phase("original", (prices.measured,), "measure")
+    if by_time:
+        yield Phase("widths", (0.5 if recipe.round_to == "auto" else 0.0,), "timer")
+    seen = {(curve.site, curve.node) for curve in journal.of(SiteCurve)}
+    if recipe.shortcut != "auto":
+        seen |= {(site, node) for site, _ in seen for node in [s.node for s in prices.sites(positions[0]) if s.name == site]}
+    for number, shortcut in enumerate((*positions, *positions[-1:]) if len(positions) > 1 else positions):
+        sites, again = prices.sites(shortcut), number == len(positions)
+        if again:
+            compared = prices.network + prices.passes(2 * prices.held_out)
+            yield Phase("compare", (compared,) * len(positions), "trial")
+        elif by_time:
+            yield Phase("times", tuple(prices.tables(shortcut)), "table")
+        if prices.repairs:
+            observed = prices.passes((1 + prices.moments) * prices.repairs + _BACK * prices.held_out)
+            yield Phase("survey", (observed + _BUILT * prices.cut * math.sqrt(len(sites)),))
+        costs = [0.0 if (site.name, site.node) in seen else _curve(prices, site) for site in sites]
+        seen |= {(site.name, site.node) for site in sites}
+        yield Phase("curve", tuple(costs))
+        if by_time:
+            timed = tuple(prices.compared(batch, _ROUNDS[0]) * (not again) for batch in prices.context.planned_batches)
+            solved, folds = Phase("solve", (_SOLVED * len(sites),), "solve"), prices.folds(sites)
+            yield solved
+            for number in range(CORRECTIONS):  # the last one is often not needed
+                yield Phase("timed", tuple(each / (1 + number // 2) for each in timed), "timer")
+                yield solved
+            for _ in PRICES if folds else ():
+                yield solved
+            if folds and refitted and not again:
+                branch = prices.network + prices.passes(prices.held_out)
+                yield Phase("branches", (branch,) * (1 + len(PRICES)), "trial")
+    yield from _tried(prices)
+    if by_time:
+        yield Phase("faster", (sum(prices.compared(batch, _ROUNDS[1]) for batch in prices.context.planned_batches),), "timer")
+    sites = prices.sites(positions[-1])
+    done = len(journal.of(Step))
+    yield Phase("cut", (prices.cut * _BUILT + prices.passes(min(512, prices.validation)),) * max(len(sites) - done, 1), "trial")
+
+
+def _tried(prices: _Prices) -> Iterator[Phase]:
+    """Whole networks: on the images that search, trained if the recipe says so, and on those that certify."""
+    context, recipe = prices.context, prices.recipe
+    sets = context.acceptance_sets
+    one, done = prices.network + prices.measured / (1 if sets.sides is None else 2), len(prices.journal.of(Trial))
+    yield Phase("divide", (one,) * max(_SEARCHED - done, 1), "trial")
+    if recipe.train_trials:
+        training = math.fsum(prices.training(recipe.retrain)) if recipe.retrain else 0.0
+        training += prices.own_training if context.runtime.finetune else 0.0
+        yield Phase("trained", (one + training,) * _TRAINED, "training")
+    if sets.sides is not None:
+        yield Phase("certify", (one,) * (3 if recipe.train_trials else _CERTIFIED), "trial")
+
+
+def _in_turn(prices: _Prices) -> Iterator[Phase]:
+    """Site after site, in rounds."""
+    context, recipe = prices.context, prices.recipe
+    yield Phase("original", (prices.measured,), "measure")
+    costs = []
+    for site in prices.sites(recipe.shortcuts[0]):
+        ranked = prices.passes(_SUFFIX * _ranked(context, recipe, site.channels) + 2 * prices.repairs)
+        trials = math.log2(site.channels + 1) + 1
+        tried = trials * (prices.passes(_SUFFIX * prices.validation) if context.runtime.evaluate is None else prices.measured)
+        trained = math.fsum(prices.training(recipe.finetune)) if recipe.finetune else 0.0
+        trained += prices.own_training if context.runtime.finetune else 0.0
+        costs.append(ranked + tried + trained + prices.measured + 2 * prices.cut)
+    yield Phase("site", tuple(costs * recipe.rounds)[len(prices.journal.of(Step)) :] or (0.0,))
+
+
+def _end(prices: _Prices) -> Iterator[Phase]:
+    """Training after all cuts, and what is measured of the result."""
+    context, recipe = prices.context, prices.recipe
+    if recipe.allocation == "global" and not recipe.train_trials:
+        if recipe.repair == "whole-network":
+            yield Phase("reconstruct", (prices.passes(20 * _BACK * prices.repairs),), "training")
+        if context.runtime.finetune is not None or recipe.finetune is not None:
+            settings = None if context.runtime.finetune else recipe.finetune
+            each = [prices.own_training] if settings is None else prices.training(settings)
+            yield Phase("finetune", tuple(each), "training")
+    if recipe.retrain is not None and not recipe.train_trials:
+        yield Phase("retrain", tuple(prices.training(recipe.retrain)), "training")
+    test = 0 if context.data.test is None else len(context.data.test)
+    yield Phase("measure", (prices.passes(2 * test), 2 * prices.measured), "measure")
+    batches = dict.fromkeys((*prices.context.planned_batches, *(BATCHES if not prices.call else ())))
+    longest = [batch for batch in batches if prices.passes(batch) < LONGEST_PASS]
+    yield Phase("timing", tuple(prices.compared(batch, _ROUNDS[1]) for batch in longest) or (0.0,), "timer")
+    yield Phase("write", (_WRITTEN,), "measure")
+
+
+def _curve(prices: _Prices, site: Site) -> float:
+    """Ranking a site, and measuring what its cuts cost."""
+    context, recipe = prices.context, prices.recipe
+    predicted = prices.repairs > 0 and recipe.criterion == "obs" and prices.held_out > len(context.held_out_few.examples)
+    points = prices.held_out if predicted else (_CURVE - 1) * prices.held_out
+    return (2 + points / prices.held_out) * prices.cut + prices.passes(
+        _SUFFIX * (points + _ranked(context, recipe, site.channels))
+    )
 
 
 def _bytes(context: PruningContext) -> int:
@@ -113,6 +414,14 @@ def _bytes(context: PruningContext) -> int:
     return _NETWORKS * cost(original).bytes + min(budget, largest * max(measured, scored)) + _ALIVE * largest * batch + repair
 
 
+def _ranked(context: PruningContext, recipe: Recipe, channels: int) -> float:
+    """Passes that the recipe's criterion needs at most at a site, with the comparisons of a portfolio."""
+    portfolio = recipe.criterion == "portfolio"
+    criteria: Sequence[str] = recipe.portfolio if portfolio else (recipe.criterion,)
+    compared = _COMPARED * len(criteria) * len(context.held_out.examples) if portfolio else 0
+    return compared + sum(_ranking_passes(context, name, channels, len(context.ranker.pool)) for name in criteria)
+
+
 def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int) -> float:
     """Passes that a criterion needs at most at a site."""
     settings = context.recipe.ensemble_settings()
@@ -122,7 +431,9 @@ def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int
         return (1 + 2 * max(1, len(context.data.classes))) * min(1024.0, pool)
     if name == "leave-one-out":
         return (channels + 1) * min(1024, pool)
-    if name not in ("ensemble", "pairs") or (name == "ensemble" and settings.estimator == "network"):
+    if name == "ensemble" and settings.estimator == "network":  # of all sites at once, which share it
+        return _BACK * min(1024, pool) / max(len(chosen_sites(context.recipe, context.original)), 1)
+    if name not in ("ensemble", "pairs"):
         return 0.0
     masks = settings.masks or settings.masks_per_filter * channels
     if settings.estimator == "gradient" and name == "ensemble":
@@ -131,13 +442,13 @@ def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int
 
 
 def _images_a_second(context: PruningContext, batch: int) -> float:
-    module, best = context.original.module, math.inf
+    module, times = context.original.module, list[float]()
     with on_device(module, context.runtime.device) as place, eval_mode(module), torch.no_grad():
         timed = context.validation.batch(slice(0, batch), device=place)
-        for _ in range(3):
+        for _ in range(4):
             began = time.perf_counter()
             module(*timed.args)
             if place.type == "cuda":
                 torch.cuda.synchronize(place)
-            best = min(best, time.perf_counter() - began)
-    return timed.size / best
+            times.append(time.perf_counter() - began)
+    return timed.size / median(times[1:])

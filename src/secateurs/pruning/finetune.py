@@ -271,6 +271,7 @@ def _train(
 
     def trained() -> NetworkState:
         before = snapshot(module)
+        context.progress.report(phase, 0, settings.epochs)
         try:
             history = train_resumably_(
                 context.journal,

@@ -37,6 +37,7 @@ from secateurs.pruning.results import (
     SiteWidths,
     SpeedTrial,
     Trial,
+    TriedNetwork,
 )
 from secateurs.pruning.speeds import is_faster, judged
 from secateurs.repair import solve_together, write_
@@ -211,7 +212,9 @@ def _choose(context: PruningContext, budget: AccuracyBudget, best: JoinedFrontie
         return Trial(judge, index, verdict.accepted, verdict.accuracy, verdict.by_estimate)
 
     def once(judge: str, index: int, compute: Callable[[], Trial]) -> Trial:
-        return context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=judge, place=index)
+        found = context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=judge, place=index)
+        context.progress.tried = TriedNetwork(allocations[index].saved, context.currency, found.accuracy, found.accepted)
+        return found
 
     def search_trained(index: int) -> Trial:
         judged = partial(measure, "trained", index)
@@ -239,7 +242,7 @@ def _choose(context: PruningContext, budget: AccuracyBudget, best: JoinedFrontie
         bounded=context.recipe.has_target,
         growth=COARSE if sets.contract.reserve else FINE,
         images=sets.certifying,
-        on_trial=lambda done, of: context.progress.report("divide", done, of),
+        on_trial=context.progress.report,
     )
     if context.by_time and any(chosen.removed.values()):
         judge = "certifying" if certifies else "trained" if train else "steering"
@@ -266,7 +269,8 @@ def _fastest(
 
     tried = []
     smaller = sorted((place for place in passed if 0 < place < chosen.place), reverse=True)
-    for place in [chosen.place, *smaller][:_MOST_TIMED]:
+    for number, place in enumerate([chosen.place, *smaller][:_MOST_TIMED]):
+        context.progress.report("faster", number, number + 1)
         trial = context.journal.once_timed(SpeedTrial, partial(timed, place), place=place)
         if is_faster(dict(trial.speeds)):
             if place == chosen.place:
@@ -297,7 +301,7 @@ def choose_allocation(
     bounded: bool = False,
     growth: float = FINE,
     images: int = 0,
-    on_trial: Callable[[int, int], None] = lambda done, of: None,
+    on_trial: Callable[[str, int, int], None] = lambda phase, done, of: None,
 ) -> ChosenAllocation:
     """Choose the allocation that saves most within the contract; each saves more than the one before, the first nothing.
 
@@ -314,13 +318,13 @@ def choose_allocation(
     verdicts: list[Trial] = []
 
     def accepted(index: int) -> bool:
-        on_trial(len(tried) + 1, max(len(allocations).bit_length() + 1, len(tried) + 1) + (0 if certify is None else 1))
+        on_trial("divide", len(tried), max(len(allocations).bit_length(), len(tried) + 1))
         tried[index] = search(index)
         return tried[index].accepted
 
     def accepted_trained(index: int) -> bool:
         assert search_trained is not None
-        on_trial(len(tried) + 1, max(len(ladder).bit_length() + 1, len(tried) + 1) + (0 if certify is None else 1))
+        on_trial("trained", len(tried), max(len(ladder).bit_length(), len(tried) + 1))
         tried[index] = search_trained(index)
         return tried[index].accepted
 
@@ -333,9 +337,10 @@ def choose_allocation(
         best = 0 if rung is None else ladder[rung]
         asked = tuple(ladder[place] for place in _few_up_to(rung or 0, len(ladder)))
     if certify is not None:
+        likely = min(sum(index <= best for index in asked) + 1, len(asked))  # the first one beyond the edge is refused
         best = 0
-        for index in asked:
-            on_trial(len(tried) + len(verdicts) + 1, len(tried) + len(asked))
+        for done, index in enumerate(asked):
+            on_trial("certify", done, max(likely, done + 1))
             verdict = certify(index, [earlier.accepted for earlier in verdicts])
             if verdict is None:
                 continue
@@ -541,8 +546,9 @@ def _compared(found: Sequence[Frontier]) -> ComparedFrontiers:
 
     def compare() -> ComparedFrontiers:
         known, tried = dict[str, float](), []
-        for each in found:
+        for number, each in enumerate(found):
             context, allocations = each.context, each.allocations
+            context.progress.report("compare", number, len(found))
             target = context.time_price.target_share if recipe.has_time_target and context.by_time else None
             wanted = 1 - target if target is not None else allocations[-1].saved if by_structure else half
             chosen = next((one for one in allocations if one.saved >= wanted - _TINY), allocations[-1])

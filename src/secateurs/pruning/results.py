@@ -36,16 +36,28 @@ _FITTED: tuple[type[Any], ...] = (Importance, PairImportance)
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a run is, many times a step: `done` of `total` units of a phase."""
+class TriedNetwork:
+    """A whole network that was tried while all cuts are weighed together: what it saves, and what was said of it."""
 
-    phase: str  # "score", "curve", "search", "divide", "trial", "reconstruct", "finetune", "retrain", "measure"
+    saved: float  # share of the original's
+    of: str  # time, MACs, parameters or activations
+    accuracy: float | None  # of the metric, on the images that search; None: the images that certify were asked
+    accepted: bool
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is, many times a step: `done` of `total` units of a phase, and the time that all of it still takes."""
+
+    phase: str  # such as "times", "survey", "curve", "divide", "certify", "retrain", "measure"
     done: int
     total: int
     site: str = ""
     number: int = 0  # of the site in this round, from 1
     sites: int = 0
     round: int = 0
+    left: Seconds | None = None  # to the end of the run, as far as is known
+    tried: TriedNetwork | None = None  # the latest network that was tried
 
 
 @dataclass(frozen=True)

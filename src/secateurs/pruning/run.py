@@ -63,7 +63,6 @@ from secateurs.speed.tables import fast_widths
 
 _TIMED = 64  # examples at once when the speed is measured in eager mode
 _SITES_A_WORKER = 16  # whose curves are measured before they are journaled
-_MEASUREMENTS = 3  # at the end: on the test set, on the validation set, of the speed
 
 
 def chosen_sites(recipe: Recipe, graph: Graph, shortcut: Shortcut | None = None) -> list[str]:
@@ -111,8 +110,9 @@ class Run:
             cut = self.find_cut(site, ranking)  # 5: find m by θ and D_val
             cut = self.remove(site, cut)  # 6: remove the m least important filters
             self.finetune(site, cut)  # 7: fine-tune f on D_train
-            yield self.settle(site, ranking, cut)
-            self.context.clock.restart()
+            step = self.settle(site, ranking, cut)
+            with self.context.paused():
+                yield step
 
     def __iter__(self) -> Iterator[Step]:
         if self._interrupted:
@@ -147,6 +147,7 @@ class Run:
         values = None if whole is None else whole.count
 
         def measure() -> Start:
+            self.context.progress.report("original", 0, 1)
             found = self.context.measured(self.state)
             return Start(found.accuracy, found.loss, values, self.context.clock.lap())
 
@@ -176,6 +177,7 @@ class Run:
                 if self._reached_target() or self._spent():
                     return
                 progress.round = number
+                progress.report("site", number * len(names) + place - 1, self.recipe.rounds * len(names))
                 yield from self._entered_site(name)
             if self._reached_target():
                 return
@@ -192,7 +194,8 @@ class Run:
         chosen = [name for name in self._curves if self._allocation.removed.get(name, 0)]
         self._last_allocated = chosen[-1] if chosen else ""
         places = {name: place for place, name in enumerate(self._curves, 1)}
-        for name in chosen:
+        for number, name in enumerate(chosen):
+            self.context.progress.report("cut", number, len(chosen))
             self.context.progress.number, self.context.progress.sites = places[name], len(places)
             if not self._done(0, name):
                 yield from self._entered_site(name)
@@ -249,6 +252,10 @@ class Run:
                 f"journal.jsonl: the first round has site {brief(repr(unknown[0]))}, which the network has not. Restore the "
                 f"run from a copy, or start a new one."
             )
+        if listed and context.by_time:
+            context.time_price.times  # noqa: B018  # computed on the first request: tables come before curves
+        if listed:
+            context.survey  # noqa: B018  # so does what all sites are seen by
         with self.workers.keeping(f"curves, {context.shortcut}"):  # until all are journaled
             return self._journal_curves(sorted(listed, key=places.index))
 
@@ -498,7 +505,9 @@ class Run:
         if any(step.removed for step in self.steps):
             self.state = retrain(self.context, self.budget, self.state, self.step_number)
         known = self.journal.of(ResultFigures)  # a finished run is not measured again: its test set need not be given
-        figures = save_result(self.journal, self.state.graph, known[0] if known else self._measure_result(), self.context.clock)
+        measured = known[0] if known else self._measure_result()
+        self.context.progress.report("write", 0, 1)
+        figures = save_result(self.journal, self.state.graph, measured, self.context.clock)
         self.result = RunResult(
             **{each.name: getattr(figures, each.name) for each in fields(figures)},
             graph=self.state.graph,
@@ -511,11 +520,10 @@ class Run:
         context, graph, original = self.context, self.state.graph, self.original
         given = context.runtime.test if self.data.test is None else self.data.test
         test = None if given is None else given.ready(context.dtype)
-        context.progress.report("measure", 0, _MEASUREMENTS)
+        context.progress.report("measure", 0, 2)
         before, after = (None if test is None else self._tested(network, test) for network in (original, graph))
-        context.progress.report("measure", 1, _MEASUREMENTS)
+        context.progress.report("measure", 1, 2)
         first, last = (context.measured(NetworkState(network)).accuracy for network in (original, graph))
-        context.progress.report("measure", 2, _MEASUREMENTS)
         classes = [context.by_class(found, test) for found in (before, after) if isinstance(test, Examples) and found]
         cost_before, cost_after = context.cost_before, cost(graph)
         timed = test if isinstance(test, Examples) else context.validation

@@ -47,12 +47,16 @@ def measured_speeds(
         engines = list(context.time_price.engines)
     else:
         engines = [context.runtime.engine or TorchEngine(len(inputs[0]), device=context.runtime.device)]
+    every = [*engines, *(at_batch(engines[0], batch) for batch in BATCHES if engines[0].runs_layers)]
+    by_batch = {engine.batch: engine for engine in reversed(every)}  # of two at one batch the first counts
+    others = [by_batch[batch] for batch in dict.fromkeys(engine.batch for engine in every[1:]) if batch != every[0].batch]
+    context.progress.report("timing", 0, 1 + len(others))
     first = measured_speed(context, engines[0], graph, inputs, saved)
-    known, rest = {engines[0].batch}, list[MeasuredSpeed]()
-    for engine in (*engines[1:], *(at_batch(engines[0], batch) for batch in BATCHES if engines[0].runs_layers)):
+    rest = list[MeasuredSpeed]()
+    for number, engine in enumerate(others, 1):
+        context.progress.report("timing", number, 1 + len(others))
         longest = (first.original or 0.0) * engine.batch / engines[0].batch
-        if engine.batch not in known and limit.within(engine.batch) == engine.batch and longest < LONGEST_PASS:
-            known.add(engine.batch)
+        if limit.within(engine.batch) == engine.batch and longest < LONGEST_PASS:
             rest.append(measured_speed(context, engine, graph, inputs, None))
     return (first, *rest)
 

@@ -79,13 +79,13 @@ class TimePrice:
 
     def _batches(self) -> tuple[int, ...]:
         """The batch sizes at which time counts, the one that is served first."""
-        engine, recipe = self.context.runtime.engine, self.recipe
+        engine, planned = self.context.runtime.engine, self.context.planned_batches
         assert engine is not None
-        if recipe.latency_batch is not None or not engine.runs_layers:
-            return (recipe.latency_batch or engine.batch,)
+        if self.recipe.latency_batch is not None or not engine.runs_layers:
+            return planned
 
         def choose() -> TimedBatches:
-            served = self.context.runtime.limit.within(self.context.runtime.served or SERVED)
+            served = planned[0]
             while served > 1:
                 timer = at_batch(engine, served).network(self.context.original)()
                 if median(in_rounds({0: timer}, rounds=1, shortest=0.0, threads=engine.threads)[0]) <= LONGEST_SERVED:
@@ -139,15 +139,20 @@ class TimePrice:
             model.keep(name, self._journaled(f"{name}, {self.context.shortcut}", [(width, width, 1) for width in few], compute))
         return model
 
-    def _measure(self, engine: Engine, model: LatencyModel, sizes: Mapping[str, Sizes]) -> None:
+    def _measure(self, engine: Engine, model: LatencyModel, sizes: Mapping[str, Sizes], phase: str = "times") -> None:
         """Time layers at these sizes, once."""
+
+        def on_layer(done: int, of: int) -> None:
+            before = self.engines.index(engine) * of
+            self.context.progress.report(phase, before + done, len(self.engines) * of)
+
         model.measure(
             engine,
             sizes,
             self.file,
             seconds=self.recipe.latency_seconds or SECONDS,
             once=self._journaled,
-            on_layer=lambda done, of: self.context.progress.report("times", done, of),
+            on_layer=on_layer,
         )
 
     def _journaled(
@@ -236,6 +241,7 @@ class TimePrice:
         Savings are those at the served batch; where these cost time at single examples, their savings are mixed in until they
         do not. `price` multiplies what the loss rises by where a branch is folded.
         """
+        self.context.progress.report("solve", 0, 1)
         best: tuple[Allocation, ...] = ()
         for weight in WATCHED if len(self.times) > 1 else (0.0,):
             found = self._solved(curves, around, price, weight)
@@ -291,7 +297,7 @@ class TimePrice:
         for place, times in enumerate(self.times):
 
             def measure(place: int = place, times: EngineTimes = times) -> TimedAllocation:
-                context.progress.report("times", number, CORRECTIONS + 1)
+                context.progress.report("timed", place, len(self.times))
                 smaller = times.engine.network(structure(context, masks()))
                 original, seconds = self.compared(place, [self.loads[place], smaller], _TIMED_ROUNDS).medians
                 predicted = original * (1 - times.saved(self.widths(removed)))
@@ -300,7 +306,7 @@ class TimePrice:
             found.append(self.journal.once_timed(TimedAllocation, measure, round=number, batch=times.engine.batch, **own))
             widths = self.widths(found[-1].removed)
             if isinstance(times.model, LatencyModel):
-                self._measure(times.engine, times.model, times.model.unmeasured(widths))
+                self._measure(times.engine, times.model, times.model.unmeasured(widths), "sizes")
             times.correct(found[-1], widths)
         return found[0]
 

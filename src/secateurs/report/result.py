@@ -22,7 +22,7 @@ from secateurs.report.page import write_report
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Result(RunResult):
-    """The smaller network, and all that is known about it. `print(result)` says what matters in four lines."""
+    """The smaller network, and all that is known about it. `print(result)` says what matters in a few lines."""
 
     max_drop: float = field(metadata={"journal": False})
     confidence: float = field(metadata={"journal": False})  # of the bound; 0: nothing is promised
