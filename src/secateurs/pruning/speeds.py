@@ -78,11 +78,11 @@ def is_faster(speeds: Mapping[int, SpeedUp]) -> bool:
 def layer_times(context: PruningContext, graph: Graph, speed: MeasuredSpeed) -> tuple[LayerTime, ...]:
     """Seconds of every layer in the original network and in the smaller one, and of all else, as an entry without a name.
 
-    By the tables where cuts were weighed by time in an engine that runs layers; otherwise node by node in eager mode. Both add
-    up to the seconds of the whole networks.
+    Node by node in eager mode; by the tables where cuts were weighed by time in another engine that runs layers. Both add up to
+    the seconds of the whole networks.
     """
     whole = (speed.original or 0.0, speed.pruned or 0.0)
-    if context.by_time and isinstance(context.time_price.model, LatencyModel):
+    if speed.engine != TorchEngine.name and context.by_time and isinstance(context.time_price.model, LatencyModel):
         model, widths = context.time_price.model, dict[str, int]()
         for name, gone in graph.plan.removed().items():
             if name in model.sites:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,9 +15,10 @@ from secateurs.graph.layers import Align, SumInto
 from secateurs.graph.node_info import called_module
 from secateurs.graph.trace import Example, Graph, as_example, like_network
 from secateurs.speed.engines import on_one_thread, wait_for
-from secateurs.speed.timing import CLOCK, Clock
+from secateurs.speed.timing import CLOCK, Clock, undisturbed
 
-RUNS = 7  # of which the fastest of each node counts, as for whole networks; the first warms up
+RUNS = (7, 31)  # at least; of short networks as many as take `SECONDS`. The medians count, and the first run warms up
+SECONDS = 0.2
 
 
 def aligning_share(graph: Graph, inputs: Example) -> float:
@@ -31,53 +35,91 @@ def aligning_share(graph: Graph, inputs: Example) -> float:
 def by_module(graph: Graph, inputs: Example, whole: float) -> dict[str, float]:
     """Share of every convolution and linear layer in the `whole` seconds of the network for `inputs`, by path."""
     timer, found = _timed(graph.module, inputs), dict[str, float]()
-    scale = whole / sum(timer.seconds.values())  # the interpreter's own time is in all nodes, and in no network that runs
-    for node, seconds in timer.seconds.items():
+    measured = timer.seconds
+    scale = whole / sum(
+        measured.values()
+    )  # what lies between the calls is shared out: a tenth at most, of networks with few nodes
+    for node, seconds in measured.items():
         if isinstance(called_module(graph.module, node), nn.Linear | nn.modules.conv._ConvNd):
             found[str(node.target)] = found.get(str(node.target), 0.0) + scale * seconds
     return found
 
 
 def node_seconds(module: fx.GraphModule, inputs: Example) -> dict[fx.Node, float]:
-    """Seconds of every node for `inputs`."""
-    return _timed(module, inputs).seconds
+    """Seconds of every node for `inputs`; 0 for nodes that call nothing."""
+    return dict.fromkeys(module.graph.nodes, 0.0) | _timed(module, inputs).seconds
 
 
 def _timed(module: fx.GraphModule, inputs: Example) -> NodeTimer:
     timer, given = NodeTimer(module), like_network(module, as_example(inputs))
-    with eval_mode(module), torch.inference_mode():
+    with eval_mode(module), torch.inference_mode(), undisturbed():
         timer.run(*given)
-        timer.seconds, timer.aligning = {}, {}
-        for _ in range(RUNS - 1):
+        timer.runs.clear()
+        timer.beyond_sums.clear()
+        fewest, most = RUNS
+        began = CLOCK.wall()
+        for number in range(most):
+            if number >= fewest and CLOCK.wall() - began > SECONDS:
+                break
             timer.run(*given)
     return timer
 
 
 class NodeTimer(fx.Interpreter):
-    """Runs a network node by node and keeps the least seconds of each node, and of those what aligning channels takes."""
+    """Runs a network node by node and keeps the seconds of the calls that the nodes make, in every run.
+
+    Only the call is timed, not what the interpreter does around it, so that the nodes add up to about the whole network.
+    """
 
     def __init__(self, module: fx.GraphModule, clock: Clock = CLOCK) -> None:
         super().__init__(module)
-        self.seconds: dict[fx.Node, float] = {}
-        self.aligning: dict[fx.Node, float] = {}
+        self.runs: dict[fx.Node, list[float]] = {}
+        self.beyond_sums: dict[fx.Node, list[float]] = {}  # of sums that widen a term: what they take beyond a plain sum
         alone = on_one_thread(None) and all(not tensor.is_cuda for tensor in module.parameters())
         self._now = clock.processor if alone else clock.wall
+        self._node: fx.Node | None = None
+
+    @property
+    def seconds(self) -> dict[fx.Node, float]:
+        """Median seconds of every node that calls something."""
+        return {node: median(found) for node, found in self.runs.items()}
+
+    @property
+    def aligning(self) -> dict[fx.Node, float]:
+        """Of those, what aligning channels takes."""
+        picking = [node for node in self.runs if isinstance(called_module(self.module, node), Align)]
+        beyond = {node: max(median(found), 0.0) for node, found in self.beyond_sums.items()}
+        return {node: median(self.runs[node]) for node in picking} | beyond
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run the node and keep its time."""
-        start = self._now()
+        """Run the node; of a sum that widens a term, time a plain sum of the same size too."""
+        self._node = n
         result = super().run_node(n)
-        wait_for(result)
-        _keep(self.seconds, n, self._now() - start)
-        layer = called_module(self.module, n)
-        if isinstance(layer, Align):
-            self.aligning[n] = self.seconds[n]
-        elif isinstance(layer, SumInto):
-            start = self._now()
-            wait_for(result + result)
-            _keep(self.aligning, n, max(self.seconds[n] - (self._now() - start), 0.0))
+        if isinstance(called_module(self.module, n), SumInto):
+            _, seconds = self._call(operator.add, (result, result), {})
+            self.beyond_sums.setdefault(n, []).append(self.runs[n][-1] - seconds)
         return result
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Time the call."""
+        return self._kept(target, args, kwargs)
 
-def _keep(least: dict[fx.Node, float], node: fx.Node, seconds: float) -> None:
-    least[node] = min(least.get(node, seconds), seconds)
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Time the call."""
+        return self._kept(getattr(args[0], target), args[1:], kwargs)
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Time the call."""
+        return self._kept(self.fetch_attr(target), args, kwargs)
+
+    def _kept(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        assert self._node is not None
+        result, seconds = self._call(function, args, kwargs)
+        self.runs.setdefault(self._node, []).append(seconds)
+        return result
+
+    def _call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, float]:
+        start = self._now()
+        result = function(*args, **kwargs)
+        wait_for(result)
+        return result, self._now() - start
