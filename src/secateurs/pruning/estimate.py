@@ -31,7 +31,7 @@ from secateurs.graph.structure import is_bypassed
 from secateurs.graph.trace import Graph, tensors_in
 from secateurs.pruning.context import PruningContext, Runtime
 from secateurs.pruning.forecast import Phase
-from secateurs.pruning.results import SiteCurve, Step, TimeTable, Trial
+from secateurs.pruning.results import ComparedFrontiers, SiteCurve, Step, Trial
 from secateurs.pruning.run import chosen_sites
 from secateurs.pruning.speeds import BATCHES, LONGEST_PASS
 from secateurs.pruning.time_price import CORRECTIONS, PRICES
@@ -282,8 +282,6 @@ class _Prices:
         context, sites = self.context, self.sites(shortcut)
         engine = context.runtime.engine
         assert engine is not None
-        if self.journal.of(TimeTable, round=0, **({"shortcut": shortcut} if self.recipe.shortcut == "auto" else {})):
-            return [0.0]
         if not engine.runs_layers:
             return [min(self.call * 3 * 6, (self.recipe.latency_seconds or SECONDS) / len(sites)) for _ in sites]
         sizing, found = Sizing(context.original, sites), list[float]()
@@ -307,12 +305,10 @@ def _together(prices: _Prices) -> Iterator[Phase]:
     seen = {(curve.site, curve.node) for curve in journal.of(SiteCurve)}
     if recipe.shortcut != "auto":
         seen |= {(site, node) for site, _ in seen for node in [s.node for s in prices.sites(positions[0]) if s.name == site]}
-    for number, shortcut in enumerate((*positions, *positions[-1:]) if len(positions) > 1 else positions):
-        sites, again = prices.sites(shortcut), number == len(positions)
-        if again:
-            compared = prices.network + prices.passes(2 * prices.held_out)
-            yield Phase("compare", (compared,) * len(positions), "trial")
-        elif by_time:
+    frontiers = 0
+    for shortcut in positions:
+        sites = prices.sites(shortcut)
+        if by_time:
             yield Phase("times", tuple(prices.tables(shortcut)), "table")
         if prices.repairs:
             observed = prices.passes((1 + prices.moments) * prices.repairs + _BACK * prices.held_out)
@@ -320,8 +316,9 @@ def _together(prices: _Prices) -> Iterator[Phase]:
         costs = [0.0 if (site.name, site.node) in seen else _curve(prices, site) for site in sites]
         seen |= {(site.name, site.node) for site in sites}
         yield Phase("curve", tuple(costs))
+        frontiers += 1
         if by_time:
-            timed = tuple(prices.compared(batch, _ROUNDS[0]) * (not again) for batch in prices.context.planned_batches)
+            timed = tuple(prices.compared(batch, _ROUNDS[0]) for batch in prices.context.planned_batches)
             solved, folds = Phase("solve", (_SOLVED * len(sites),), "solve"), prices.folds(sites)
             yield solved
             for number in range(CORRECTIONS):  # the last one is often not needed
@@ -329,9 +326,9 @@ def _together(prices: _Prices) -> Iterator[Phase]:
                 yield solved
             for _ in PRICES if folds else ():
                 yield solved
-            if folds and refitted and not again:
-                branch = prices.network + prices.passes(prices.held_out)
-                yield Phase("branches", (branch,) * (1 + len(PRICES)), "trial")
+                frontiers += refitted
+    if frontiers > 1 and not journal.of(ComparedFrontiers):
+        yield Phase("compare", (prices.network + prices.passes(2 * prices.held_out),) * frontiers, "trial")
     yield from _tried(prices)
     if by_time:
         yield Phase("faster", (sum(prices.compared(batch, _ROUNDS[1]) for batch in prices.context.planned_batches),), "timer")

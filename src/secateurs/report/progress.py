@@ -35,7 +35,6 @@ PHASES = {
     "search": "searching for the cut",
     "solve": "weighing the cuts of all sites",
     "timed": "timing a network to correct the tables, batch size",
-    "branches": "weighing whole branches, network",
     "compare": "comparing where to cut, network",
     "divide": "trying whole networks on the images that search, network",
     "trained": "trying whole networks after their training, network",
