@@ -6,7 +6,7 @@ SCALE ?= 1
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
-LINTED := $(wildcard src tests tools benchmarks examples docs)
+LINTED := $(wildcard src lab tests tools examples docs conftest.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo format check test docs test-docs wheel coverage test-slow test-real test-browser bench bench-scoring bench-quality bench-training limits torture clean
@@ -17,11 +17,11 @@ help: ## Show this list
 venv: $(STAMP) ## Make .venv with the pinned versions (PYTHON=python3.12 picks another Python)
 
 # The build backend is installed as a pinned tool and used without isolation: pip applies no constraints to isolated builds.
-$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt requirements-dev.txt
 	@echo "Installing into .venv ..."
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install -c constraints.txt -r requirements-dev.txt
-	@$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@$(PIP) install -c constraints.txt --no-build-isolation -e . -e ./lab
 	@$(BIN)/python -m pip --disable-pip-version-check check
 	@touch $@
 
@@ -87,7 +87,7 @@ bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accur
 	@QUALITY_RESULTS="$(RESULTS)" $(BIN)/python -m benchmarks.quality --all
 
 # Rows that exist are not made again, and a row that was killed goes on: stop it and give it again as often as you like.
-BUDGETS := recipes/budgets
+BUDGETS := lab/recipes/budgets
 TABLE3 := $(BIN)/secateurs reproduce table3 --only
 bench-training: $(STAMP) ## Make the rows of docs/notes/training.md that are missing, on CIFAR-10 (a day of a core)
 	@$(TABLE3) --depth 20 --targets 0.45 0.30 --budget $(BUDGETS)/3.7-epochs-features-bfloat16.toml --methods obs+refit fpgm:uniform li --seeds 0 1 2
@@ -108,15 +108,15 @@ torture: $(STAMP) ## Generated networks, damaged files, killed runs, contracts: 
 
 clean: ## Remove the environments and what tools leave behind
 	@rm -rf .venv .venv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist torture-failures
-	@find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	@find src lab tests tools -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 .PHONY: test-integrations
 INTEGRATIONS := .venv-integrations/bin/python
-.venv-integrations/.installed: pyproject.toml constraints.txt requirements-integrations.txt
+.venv-integrations/.installed: pyproject.toml lab/pyproject.toml constraints.txt requirements-integrations.txt
 	@echo "Installing into .venv-integrations ..."
 	@$(PYTHON) -m venv .venv-integrations
 	@$(INTEGRATIONS) -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt -r requirements-integrations.txt editables hatchling pytest
-	@$(INTEGRATIONS) -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt --no-build-isolation -e '.[onnx]'
+	@$(INTEGRATIONS) -m pip --quiet --quiet --disable-pip-version-check install -c constraints.txt --no-build-isolation -e '.[onnx]' -e ./lab
 	@$(INTEGRATIONS) -m pip --disable-pip-version-check check
 	@touch $@
 

@@ -18,7 +18,7 @@ from secateurs.data import Examples
 from secateurs.graph.layers import SumInto
 from secateurs.graph.trace import tensors_in
 from secateurs.models import build, example_input
-from secateurs.models.topologies import InvertedResidual
+from secateurs_lab.models.topologies import InvertedResidual
 
 ATOL = 1e-12
 """What rounding in float64 may make of outputs of size 1 (they are kept at that size by `randomise_`)."""

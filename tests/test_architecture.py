@@ -1,5 +1,5 @@
-"""The shape of the package: fifteen rows whose imports point down only, few entries at its root, one name for one class,
-pure maths apart from models and disks, and a run that calls the steps of Algorithm 1 in their order."""
+"""The shape of the package and of the lab beside it: rows whose imports point down only, few entries at the root, one name
+for one class, pure maths apart from models and disks, and a run that calls the steps of Algorithm 1 in their order."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).parent.parent
 SRC = ROOT / "src" / "secateurs"
@@ -29,11 +30,17 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("speed",),
     ("pruning", "export"),
     ("report",),
-    ("methods", "api"),
+    ("api",),
     ("cli", "integrations"),
+)
+LAB = ROOT / "lab" / "secateurs_lab"
+LAB_ROWS: tuple[tuple[str, ...], ...] = (
+    ("sheets", "data", "models"),
+    ("criteria",),
+    ("methods",),
+    ("compare",),
     ("reproduce",),
 )
-LEVEL = {name: level for level, row in enumerate(ROWS) for name in row}
 PURE = (
     *("scoring/importance", "scoring/masks", "scoring/convergence", "repair/obs"),
     *("selection/search", "selection/contract", "selection/allocation", "selection/knapsack", "speed/widths"),
@@ -41,12 +48,12 @@ PURE = (
 PURE_MAY_SEE = {"errors", "config", "graph.channels", "scoring.importance", "selection.allocation"}
 
 
-def modules() -> list[Path]:
-    return sorted(path for path in SRC.rglob("*.py") if path.parent != SRC or not path.name.startswith("__"))
+def modules(top: Path = SRC) -> list[Path]:
+    return sorted(path for path in top.rglob("*.py") if path.parent != top or not path.name.startswith("__"))
 
 
-def unit(path: Path) -> str:
-    return path.relative_to(SRC).parts[0].removesuffix(".py")
+def unit(path: Path, top: Path = SRC) -> str:
+    return path.relative_to(top).parts[0].removesuffix(".py")
 
 
 @cache
@@ -54,25 +61,56 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imported(path: Path) -> set[str]:
-    """Modules of the package that a file imports, anywhere in it, without the package's own name."""
+def imported(path: Path, package: str = "secateurs") -> set[str]:
+    """Modules of a package that a file imports, anywhere in it, without the package's own name."""
     found = set()
     for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("secateurs."):
-            found.add(node.module.removeprefix("secateurs."))
-        elif isinstance(node, ast.ImportFrom) and node.module == "secateurs":
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{package}."):
+            found.add(node.module.removeprefix(f"{package}."))
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix("secateurs.") for alias in node.names if alias.name.startswith("secateurs.")}
+            found |= {alias.name.removeprefix(f"{package}.") for alias in node.names if alias.name.startswith(f"{package}.")}
     return found
+
+
+def point_down(path: Path, top: Path, rows: tuple[tuple[str, ...], ...]) -> None:
+    level = {name: place for place, row in enumerate(rows) for name in row}
+    own = unit(path, top)
+    assert own in level, f"{own} has no place in the rows: give it one"
+    for other in {name.split(".")[0] for name in imported(path, top.name)} - {own}:
+        assert level[other] < level[own], f"{path.relative_to(top)} imports {other}, which does not lie below {own}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
 def test_imports_point_down(path: Path) -> None:
-    own = unit(path)
-    assert own in LEVEL, f"{own} has no place in ROWS: give it one"
-    for other in {name.split(".")[0] for name in imported(path)} - {own}:
-        assert LEVEL[other] < LEVEL[own], f"{path.relative_to(SRC)} imports {other}, which does not lie below {own}"
+    point_down(path, SRC, ROWS)
+
+
+@pytest.mark.parametrize("path", modules(LAB), ids=lambda p: str(p.relative_to(LAB)))
+def test_imports_of_the_lab_point_down(path: Path) -> None:
+    point_down(path, LAB, LAB_ROWS)
+
+
+def test_the_package_never_imports_the_lab() -> None:
+    for path in SRC.rglob("*.py"):
+        names = {node.module or "" for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)}
+        names |= {alias.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.Import) for alias in node.names}
+        assert not {name for name in names if name.split(".")[0] in ("secateurs_lab", "benchmarks")}, path.relative_to(SRC)
+
+
+def test_the_wheel_holds_none_of_the_lab() -> None:
+    """The files that hatchling would put into each wheel."""
+    package, lab = (
+        {file.distribution_path for file in WheelBuilder(str(place)).recurse_included_files()} for place in (ROOT, ROOT / "lab")
+    )
+    assert {f"secateurs/{path.relative_to(SRC)}" for path in SRC.rglob("*.py")} <= package
+    assert {path.split("/")[0] for path in package} == {"secateurs"}
+    assert {path for path in package if path.startswith("secateurs/recipes/")} == {
+        f"secateurs/recipes/{path.name}" for path in (ROOT / "recipes").iterdir()
+    }
+    assert {path.split("/")[0] for path in lab} == {"secateurs_lab"}
+    assert "secateurs_lab/recipes/budgets/27-epochs.toml" in lab
 
 
 def test_the_package_has_few_top_level_modules() -> None:
@@ -103,21 +141,23 @@ def test_pure_maths_sees_no_model_path_or_clock(name: str) -> None:
 
 @pytest.mark.parametrize("path", [p for p in modules() if unit(p) == "config"], ids=lambda p: str(p.relative_to(SRC)))
 def test_config_needs_no_torch(path: Path) -> None:
-    assert {name for name in imported(path) if name.split(".")[0] != "config"} <= {"errors", "_util.decode", "_util.files"}
+    assert {name for name in imported(path) if name.split(".")[0] != "config"} <= {
+        *("errors", "_util.decode", "_util.files", "_util.extensions")
+    }
     names = {alias.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom)}
     assert not {name for name in names if name.split(".")[0] == "torch"}
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in modules() if unit(p) not in ("cli", "reproduce")], ids=lambda p: str(p.relative_to(SRC))
+    "path", [*(p for p in modules() if unit(p) != "cli"), *modules(LAB)], ids=lambda p: str(p.relative_to(ROOT))
 )
 def test_only_the_command_line_prints(path: Path) -> None:
     calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
     assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(SRC)))
+@pytest.mark.parametrize("path", [*modules(), *modules(LAB)], ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_is_unpickled(path: Path) -> None:
     text = path.read_text()
     assert not re.search(r"^\s*(import|from) pickle", text, re.M)

@@ -42,7 +42,7 @@ def test_paths_in_code_are_there() -> None:
     for page in PAGES:
         if page.name == "CHANGELOG.md":
             continue
-        for path in re.findall(r"`((?:src|tests|benchmarks|tools|recipes|examples)/[\w./-]+\.\w+)`", page.read_text()):
+        for path in re.findall(r"`((?:src|lab|tests|tools|recipes|examples)/[\w./-]+\.\w+)`", page.read_text()):
             assert (ROOT / path).exists(), f"{page.relative_to(ROOT)} names {path}"
 
 

@@ -5,9 +5,9 @@ network gets random weights, constants and BatchNorm statistics, is traced, sear
 of all sites at once, and then again of what is left, with each of three shortcut positions, and with the widths of attention
 heads where there are any; the compacted network must give what the masked one gives, in eval mode, in train mode, and in eval
 mode after train mode has updated the statistics of both.
-Rows are kept in results/limits/rows.jsonl: an interrupted run goes on with the networks that are missing (with --again, with
-those whose row another commit has made), the most important first, for at most --minutes. Rows of networks that are no longer
-on the list go. A network that takes longer than --timeout is a row too, "too slow". Writes docs/limits.md.
+Rows are kept in lab/results/limits/rows.jsonl: an interrupted run goes on with the networks that are missing (with --again,
+with those whose row another commit has made), the most important first, for at most --minutes. Rows of networks that are no
+longer on the list go. A network that takes longer than --timeout is a row too, "too slow". Writes docs/limits.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from secateurs.graph.node_info import dims_of, shape_of
 from secateurs.graph.trace import tensors_in
 
 ROOT = Path(__file__).parents[1]
-ROWS = ROOT / "results" / "limits" / "rows.jsonl"
+ROWS = ROOT / "lab" / "results" / "limits" / "rows.jsonl"
 PAGE = ROOT / "docs" / "limits.md"
 BEGIN, END = "<!-- begin: made by `make limits` -->", "<!-- end: made by `make limits` -->"
 

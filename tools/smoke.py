@@ -28,6 +28,9 @@ def main() -> None:
         command = [str(Path(sys.executable).parent / "secateurs"), *arguments]
         answer = subprocess.run(command, capture_output=True, text=True, check=True)
         assert answer.stdout.strip(), f"{' '.join(arguments)} prints nothing"
+    lab = subprocess.run([command[0], "compare", "--render", "rows"], capture_output=True, text=True, check=False)
+    assert lab.returncode == 1, "the wheel holds a command of the lab"
+    assert "pip install ./lab" in lab.stderr, lab.stderr
     assert read_recipe(home / "recipes" / "best.toml") == sc.Recipe.best()
     torch.manual_seed(0)
     data = load("digits")

@@ -105,7 +105,7 @@ def test_help_answers_without_importing_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for command in ("demo", "prune", "resume", "show", "sites", "train", "eval", "data", "reproduce"):
+    for command in ("demo", "prune", "resume", "show", "sites", "train", "eval", "data", "compare", "reproduce"):
         assert re.search(rf"│ {command} ", done.stdout), command
     for exit_code in ("0 done", "1 error", "2 wrong usage", "130"):
         assert exit_code in done.stdout

@@ -18,7 +18,7 @@ from secateurs import config, criteria
 from secateurs.cli import execute
 from secateurs.config import Recipe, recipe_fields
 from secateurs.criteria import criterion
-from secateurs.methods import method
+from secateurs_lab.methods import method
 
 CODE = """
 import torch

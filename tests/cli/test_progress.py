@@ -9,15 +9,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from secateurs.cli import progress
 from secateurs.config import (
     Recipe,
 )
-from secateurs.methods.base import Budget
-from secateurs.methods.compare.run import entries
 from secateurs.pruning.results import Progress, TriedNetwork
 
 
@@ -81,22 +78,6 @@ def test_between_cuts_that_are_made_together_no_accuracy_is_shown() -> None:
     assert "conv1: 16 → 8 filters; removed 25.0 % of the parameters" in text
     assert "conv2: 16 → 8 filters; macro_recall 0.57, removed" in text
     assert "0.2," not in text
-
-
-def test_the_time_left_of_a_comparison_is_that_of_its_missing_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    left = entries(["a", "b"], [Budget("none"), Budget("short")], [0.1], [0])
-    known = [SimpleNamespace(budget_name="none", search_seconds=20.0, training_seconds=0.0)]
-    watcher = progress.RowWatcher(plain_screen(every=1000)[0], left, known)  # type: ignore[arg-type]
-    assert watcher.time_left() == ""  # how long training takes is not known
-    trained = SimpleNamespace(budget_name="short", search_seconds=20.0, training_seconds=40.0)
-    watcher = progress.RowWatcher(plain_screen(every=1000)[0], left, [*known, trained])  # type: ignore[list-item]
-    assert watcher.time_left() == "roughly 2 min 40 s left"
-    now[0] = 15.0
-    assert watcher.time_left() == "roughly 2 min 25 s left"
-    now[0] = 500.0
-    assert watcher.time_left() == "roughly 2 min 20 s left"  # the first takes longer than others did
 
 
 def a_step(site: str = "a", accuracy: float = 0.97) -> Any:

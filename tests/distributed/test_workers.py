@@ -46,7 +46,7 @@ TICKETS = [ticket + 0.5 for ticket in range(12)]
 
 
 def environment() -> dict[str, str]:
-    paths = [str(ROOT / "src"), str(TESTS), str(ROOT)]
+    paths = [str(ROOT / "src"), str(ROOT / "lab"), str(TESTS), str(ROOT)]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -347,7 +347,7 @@ def is_listening(process: int, port: int) -> bool:
 @pytest.mark.slow
 def test_two_workers_of_torchrun_share_a_table_without_making_a_row_twice(tmp_path: Path) -> None:
     from comparisons import places
-    from secateurs.methods.compare.run import ROWS
+    from secateurs_lab.compare.run import ROWS
 
     command = ["secateurs", "compare", "--model", "mlp", "--data", "digits", "--methods", "l2", "--targets", "0.2", "0.4"]
     agent = torchrun(*command, "--examples", "64", *places(tmp_path))
@@ -360,7 +360,7 @@ def test_two_workers_of_torchrun_share_a_table_without_making_a_row_twice(tmp_pa
 
 @pytest.mark.slow
 def test_runs_whose_ranks_are_killed_at_random_end_with_the_same_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.syspath_prepend(str(ROOT / "lab"))
     from benchmarks import workers
 
     rows = list[dict[str, Any]]()

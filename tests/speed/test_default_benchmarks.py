@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from secateurs.methods.compare.rows import append_row, read_rows
 from secateurs.speed.timing import SpeedUp
+from secateurs_lab.compare.rows import append_row, read_rows
 
 with pytest.MonkeyPatch.context() as path:
     path.syspath_prepend(str(Path(__file__).parents[2]))

@@ -1,7 +1,7 @@
 """Runs the torture: `python -m tests.torture [--part graphs ...] [--scale 0.1] [--seed N] [--failures DIR] [--write FILE]`.
 
-Finished parts are kept in benchmarks/results/torture.json, so that parts can be run one at a time; the table is made from all
-that are there. The exit code is 1 if any part that was run has a failure.
+Finished parts are kept in lab/benchmarks/results/torture.json, so that parts can be run one at a time; the table is made from
+all that are there. The exit code is 1 if any part that was run has a failure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from .tally import Tally
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results" / "torture.json"
+RESULTS = ROOT / "lab" / "benchmarks" / "results" / "torture.json"
 COUNTS = {"graphs": 10_000, "files": 100_000, "folders": 1_000, "kills": 1_000, "contracts": 400}
 BEGIN, END = "<!-- begin: made by `make torture` -->", "<!-- end: made by `make torture` -->"
 SHOWN = 8  # outcomes of a part in the table; the rest is counted together

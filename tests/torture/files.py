@@ -28,10 +28,10 @@ from secateurs._util.tensors import digest, dump
 from secateurs.cli import train as training_folder
 from secateurs.config import Recipe, TrainSettings, read_recipe, write_recipe
 from secateurs.errors import SecateursError
-from secateurs.methods.compare.rows import read_rows
 from secateurs.models import Pedigree, TrainingSet, read_pedigree
 from secateurs.models.weights import load_weights_
 from secateurs.pruning.folder import read_provenance
+from secateurs_lab.compare.rows import read_rows
 
 from .mutations import damaged, edited
 from .tally import Tally, Verdict, scratch, tally

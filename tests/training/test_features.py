@@ -21,10 +21,10 @@ from secateurs.data import Examples
 from secateurs.errors import InvalidInput
 from secateurs.graph.features import FeaturePairs, paired_features
 from secateurs.graph.masking import copied
-from secateurs.methods import Budget, Task, method
 from secateurs.models import build
 from secateurs.training import TrainState, train_
 from secateurs.training.objective import objective_for
+from secateurs_lab.methods import Budget, Task, method
 from torture.runs import few_digits, perceptron
 
 ASKED = TrainSettings(epochs=2, batch=6, lr=0.01, distill=1.0, temperature=4.0, features=3.0)

@@ -9,11 +9,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
+from secateurs._util.extensions import LAB, added, lab_hint
 from secateurs.cli.trust import NotRepeated
-from secateurs.errors import SecateursError
+from secateurs.errors import InvalidInput, SecateursError
 
 DONE, ERROR, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -33,9 +35,12 @@ Exit codes: 0 done; 1 error, with a message on stderr; 2 wrong usage; 130 interr
 With `--json` stdout holds one JSON document and nothing else.
 """
 
+_HELP_WITHOUT_IMPORT = {"reproduce": "Run the paper's experiments again and print its tables beside ours."}
+"""Help of a command of the lab whose file imports torch."""
+
 
 def _app() -> App:
-    from secateurs.cli import compare, export, network, prune, results, train
+    from secateurs.cli import export, network, prune, results, train
 
     found = App(
         name="secateurs",
@@ -47,17 +52,27 @@ def _app() -> App:
         result_action="return_value",
     )
     first: tuple[Callable[..., None], ...] = (prune.demo, prune.prune, prune.resume, results.show, network.sites, train.train)
-    others: tuple[Callable[..., None], ...] = (export.export, results.report, compare.compare)
+    others: tuple[Callable[..., None], ...] = (export.export, results.report)
     for place, command in enumerate(first):
         found.command(command, sort_key=place)
     found.command(network.evaluate, name="eval", sort_key=6)
     for command in others:
         found.command(command, sort_key=7)
     found.command(train.data_app)
-    # by name, with its help given here, because its file imports torch
-    text = "Run the paper's experiments again and print its tables beside ours."
-    found.command("secateurs.reproduce.cli:app", name="reproduce", help=text, sort_key=8)
+    for name, entry in added("commands").items():
+        found.command(entry.value, name=name, help=_HELP_WITHOUT_IMPORT.get(name), sort_key=8)
+    for name in set(LAB["commands"]) - added("commands").keys():
+        found.command(_missing(name), name=name, show=False)
     return found
+
+
+def _missing(name: str) -> Callable[..., None]:
+    """The command of the lab in its absence."""
+
+    def refuse(*_: Annotated[str, Parameter(allow_leading_hyphen=True)]) -> None:
+        raise InvalidInput(f"secateurs {name}:{lab_hint('commands', name)}")
+
+    return refuse
 
 
 def _version() -> str:

@@ -42,7 +42,7 @@ _MODEL = Parameter(
     help="A built-in network such as resnet20, or your own as package.module:function that returns an nn.Module."
 )
 _DATA = Parameter(
-    help="digits, mnist, cifar10, xor, folder:PATH (a folder of images for each class), or package.module:function that "
+    help="digits, cifar10, folder:PATH (a folder of images for each class), or package.module:function that "
     "returns loaders (train, val) or (train, val, test)."
 )
 ModelName = Annotated[str, _MODEL]

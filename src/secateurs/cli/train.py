@@ -141,7 +141,7 @@ def weights_file(path: Path) -> Path:
 def pedigree(path: Path, data: Data) -> Pedigree:
     """The header of the trained weights: how, on what and by which settings they were trained."""
     from secateurs._util.journal import read_records
-    from secateurs.data import SETS
+    from secateurs.data import set_names
     from secateurs.models import Pedigree, TrainingSet
     from secateurs.models.weights import scaling_fields
 
@@ -149,7 +149,7 @@ def pedigree(path: Path, data: Data) -> Pedigree:
     origin, found = known["origin"], known["data"]
     epochs = read_records(path, kinds())
     # our own sets record all options of their split, defaults included; of others only what was given is known
-    options = found["origin"] if origin["data"] in SETS else origin["data_options"]
+    options = found["origin"] if origin["data"] in set_names() else origin["data_options"]
     trained = TrainingSet(origin["data"], options, found["sets"]["train"]["count"], found["sets"]["train"]["sha256"])
     earlier: list[TrainingSet] = checked(known["trained_on"], list[TrainingSet])
     return Pedigree(
@@ -194,7 +194,7 @@ def train(
 
     `secateurs train --model resnet20 --data cifar10 --recipe train-paper-resnet`
 
-    `secateurs train --model mlp --data digits --epochs 20 --lr 0.1`
+    `secateurs train --model resnet8 --model-option in_channels=1 --data digits --epochs 20 --lr 0.1`
 
     Parameters
     ----------
@@ -265,26 +265,28 @@ def get(name: str, *, as_json: inputs.Json = False) -> None:
     """Download a data set unless it is there, check it, and print its folder.
 
     Data is kept in `~/.cache/secateurs/data`, or under `$SECATEURS_HOME`. A file is used only if its checksum is right. digits
-    and xor need no download.
+    need no download.
 
     Parameters
     ----------
     name
-        cifar10 (170 MB), or mnist (12 MB).
+        cifar10 (170 MB), or a set of another installed package, such as the lab's mnist (12 MB).
     """
-    from secateurs.data import SETS, get_cifar10, get_mnist
+    from secateurs._util.extensions import added, lab_hint, load_added
+    from secateurs.data import get_cifar10, set_names
 
-    getters = {"cifar10": get_cifar10, "mnist": get_mnist}
-    if name in SETS and name not in getters:
-        raise InvalidInput(f"{name} comes with secateurs: there is nothing to get.")
-    if name not in getters:
-        raise InvalidInput(f"no data set {name!r} to get.{suggest(name, getters)}")
+    get_set = get_cifar10 if name == "cifar10" else load_added("downloads", name)
+    if get_set is None and name in set_names():
+        raise InvalidInput(f"{name} needs no download: there is nothing to get.")
+    if get_set is None:
+        hint = lab_hint("downloads", name) or suggest(name, ["cifar10", *added("downloads")])
+        raise InvalidInput(f"no data set {name!r} to get.{hint}")
     with display(quiet=as_json) as shown:
 
         def show(done: int, total: int | None) -> None:
             shown.update(Status(f"Downloading {name}", "megabytes", done // _MEGABYTE, (total or done) // _MEGABYTE))
 
-        folder = getters[name](progress=show)
+        folder = get_set(progress=show)
     if as_json:
         print_json({"name": name, "folder": str(folder)})
     else:

@@ -30,6 +30,7 @@ from secateurs.config.recipe import (
     Repair,
     Shortcut,
     Signal,
+    criterion_names,
 )
 from secateurs.config.scoring import (
     FAST,
@@ -91,6 +92,7 @@ __all__ = [
     "Signal",
     "TrainSettings",
     "Transform",
+    "criterion_names",
     "declarations",
     "read_fields",
     "read_recipe",

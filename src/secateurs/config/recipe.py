@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from secateurs._util.extensions import added, lab_hint
 from secateurs.config.declared import MOST_AT_ONCE, MOST_EXAMPLES, SEEDS, declarations, setting
 from secateurs.config.scoring import PAPER, EnsembleSettings, Scoring
 from secateurs.config.training import Precision, TrainSettings, named_settings
@@ -27,9 +28,10 @@ REFITTED: tuple[Repair, ...] = ("every-layer", "whole-network")
 """Repairs that solve every layer again after all cuts."""
 
 CRITERIA = [
-    *("ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "obd", "leave-one-out", "thinet"),
-    *("thinet-pursuit", "maxplus", "maxplus-threshold", "portfolio"),
+    *("ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio"),
 ]
+"""The criteria of this package, and those that a program registers; `criterion_names()` has those of other packages too."""
+
 PORTFOLIO = ("ensemble", "obs", "l1", "fpgm")
 
 TRAININGS = ("finetune", "retrain")
@@ -39,6 +41,11 @@ CHANGED_DEFAULTS = frozenset({"max_drop", "allocation", "criterion", "repair", "
 """Fields whose defaults were others in earlier releases, which wrote all of them into every run folder."""
 
 _SITE_BY_SITE = {"max_drop": 0.005, "allocation": "sequential", "criterion": "ensemble", "repair": "none"}
+
+
+def criterion_names() -> list[str]:
+    """All names that recipes may use without naming a function."""
+    return [*CRITERIA, *(name for name in added("criteria") if name not in CRITERIA)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,11 +251,11 @@ class Recipe(EnsembleSettings):
             object.__setattr__(self, "estimator", "network")
         super().__post_init__()
         for field, name in (("criterion", self.criterion), *(("portfolio", name) for name in self.portfolio)):
-            allowed = [other for other in CRITERIA if other != field]  # a portfolio holds no portfolio
+            allowed = [other for other in criterion_names() if other != field]  # a portfolio holds no portfolio
             if name not in allowed and ":" not in name:  # a function is imported when a run begins
                 raise RecipeError(
                     f"{field} = {name!r}: wanted one of {', '.join(allowed)}, or package.module:function."
-                    f"{suggest(name, allowed, listed=True)}"
+                    f"{lab_hint('criteria', name) or suggest(name, allowed, listed=True)}"
                 )
         by_repair = self.criterion == "obs" or set(self.portfolio) <= {"obs"}
         everywhere = self.allocation == "global"

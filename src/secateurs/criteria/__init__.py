@@ -1,8 +1,9 @@
 """Criteria that score a site's filters one by one, registered by name: the alternatives to ensembles.
 
 A criterion is a function of a `CriterionContext` that gives one number for each filter, higher = more important. To add one,
-decorate it with `@criterion("name")`; every file of this package is loaded with it, and recipes may name it. A user's function
-is also found as `package.module:function`, which is how the recipe of a run records it.
+decorate it with `@criterion("name")`; every file of this package is loaded with it, and recipes may name it. A criterion of
+another installed package is loaded when it is named: an entry point in the group secateurs.criteria. A user's function is also
+found as `package.module:function`, which is how the recipe of a run records it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from secateurs import config
 from secateurs._util.entrypoints import find
+from secateurs._util.extensions import added, load_added
 from secateurs._util.modules import keeping_modes, network_digest
 from secateurs.config import Recipe
 from secateurs.data.dataset import Examples
@@ -35,6 +37,7 @@ __all__ = [
     "CriterionContext",
     "as_criterion",
     "criterion",
+    "passes_of",
     "resolved",
     "score_filters",
     "short_name",
@@ -68,28 +71,36 @@ Criterion = Callable[[CriterionContext], Tensor]
 UserCriterion = Callable[[Graph, Site, Examples], Tensor]
 """The same as users write it: (graph, site, data) -> scores (C,)."""
 
+Passes = Callable[[int, int], int]
+"""Gives how often a network runs for each example at a site, backward as two, for its channels and the classes of the data."""
+
 _REGISTRY: dict[str, Criterion] = {}
 _OWN: dict[str, Criterion] = {}  # the user's functions, by module:function
 _FUNCTIONS: dict[str, Callable[..., Any]] = {}  # the functions of both, as they were written
+_PASSES: dict[str, Passes] = {}
 CRITERIA: Mapping[str, Criterion] = MappingProxyType(_REGISTRY)
 """The registered criteria by name."""
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 
 
-def criterion(name: str) -> Callable[[F], F]:
+def criterion(name: str, *, passes: Passes | None = None) -> Callable[[F], F]:
     """Register the decorated function as the criterion called `name`, which recipes may use from now on.
 
-    It takes (graph, site, data), or one `CriterionContext`, and returns a score for each filter, higher = more important.
+    It takes (graph, site, data), or one `CriterionContext`, and returns a score for each filter, higher = more important. One
+    that runs the network says by `passes` how often, for the forecast of a run's time.
     """
 
     def register(function: F) -> F:
-        if name in config.CRITERIA and (name in _REGISTRY or not _module_of(function).startswith(__name__)):
+        known = name in config.CRITERIA or name in added("criteria")
+        if known and (name in _REGISTRY or not _is_installed(name, function)):
             raise InvalidInput(f"criterion {name!r} is registered already: choose another name.")
         if ":" in name:
             raise InvalidInput(f"criterion {name!r}: wanted a name without a colon, which package.module:function has.")
         _REGISTRY[name], _FUNCTIONS[name] = _checked(name, function), function
-        if name not in config.CRITERIA:
+        if passes is not None:
+            _PASSES[name] = passes
+        if not known:
             config.CRITERIA.append(name)
             as_criterion(function)  # a run that is resumed looks for it under this name
         return function
@@ -146,7 +157,8 @@ def named(recipe: Recipe) -> Recipe:
 
 
 def user_function(name: str) -> Callable[..., Any] | None:
-    """The user's own function behind a criterion, imported if `name` is `package.module:function`; None for built-in ones."""
+    """The user's own function behind a criterion, imported if `name` is `package.module:function`; None for installed ones."""
+    _load(name)
     if ":" in name and name not in _OWN:
         if name.startswith("__main__:") or "<" in name or name.endswith("()"):
             raise InvalidInput(
@@ -154,7 +166,13 @@ def user_function(name: str) -> Callable[..., Any] | None:
             )
         as_criterion(find(name, f"criterion {name!r}"), name)
     found = _FUNCTIONS.get(name)
-    return None if found is None or _module_of(found).startswith(f"{__name__}.") else found
+    return None if found is None or _is_installed(name, found) else found
+
+
+def passes_of(name: str, channels: int, classes: int) -> int:
+    """How often a criterion runs the network for each example at a site; 0 for one that does not say."""
+    _load(name)
+    return _PASSES[name](channels, classes) if name in _PASSES else 0
 
 
 def short_name(name: str) -> str:
@@ -169,6 +187,18 @@ def _located(name: str) -> str:
     return name if function is None or ":" in name else as_criterion(function)
 
 
+def _load(name: str) -> None:
+    """Import the criterion of another installed package, which registers itself."""
+    if name not in _REGISTRY:
+        load_added("criteria", name)
+
+
+def _is_installed(name: str, function: Callable[..., Any]) -> bool:
+    """Whether every process finds the function under this name: it is of this package, or of another with an entry point."""
+    module, entry = _module_of(function), added("criteria").get(name)
+    return module.startswith(f"{__name__}.") or (entry is not None and entry.module == module)
+
+
 def _module_of(function: Callable[..., Any]) -> str:
     """Empty for code that was executed outside of any module."""
     return getattr(function, "__module__", None) or ""
@@ -176,7 +206,7 @@ def _module_of(function: Callable[..., Any]) -> str:
 
 def _checked(name: str, function: Callable[..., Tensor]) -> Criterion:
     """The function of a `CriterionContext`, with checks of its signature and of what it returns."""
-    own, name = not _module_of(function).startswith(f"{__name__}."), short_name(name)
+    own, name = not _is_installed(name, function), short_name(name)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:  # no function, or one that is written in C
@@ -232,6 +262,7 @@ def score_filters(name: str, evaluator: SiteEvaluator, examples: Examples | None
 
     No linear model is fitted, so everything but the coefficients is NaN.
     """
+    _load(name)
     scorer = CRITERIA.get(name) or _OWN.get(name)
     if scorer is None:
         raise InvalidInput(f"criterion: got {name!r}.{suggest(name, CRITERIA)}")

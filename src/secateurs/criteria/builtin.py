@@ -74,7 +74,7 @@ def random_scores(context: CriterionContext) -> Tensor:
     return torch.rand(context.site.channels, generator=generator, dtype=torch.float64)
 
 
-@criterion("leave-one-out")
+@criterion("leave-one-out", passes=lambda channels, _: channels + 1)
 def leave_one_out(context: CriterionContext) -> Tensor:
     """Mean loss without the filter minus that of the whole network: one mask for each filter."""
     channels = context.site.channels
@@ -83,7 +83,7 @@ def leave_one_out(context: CriterionContext) -> Tensor:
     return losses[1:] - losses[0]
 
 
-@criterion("taylor")
+@criterion("taylor", passes=lambda *_: 3)
 def taylor(context: CriterionContext) -> Tensor:
     """Mean over the examples of |Σ over space of activation · slope of the example's loss|, at the whole network.
 

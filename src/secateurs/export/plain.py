@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,19 @@ from secateurs.graph.layers import Align, Constant, Fixed, FrozenNorm, Mask, Off
 from secateurs.graph.node_info import Shape, called_module, copy_info_, copy_node_info_, info, pass_on_, shape_of
 from secateurs.graph.normalise import FollowsMode
 from secateurs.graph.trace import Graph
-from secateurs.models.lenet import ABSENT, MaxPlus
+
+
+@runtime_checkable
+class SpeltOut(Protocol):
+    """A layer that is not torch's and says by which functions of torch it is to be written, here and in plain source."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its weights, all its own."""
+        ...
+
+    def functions(self, call: Callable[..., fx.Node], *inputs: fx.Node, **weights: fx.Node) -> fx.Node:
+        """Make the calls, as `call(torch.add, x, 1)`, and return the last."""
+        ...
 
 
 def plain_module(graph: Graph) -> fx.GraphModule:
@@ -84,8 +97,8 @@ class _Rewriter:
             case Mask():
                 keep = self._tensor(f"{node.name}_keep", layer.keep.view(_broadcast(node, layer.axis)))
                 return self._call(torch.where, keep, inputs[0], 0.0, like=node)
-            case MaxPlus():
-                return self._max_plus(node, layer, inputs[0])
+            case SpeltOut():
+                return self._spelt_out(node, layer, inputs)
             case FollowsMode():
                 return self._in_eval_mode(node, layer)
             case FrozenNorm():
@@ -142,15 +155,14 @@ class _Rewriter:
             x = self._call(F.pad, x, (*after_axis, layer.before, layer.after), like=node)
         return x
 
-    def _max_plus(self, node: fx.Node, layer: MaxPlus, x: fx.Node) -> fx.Node:
-        """The largest of x + weight, where zeros take no part."""
-        present = self._call(torch.where, self._call(torch.eq, x, 0, like=node), ABSENT, x, like=node)
-        holder = nn.Module()  # the weight keeps its name
-        holder.register_parameter("weight", layer.weight)
+    def _spelt_out(self, node: fx.Node, layer: SpeltOut, inputs: list[fx.Node]) -> fx.Node:
+        """The layer's own functions in its place; its weights keep their names."""
+        holder = nn.Module()
+        for name, weight in layer.named_parameters():
+            holder.register_parameter(name, weight)
         self.module.set_submodule(str(node.target), holder)
-        weight = self.graph.get_attr(f"{node.target}.weight")
-        sums = self._call(torch.add, self._call(torch.unsqueeze, present, -2, like=node), weight, like=node)
-        return self._call(torch.amax, sums, -1, like=node)
+        weights = {name: self.graph.get_attr(f"{node.target}.{name}") for name, _ in layer.named_parameters()}
+        return layer.functions(partial(self._call, like=node), *inputs, **weights)
 
     def _in_eval_mode(self, node: fx.Node, layer: FollowsMode) -> fx.Node:
         """Call the function itself, with training=False, or without dropout."""

@@ -1,6 +1,6 @@
-"""Networks to prune: those of the paper, and a small one of every topology that makes surgery hard."""
+"""Networks to prune by name: the ResNets of the paper, and those that other installed packages add; their weights."""
 
-from secateurs.models.registry import build, example_input, names, resolve
+from secateurs.models.registry import NamedNetwork, build, example_input, names, resolve
 from secateurs.models.resnet import ResNet, resnet, resnet20, resnet32, resnet56
 from secateurs.models.weights import (
     PUBLIC_MEAN,
@@ -18,6 +18,7 @@ from secateurs.models.weights import (
 __all__ = [
     "PUBLIC_MEAN",
     "PUBLIC_STD",
+    "NamedNetwork",
     "Pedigree",
     "ResNet",
     "TrainingSet",

@@ -21,6 +21,7 @@ from secateurs._util.modules import device_of, eval_mode, on_device
 from secateurs._util.terminal import clock
 from secateurs.compaction import compact
 from secateurs.config import MOST_PAIRS, REFITTED, Recipe, Shortcut, TrainSettings
+from secateurs.criteria import passes_of
 from secateurs.data.splits import Data
 from secateurs.errors import EmptyLayer, InvalidInput
 from secateurs.graph.cost import ROOT, WEIGHTED, cost
@@ -422,16 +423,10 @@ def _ranked(context: PruningContext, recipe: Recipe, channels: int) -> float:
 def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int) -> float:
     """Passes that a criterion needs at most at a site."""
     settings = context.recipe.ensemble_settings()
-    if name == "taylor":
-        return _BACK * min(1024, pool)
-    if name == "obd":  # back once for every class
-        return (1 + 2 * max(1, len(context.data.classes))) * min(1024.0, pool)
-    if name == "leave-one-out":
-        return (channels + 1) * min(1024, pool)
     if name == "ensemble" and settings.estimator == "network":  # of all sites at once, which share it
         return _BACK * min(1024, pool) / max(len(chosen_sites(context.recipe, context.original)), 1)
     if name not in ("ensemble", "pairs"):
-        return 0.0
+        return float(passes_of(name, channels, len(context.data.classes)) * min(1024, pool))
     masks = settings.masks or settings.masks_per_filter * channels
     if settings.estimator == "gradient" and name == "ensemble":
         return _BACK * (settings.masks or MOST_PAIRS)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from secateurs._util import format as texts
 from secateurs._util.files import write_text
@@ -46,15 +46,15 @@ def write_report(folders: str | Path | Sequence[str | Path], out: str | Path | N
     return path
 
 
-def render(template: str, title: str, **values: Any) -> str:
-    """Fill a template of assets/: one HTML file that needs nothing else."""
-    return _environment().get_template(template).render(title=title, version=version("secateurs"), **values)
+def render(template: str, title: str, *, package: str = "secateurs.report", **values: Any) -> str:
+    """Fill a template of a package's assets/, which may extend those here: one HTML file that needs nothing else."""
+    return _environment(package).get_template(template).render(title=title, version=version("secateurs"), **values)
 
 
 @cache
-def _environment() -> Environment:
+def _environment(package: str) -> Environment:
     """Templates escape every text, and a name that they misspell is an error."""
-    loader = PackageLoader("secateurs.report", "assets")
+    loader = ChoiceLoader([PackageLoader("secateurs.report", "assets"), PackageLoader(package, "assets")])
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     written = ("change", "clock", "count", "large", "percent", "plain", "plural", "removed", "size")
     found.filters |= {name: getattr(texts, name) for name in written} | {"repr": repr, "quoted": shlex.quote}

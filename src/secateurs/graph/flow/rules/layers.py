@@ -44,14 +44,6 @@ def embedding(op: Op) -> Flow:
     return Lookup(len(op.shape) - 1, table.embedding_dim)
 
 
-@rule("secateurs.models.lenet:MaxPlus")
-def max_plus(op: Op) -> Flow:
-    """Outputs lie along the last axis; each reads all inputs, and a zero takes no part."""
-    layer: Any = op.module
-    axis, sizes = len(op.shape) - 1, (layer.in_channels, layer.out_channels, 1)
-    return Layer(axis, axis, *sizes, bias=True, reads_all=op.axis not in (None, axis), linear=False)
-
-
 @rule(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, FrozenNorm, "torchvision.ops.misc:FrozenBatchNorm2d")
 def batch_norm(op: Op) -> Flow:
     """A zero channel becomes a constant of bias and mean, so it counts as revived whatever the weights are now."""

@@ -1,0 +1,134 @@
+"""Algorithm 1 of the paper as a method of comparisons: the loop of `pruning.run` with a target to meet and a budget to keep.
+
+Rounds follow each other until the target is reached, and the last cut removes no more filters than that needs. A stage of the
+training between cuts follows every cut, as long as there is any left.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count
+
+from secateurs.compaction import compact
+from secateurs.config import Direction
+from secateurs.criteria.ranking import Ranking
+from secateurs.errors import InvalidInput
+from secateurs.pruning.context import PreparedSite
+from secateurs.pruning.run import Run
+from secateurs.selection.search import Cut
+from secateurs_lab.methods.base import MethodRun, MethodState, Pruned, Spent, StepCost, Task, Watch, opened, recipe_for
+from secateurs_lab.methods.one_shot import ranked, repair_passes
+from secateurs_lab.methods.training import finished, train_next, train_rest, training_stages
+
+# The drop that a cut may cost: the paper tunes its α and does not say to what. It is doubled after a round that cuts nothing,
+# so that every target is met.
+MAX_DROP = 0.01
+
+
+def paper(
+    task: Task,
+    *,
+    name: str = "paper",
+    repair: bool = False,
+    direction: Direction = "forward",
+    max_drop: float = MAX_DROP,
+    watch: Watch | None = None,
+) -> Pruned:
+    """Prune by Algorithm 1 with ensembles; with `repair`, by portfolios, consumers repaired in closed form after every cut."""
+    recipe = replace(
+        recipe_for(task, "portfolio" if repair else "ensemble", repair="least-squares" if repair else "none"),
+        # with training between, repairs aim at the current network, not at the original one
+        finetune=task.budget.between,
+        budget="site",
+        max_drop=max_drop,
+        direction=direction,
+    )
+    with opened(task, name, recipe, watch) as run:
+        return finished(run, train_rest(run, run.load() or run.save(TargetRun(run).reach_target())))
+
+
+class TargetRun(Run):
+    """Algorithm 1 until the target is reached, however much accuracy that costs."""
+
+    def __init__(self, method: MethodRun) -> None:
+        super().__init__(method.context)
+        self.method = method
+        self.restore()
+        self._passes = 0  # of the current step
+
+    def reach_target(self) -> MethodState:
+        """Do the work, and return the network with what was spent on it."""
+        for _ in self.algorithm1():
+            pass
+        costs, steps = self.journal.of(StepCost), self.steps
+        training = sum(cost.training_seconds for cost in costs)
+        elsewhere = sum(cost.elsewhere for cost in costs)
+        rounds, cuts = len(steps) / max(len(self.method.sites), 1), sum(bool(step.removed) for step in steps)
+        spent = Spent(
+            self._stages(),
+            sum(cost.passes for cost in costs),
+            sum(step.seconds for step in steps) - training,
+            training + elsewhere,
+            f"{cuts} cuts in {rounds:.1f} rounds, each within a drop of {self.budget.max_drop:g}",
+        )
+        return MethodState(self.graph, spent, self.state.momentum)
+
+    def _stages(self) -> int:
+        """How many stages of the budget are done."""
+        return sum(cost.trained for cost in self.journal.of(StepCost))
+
+    def site_order(self) -> Iterator[PreparedSite]:
+        """In the direction of the recipe, round after round, until the target is reached."""
+        progress, sites = self.context.progress, self.method.sites
+        sites = sites if self.recipe.direction == "forward" else sites[::-1]
+        for number in count():
+            for place, site in enumerate(sites, 1):
+                if self._done(number, site.name):
+                    continue
+                if self.method.reached(self.graph):
+                    return
+                progress.round, progress.number, progress.sites = number, place, len(sites)
+                yield from self._entered_site(site.name)
+            if self.method.reached(self.graph):
+                return
+            if not any(step.removed for step in self.steps if step.round == number):
+                self.budget.max_drop *= 2
+            if self.budget.max_drop > 1:
+                raise InvalidInput(
+                    f"target_macs = {self.method.task.target_macs:g}: wanted at most {self.method.removed(self.graph):.3f}, "
+                    f"after which no site has a filter to spare."
+                )
+
+    def rank(self, prepared: PreparedSite) -> Ranking:
+        """Rank the site's filters, and count the passes."""
+        ranking, self._passes = ranked(self.method, prepared, self.step_number)
+        return ranking
+
+    def find_cut(self, prepared: PreparedSite, ranking: Ranking) -> Cut:
+        """The largest cut within the drop, or the smallest that reaches the target."""
+        cut = super().find_cut(prepared, ranking)
+        self._passes += (1 + len(cut.evaluated)) * len(self.context.validation) + repair_passes(self.method)
+
+        def reaches(m: int) -> bool:
+            keep = replace(cut, removed=cut.removed[:m]).keep
+            return self.method.reached(compact(prepared.graph, {prepared.site.name: keep}, verify=False))
+
+        if not cut.m or not reaches(cut.m):
+            return cut
+        return replace(cut, removed=cut.removed[: bisect_left(range(1, cut.m), True, key=reaches) + 1])
+
+    def finetune(self, prepared: PreparedSite, cut: Cut) -> None:
+        """Train by the next stage of the budget, if there is one left."""
+        self._loss_cut, began, done = self.state.loss, time.monotonic(), self._stages()
+        stages = training_stages(self.method.task, len(self.method.sites))
+        trained = bool(cut.m) and done < len(stages) and stages[done].phase == "finetune"
+        elsewhere = 0.0
+        if trained:
+            after = train_next(self.method, MethodState(self.graph, Spent(done), self.state.momentum))
+            elsewhere = after.spent.training_seconds - (time.monotonic() - began)
+            self.state = self.context.measured(replace(self.state, momentum=dict(after.momentum)))
+        number, seconds = self.step_number, time.monotonic() - began
+        self.journal.once(StepCost, lambda: StepCost(number, self._passes, seconds, trained, elsewhere), step=number)
