@@ -397,7 +397,8 @@ def aligned_sums(example: Tensor, axis: int) -> tuple[Graph, ...]:
     width = example.shape[axis]
     plain = trace(_Sum(width, example.dim() - 2 if axis == 1 else 0).eval(), example)
     place = torch.arange(width)
-    take = (place + 1).where(place % 4 != 3, -1)  # of every four channels the first is dropped, and a zero is the last
+    # of every four channels the first is dropped, and a zero is the last; a rest of fewer than four ends in a zero, too
+    take = (place + 1).where((place % 4 != 3) & (place + 1 < width), -1)
     added = {ALIGNMENT: ("second", Align(take, axis)), OFFSET: ("add", Offset(place % 2 == 0, axis, example.dtype))}
     return plain, *(_with_layer(plain, *added[kind]) for kind in (ALIGNMENT, OFFSET))
 
