@@ -22,7 +22,7 @@ from secateurs import cost, find_sites
 from secateurs._util.files import write_text
 from secateurs.data.splits import split
 from secateurs.metrics import Measure, accuracy, cross_entropy
-from secateurs.pruning.global_allocation import measure_curve
+from secateurs.pruning.curves import measure_curve
 from secateurs.scoring.cache import MeasurementCache
 
 PAGE = Path(__file__).parents[2] / "docs" / "notes" / "quality.md"

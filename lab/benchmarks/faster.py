@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from secateurs.pruning.global_allocation import allocations_for, apply_allocation
 
 from benchmarks.conditions import conditions
 from benchmarks.finetuning import Cell
@@ -37,7 +38,6 @@ from secateurs.data import Data, subset
 from secateurs.export.engines import OnnxEngine
 from secateurs.metrics import evaluate
 from secateurs.models import example_input
-from secateurs.pruning.global_allocation import allocations_for, apply_allocation
 from secateurs.repair import reconstruct_
 from secateurs.speed.timing import SpeedUp, in_rounds, speedup
 from secateurs.training import train_

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from secateurs.pruning.global_allocation import allocations_for, apply_allocation
 from secateurs.pruning.latency_target import timed_allocations
 
 from benchmarks.conditions import conditions
@@ -45,7 +46,6 @@ from secateurs.export.int8 import Quantised, Quantiser, in_int8
 from secateurs.export.programs import onnx_bytes
 from secateurs.metrics import evaluate
 from secateurs.models import build, example_input
-from secateurs.pruning.global_allocation import allocations_for, apply_allocation
 from secateurs.report.int8 import stage_times
 from secateurs.speed.engines import cpu_flags
 from secateurs.speed.timing import in_rounds, timed

@@ -33,7 +33,7 @@ from secateurs._util.files import write_text
 from secateurs.data import Examples
 from secateurs.graph.masking import copied
 from secateurs.metrics import divergence, loss, with_answers
-from secateurs.pruning.global_allocation import CutsTogether
+from secateurs.pruning.cuts import CutsTogether
 from secateurs.pruning.results import SiteCurve
 from secateurs.repair import reconstruct_
 from secateurs.selection.allocation import calibrated

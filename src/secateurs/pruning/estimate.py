@@ -31,9 +31,9 @@ from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.structure import is_bypassed
 from secateurs.graph.trace import Graph, tensors_in
 from secateurs.pruning.context import PruningContext, Runtime
+from secateurs.pruning.curves import chosen_sites
 from secateurs.pruning.forecast import Phase
 from secateurs.pruning.results import ComparedFrontiers, SiteCurve, Step, Trial
-from secateurs.pruning.run import chosen_sites
 from secateurs.pruning.speeds import BATCHES, LONGEST_PASS
 from secateurs.pruning.time_price import CORRECTIONS, PRICES
 from secateurs.repair.observe import CHUNK_BYTES, GRAM_BYTES, gram_size
