@@ -120,7 +120,7 @@ class Run:
     def positions(self) -> Iterator[PruningContext]:
         """The context at each shortcut position that is compared; of a run that has chosen, at the one it chose."""
         known = self.journal.of(ChosenAllocation)
-        for position in [known[0].shortcut] if known else self.recipe.shortcuts:
+        for position in [known[0].shortcut] if known else self.context.positions:
             yield replace(self.context, position=position) if self.recipe.shortcut == "auto" else self.context
 
     @property
