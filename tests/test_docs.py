@@ -16,7 +16,7 @@ from secateurs.config import CRITERIA
 
 USERS = sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "decisions")
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "lab").rglob("*.md")]
-HOWTO = sorted((ROOT / "docs" / "howto").glob("*.md"))
+HOWTO = [*sorted((ROOT / "docs" / "howto").glob("*.md")), ROOT / "docs" / "report.md"]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
