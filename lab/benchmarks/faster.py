@@ -7,7 +7,7 @@ dense one, at batches of 1 and 64, on one thread.
 
 Every curve, network and row is kept (`~/.cache/secateurs/bench/faster`, lab/benchmarks/results/faster.jsonl), so a run that was
 interrupted continues. Parts of the work: `--networks resnet56 --choices "time before" --shares 0.4`. `--render` only writes
-docs/performance.md; `--again` times the networks that are there once more; `--train 4 --choices … --shares …` trains those
+lab/notes/performance.md; `--again` times the networks that are there once more; `--train 4 --choices … --shares …` trains those
 networks for 4 epochs by distillation, at the settings of `benchmarks.finetuning`, and measures their accuracy again;
 `--reconstruct` trains them without labels, to give at every layer what the dense one gives (repair `whole-network`).
 """

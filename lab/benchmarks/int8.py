@@ -10,7 +10,7 @@ search continues where it was stopped, so what it times can be measured on an id
 curves` on a busy one, then `--until times`, then without. `--file` quantises a network of `benchmarks.faster` instead.
 `--time` only times the files again, `--profile` only shows where the time of the int8 files goes, `--train IMAGES` only
 trains the pruned network through int8 rounding and without, `--torchao` only quantises by torchao, `--render` only writes
-docs/performance.md.
+lab/notes/performance.md.
 """
 
 from __future__ import annotations
