@@ -7,7 +7,7 @@ clock. Ratios are of the dense network's time.
 
 Rows are kept (benchmarks/results/defaults.jsonl), and not made twice; `--retry` makes those again that failed or took too
 long. Parts of the work: `--networks tutorial lenet5`, `--engines torch`, `--minutes 30`, after which nothing new begins.
-`--render` only writes docs/performance.md. Run it alone on the machine, with one thread.
+`--render` only writes lab/notes/performance.md. Run it alone on the machine, with one thread.
 """
 
 from __future__ import annotations

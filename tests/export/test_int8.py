@@ -503,7 +503,7 @@ def test_a_run_for_int8_certifies_the_file_that_it_exports(
     """Stopped while it certifies and resumed, as after a kill: what was asked is not asked again, and the file is promised."""
     from secateurs import resume
     from secateurs.export.engines import Int8Engine
-    from secateurs.pruning import global_allocation
+    from secateurs.pruning import choice
 
     def weights_of(module: nn.Module) -> int:
         return sum(weight.numel() for weight in module.parameters())
@@ -512,7 +512,7 @@ def test_a_run_for_int8_certifies_the_file_that_it_exports(
     monkeypatch.setattr(Int8Engine, "network", lambda self, graph: lambda: lambda: 1e-6 * weights_of(graph.module))
     monkeypatch.setattr(Int8Engine, "layer", lambda self, layer, shape, times: lambda: 1e-6 * times * weights_of(layer))
     for growth in ("FINE", "COARSE"):
-        monkeypatch.setattr(global_allocation, growth, 1.6)  # few questions: each makes a file
+        monkeypatch.setattr(choice, growth, 1.6)  # few questions: each makes a file
 
     class Stopped(BaseException):
         pass

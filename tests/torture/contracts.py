@@ -28,7 +28,8 @@ from secateurs.data.dataset import Examples
 from secateurs.metrics import correct
 from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, contract_of, largest_cut, split_acceptance_sets
 from secateurs.pruning.budget import caution_at
-from secateurs.pruning.global_allocation import choose_allocation, counts_of
+from secateurs.pruning.climb import choose_allocation
+from secateurs.pruning.curves import counts_of
 from secateurs.pruning.results import ChosenAllocation, Trial
 from secateurs.selection.allocation import Allocation, Curve, frontier
 
