@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from nets import assert_compact_is_masked, randomise_, seeded
 from secateurs import Graph, Pruner, Recipe, compact, cost, find_sites, resume, trace
 from secateurs.cli import execute
 from secateurs.errors import InvalidInput, RecipeError, RunError
 from secateurs.graph.layers import Align, SumInto
+from secateurs.graph.node_info import called_module
 from secateurs.graph.structure import activations
 from secateurs.models import build, example_input
 from secateurs.pruning.context import PruningContext
@@ -166,6 +167,48 @@ def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: 
     together = differing({site.name: -(-site.channels // 2) for site in sites})
     assert all(one >= other for predicted, left in together for one, other in zip(predicted, left, strict=True))
     assert not together or shortcut == "before"
+
+
+class Written(fx.Interpreter):
+    """Runs a network and keeps how many numbers every node writes, by name."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph.module)
+        self.numbers: dict[str, int] = {}
+        self.run(*graph.example)
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        if isinstance(found, Tensor):
+            self.numbers[n.name] = found.numel()
+        return found
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet8", "densenet-small", "mobilenet-small"])
+def test_ops_between_the_layers_write_what_compaction_leaves_them(name: str) -> None:
+    graph = trace(build(name), example_input(name))
+    sizing, whole = Sizing(graph, find_sites(graph)), Written(graph).numbers
+    kinds = (Weighted, nn.Flatten)
+    between = {
+        node.name
+        for node in graph.module.graph.nodes
+        if node.op not in ("placeholder", "get_attr", "output")
+        and not isinstance(called_module(graph.module, node), kinds)
+        and node.target not in (torch.flatten, "flatten", "view")
+    }
+    for site, width in ((site, width) for site in sizing.sites.values() for width in (site.channels // 2, 1)):
+        left = Written(compact(graph, {site.name: spread(width, site.channels)})).numbers
+        found = sizing.left_between({site.name: width})
+        assert found.work == pytest.approx(sum(left[each] for each in between) / sum(whole[each] for each in between))
+        assert found.calls == 1
+
+
+def test_a_folded_branch_has_no_calls_left() -> None:
+    graph = trace(build("resnet8"), example_input("resnet8"))
+    sizing = Sizing(graph, find_sites(graph))
+    (before,) = [site for site in sizing.sites if site.startswith("layer1")]
+    # of a convolution, a BatchNorm and a ReLU, and the convolution behind: its BatchNorm adds a constant
+    assert sizing.left_between({before: 0}).calls == pytest.approx(1 - 2 / len(sizing._between))
 
 
 def test_layers_of_attention_have_the_sizes_that_compaction_leaves_them() -> None:
