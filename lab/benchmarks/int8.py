@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from secateurs.pruning.latency_target import timed_allocations
 
 from benchmarks.conditions import conditions
 from benchmarks.faster import FOLDER as FASTER
@@ -45,7 +44,7 @@ from secateurs.export.int8 import Quantised, Quantiser, in_int8
 from secateurs.export.programs import onnx_bytes
 from secateurs.metrics import evaluate
 from secateurs.models import build, example_input
-from secateurs.pruning.global_allocation import allocations_for, apply_allocation
+from secateurs.pruning.global_allocation import frontiers_of, joined
 from secateurs.report.int8 import stage_times
 from secateurs.speed.engines import cpu_flags
 from secateurs.speed.timing import in_rounds, timed
@@ -121,10 +120,11 @@ def pruned(network: str, until: str) -> Graph | None:
             return None
         curves = run._measure_curves()
         if until == "times":
-            timed_allocations(run.context, curves)
+            run.context.time_price.allocations(curves)
         if until != "network":
             return None
-        return apply_allocation(run.context, curves, allocations_for(run.context, curves)[-1])  # the first within the targets
+        best = joined(frontiers_of(run.context, curves))
+        return best.network(len(best.allocations) - 1)  # the first within the targets
     finally:
         run.close()
 

@@ -339,6 +339,15 @@ class PruningContext:
         assert self.position is not None
         return self.position
 
+    @cached_property
+    def positions(self) -> tuple[Shortcut, ...]:
+        """The shortcut positions that are compared, or the one that is taken: of those with the same sites, the first."""
+        found: dict[tuple[Site, ...], Shortcut] = {}
+        for shortcut in self.recipe.shortcuts:
+            sites = tuple(find_sites(self.original, shortcut, head_widths=self.recipe.head_widths))
+            found.setdefault(sites, shortcut)
+        return tuple(found.values())
+
     @property
     def of_position(self) -> dict[str, str]:
         """What records of this position have besides: nothing, unless several are compared."""

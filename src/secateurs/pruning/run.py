@@ -214,7 +214,7 @@ class Run:
         """How many filters each site loses, at the shortcut position where that saves most; the run goes on with that one."""
         known = self.journal.of(ChosenAllocation)
         found, curves, start = list[Frontier](), dict[str, dict[str, SiteCurve]](), self.context
-        for position in [known[0].shortcut] if known else self.recipe.shortcuts:
+        for position in [known[0].shortcut] if known else start.positions:
             self.context = replace(start, position=position) if self.recipe.shortcut == "auto" else start
             curves[position] = self._measure_curves()
             found += [Frontier(self.context, curves[position], ())] if known else frontiers_of(self.context, curves[position])
