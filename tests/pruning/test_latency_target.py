@@ -20,7 +20,6 @@ from secateurs import Graph, Pruner, Recipe, compact, cost, find_sites, resume, 
 from secateurs.cli import execute
 from secateurs.errors import InvalidInput, RecipeError, RunError
 from secateurs.graph.layers import Align, SumInto
-from secateurs.graph.node_info import called_module
 from secateurs.graph.structure import activations
 from secateurs.models import build, example_input
 from secateurs.pruning.context import PruningContext
@@ -188,27 +187,22 @@ class Written(fx.Interpreter):
 def test_ops_between_the_layers_write_what_compaction_leaves_them(name: str) -> None:
     graph = trace(build(name), example_input(name))
     sizing, whole = Sizing(graph, find_sites(graph)), Written(graph).numbers
-    kinds = (Weighted, nn.Flatten)
-    between = {
-        node.name
-        for node in graph.module.graph.nodes
-        if node.op not in ("placeholder", "get_attr", "output")
-        and not isinstance(called_module(graph.module, node), kinds)
-        and node.target not in (torch.flatten, "flatten", "view")
-    }
-    for site, width in ((site, width) for site in sizing.sites.values() for width in (site.channels // 2, 1)):
-        left = Written(compact(graph, {site.name: spread(width, site.channels)})).numbers
-        found = sizing.left_between({site.name: width})
-        assert found.work == pytest.approx(sum(left[each] for each in between) / sum(whole[each] for each in between))
-        assert found.calls == 1
+    between = [node.name for node in sizing._between]
+    for site in sizing.sites.values():
+        for width in (site.channels // 2, 1):
+            left = Written(compact(graph, {site.name: spread(width, site.channels)})).numbers
+            found = sizing.left_between({site.name: width})
+            assert found.work == pytest.approx(sum(left[each] for each in between) / sum(whole[each] for each in between))
+            assert found.calls == 1
 
 
 def test_a_folded_branch_has_no_calls_left() -> None:
-    graph = trace(build("resnet8"), example_input("resnet8"))
+    graph = trace(build("densenet-small"), example_input("densenet-small"))
     sizing = Sizing(graph, find_sites(graph))
-    (before,) = [site for site in sizing.sites if site.startswith("layer1")]
-    # of a convolution, a BatchNorm and a ReLU, and the convolution behind: its BatchNorm adds a constant
-    assert sizing.left_between({before: 0}).calls == pytest.approx(1 - 2 / len(sizing._between))
+    folded = compact(graph, {"block2.2.conv1": spread(0, 16)})
+    left = {node.name for node in folded.module.graph.nodes} & {node.name for node in sizing._between}
+    assert len(left) < len(sizing._between)
+    assert sizing.left_between({"block2.2.conv1": 0}).calls == pytest.approx(len(left) / len(sizing._between))
 
 
 def test_layers_of_attention_have_the_sizes_that_compaction_leaves_them() -> None:

@@ -346,14 +346,13 @@ def _together(prices: _Prices) -> Iterator[Phase]:
 def _tried(prices: _Prices) -> Iterator[Phase]:
     """Whole networks: on the images that search, trained if the recipe says so, and on those that certify."""
     context, recipe = prices.context, prices.recipe
-    sets = context.acceptance_sets
-    one, done = prices.network + prices.measured / (1 if sets.sides is None else 2), len(prices.journal.of(Trial))
+    one, done = prices.network + prices.measured / (1 if context.metric.sides is None else 2), len(prices.journal.of(Trial))
     yield Phase("divide", (one,) * max(_SEARCHED - done, 1), "trial")
     if recipe.train_trials:
         training = math.fsum(prices.training(recipe.retrain)) if recipe.retrain else 0.0
         training += prices.own_training if context.runtime.finetune else 0.0
         yield Phase("trained", (one + training,) * _TRAINED, "training")
-    if sets.sides is not None:
+    if context.metric.sides is not None:
         yield Phase("certify", (one,) * (3 if recipe.train_trials else _CERTIFIED), "trial")
 
 

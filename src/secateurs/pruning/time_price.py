@@ -1,8 +1,9 @@
 """Cuts of all sites weighed by the time that they save: tables, a knapsack, and measured networks that correct both.
 
-The tables add up layers, and sums that align channels; what lies between (memory, other ops) they do not know. So networks are
-compacted and timed in the engine, in turns with the original one: savings are scaled to what was measured, and the allocations
-are solved for again around it, with the layers timed at the sizes they have there.
+The tables add up layers, and sums that align channels; what lies between (activations, norms, pooling) is the rest of the
+network's time, which gets less as channels and branches go. So networks are compacted and timed in the engine, in turns with
+the original one: savings are scaled to what was measured, and the allocations are solved for again around it, with the layers
+timed at the sizes they have there.
 
 Time is weighed at the batch that is served, and watched at single examples: what saves most at the one may not be slower at the
 other.

@@ -84,7 +84,9 @@ class Sizing:
         self._between = {
             node: float(math.prod(dims))
             for node, flow in self._flows.of.items()
-            if not isinstance(flow, Layer | Moved | Source) and node.op != "output" and (dims := shape_of(node).dims) is not None
+            if not isinstance(flow, Layer | Moved | Source)
+            and node.op != "output"
+            and (dims := shape_of(node).dims) is not None
         }
 
     def weigh(self, seconds: Mapping[str, float]) -> None:
