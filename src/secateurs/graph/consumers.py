@@ -10,6 +10,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -82,10 +83,21 @@ class Consumers:
     others: Mapping[str, str]
 
 
+_KNOWN: WeakKeyDictionary[Graph, dict[bool, tuple[fx.GraphModule, Flows]]] = WeakKeyDictionary()
+
+
+def _flows_of(graph: Graph, inside: bool) -> tuple[fx.GraphModule, Flows]:
+    """The network with its sums apart, and how channels flow in it: the same for every site, and the most of the work."""
+    known = _KNOWN.setdefault(graph, {})
+    if inside not in known:
+        module = spread_sums(graph.module)
+        known[inside] = module, find_flows(module, inside=inside)
+    return known[inside]
+
+
 def find_consumers(graph: Graph, site: Site) -> Consumers:
     """Find the layers and sums that read the site's channels first, in network order."""
-    module = spread_sums(graph.module)
-    flows = find_flows(module, inside=site.inside)
+    module, flows = _flows_of(graph, site.inside)
     source: dict[fx.Node, Tensor] = {}
     normed: dict[fx.Node, Tensor] = {}  # what lies behind a norm loses the site's channels, but the others change, too
     layers: list[LayerConsumer] = []

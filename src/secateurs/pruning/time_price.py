@@ -312,9 +312,14 @@ class TimePrice:
             ]
             weighed.append(replace(curve.curve, loss=tuple(losses), saved=tuple(alone[m] - alone[0] for m in alone)))
 
+        without: dict[frozenset[str], float] = {}  # what is saved where none of some sites is cut
+
         def together(removed: Mapping[str, int]) -> float:
             """What cuts of the sites of one branch save together."""
-            return saved({**around, **removed}) - saved({**around, **dict.fromkeys(removed, 0)})
+            sites = frozenset(removed)
+            if sites not in without:
+                without[sites] = saved({**around, **dict.fromkeys(removed, 0)})
+            return saved({**around, **removed}) - without[sites]
 
         first_one, *others = best_allocations(weighed, self.context.branches(curves), saved=together)
         by_served = [replace(one, saved=self.times[0].saved(self.widths(one.removed))) for one in others]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx, nn
@@ -35,7 +36,7 @@ class NarrowedLayer:
     outputs: Tensor
     groups: int
 
-    @property
+    @cached_property
     def size(self) -> Size:
         """What determines its time; all 0 for one that is folded away."""
         inputs, outputs = int(self.inputs.sum()), int(self.outputs.sum())

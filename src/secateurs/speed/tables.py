@@ -197,6 +197,7 @@ class LatencyModel:
         self.keys = {node: self._key(node, layer) for node, layer in sizing.full.items()}
         self.times: dict[str, LayerTimes] = {}
         self.aligning: dict[str, LayerTimes] = {}  # by the shape of a sum: seconds by its width
+        self._aligning_seconds: dict[tuple[fx.Node, AlignedSum], float] = {}  # a knapsack asks thousands of times
 
     def wanted(self, widths: Mapping[str, Iterable[int]]) -> dict[str, dict[Size, tuple[fx.Node, NarrowedLayer]]]:
         """For each kind of layer the sizes to measure, when each site alone keeps each of its widths; the full one first."""
@@ -302,6 +303,7 @@ class LatencyModel:
             if key not in self.aligning:
                 found = once(key, (), partial(self._aligned, engine, key, self._batched(dims), axis, file))
                 self.aligning[key] = LayerTimes(max(found), found)
+                self._aligning_seconds.clear()
 
     def _sum_key(self, node: fx.Node) -> str:
         dims, axis = self.sizing.sum_shape(node)
@@ -326,6 +328,11 @@ class LatencyModel:
 
     def _seconds_aligning(self, node: fx.Node, one: AlignedSum) -> float:
         """Of every term that is aligned, and of the offset that a repair puts behind the sum."""
+        if (node, one) not in self._aligning_seconds:
+            self._aligning_seconds[node, one] = self._found_aligning(node, one)
+        return self._aligning_seconds[node, one]
+
+    def _found_aligning(self, node: fx.Node, one: AlignedSum) -> float:
         times = self.aligning.get(self._sum_key(node))
         if times is None or not one.width:
             return 0.0
