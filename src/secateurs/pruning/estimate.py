@@ -155,7 +155,7 @@ def _currency(context: PruningContext) -> str:
     others += ["deploy='int8'"] * (recipe.deploy is None)
     return (
         f"the time that they save in {names.get(engine.name, engine.name)} {which}; if something else will run the network, "
-        f"give {', '.join(others)}, latency_batch in a recipe, or a size: macs=0.5, parameters=0.5"
+        f"give {', '.join(others)}, latency_batch=1, or a size: macs=0.5, parameters=0.5"
     )
 
 
