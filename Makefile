@@ -103,8 +103,8 @@ bench-training: $(STAMP) ## Make the rows of lab/notes/training.md that are miss
 limits: $(STAMP) .venv-integrations/.installed ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits
 
-torture: $(STAMP) ## Generated networks, damaged files, killed runs, contracts: rewrite docs/reliability.md, an hour (SCALE=0.01: a look)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture --scale $(SCALE) --failures torture-failures $(if $(filter 1 1.0,$(SCALE)),--write docs/reliability.md,--results torture-failures/results.json)
+torture: $(STAMP) ## Generated networks, damaged files, killed runs, contracts: rewrite docs/reliability.md, hours (SCALE=0.01: a look; RESUME=1: go on)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture --scale $(SCALE) $(if $(RESUME),--resume) --failures torture-failures $(if $(filter 1 1.0,$(SCALE)),--write docs/reliability.md,--results torture-failures/results.json)
 
 clean: ## Remove the environments and what tools leave behind
 	@rm -rf .venv .venv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist torture-failures

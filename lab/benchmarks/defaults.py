@@ -28,7 +28,7 @@ import secateurs as sc
 from benchmarks.conditions import conditions
 from benchmarks.defaults_networks import BATCH, RUNS, SUBJECTS, Loaders, NotInstalled, Subject
 from benchmarks.render import PAGE, with_part
-from secateurs import Graph, Recipe
+from secateurs import Graph
 from secateurs._util.files import write_text
 from secateurs.compaction import serialization
 from secateurs.errors import SecateursError
@@ -125,11 +125,7 @@ def pruned(subject: Subject, engine: str, model: nn.Module, loaders: Loaders, mi
         if monotonic() > deadline:
             raise OutOfTime
 
-    options: dict[str, Any] = dict(subject.options)
-    if engine == MACS:
-        options["recipe"] = Recipe(engine="none")
-    else:
-        options["engine"] = engine
+    options: dict[str, Any] = {"engine": engine, **subject.options}
     began, worked = monotonic(), process_time()
     row = Row(subject.name, engine, subject.max_drop)
     try:

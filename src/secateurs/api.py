@@ -66,7 +66,7 @@ from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 from secateurs.report import Plots, plots, write_report
 from secateurs.report.progress import RunWatcher, display
 from secateurs.report.result import Result
-from secateurs.scoring.cache import MeasurementCache
+from secateurs.scoring.cache import MeasurementCache, is_store
 from secateurs.speed.engines import Engine
 from secateurs.training.guard import START, KeptWeights
 from secateurs.training.state import EpochRecord
@@ -489,8 +489,8 @@ def _shown(
 
 
 def _own_store(named: str | None) -> Path | None:
-    """The store of measurements that a folder names, if there is one: a folder may not say where files are made."""
-    return Path(named) if named is not None and Path(named).is_file() else None
+    """The store of measurements that a folder names, if there is one: a folder may not say where tables or files are made."""
+    return Path(named) if named is not None and is_store(Path(named)) else None
 
 
 def _given(**options: object) -> list[str]:

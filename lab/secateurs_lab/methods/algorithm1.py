@@ -72,7 +72,7 @@ class TargetRun(Run):
             sum(cost.passes for cost in costs),
             sum(step.seconds for step in steps) - training,
             training + elsewhere,
-            f"{cuts} cuts in {rounds:.1f} rounds, each within a drop of {self.budget.max_drop:g}",
+            f"{cuts} cuts in {rounds:.1f} rounds, each within a drop of {self.judge.max_drop:g}",
         )
         return MethodState(self.graph, spent, self.state.momentum)
 
@@ -108,8 +108,8 @@ class TargetLines(Lines):
             if self.method.reached(run.graph):
                 return
             if not any(step.removed for step in run.steps if step.round == number):
-                run.budget.max_drop *= 2
-            if run.budget.max_drop > 1:
+                run.judge.max_drop *= 2
+            if run.judge.max_drop > 1:
                 raise InvalidInput(
                     f"target_macs = {self.method.task.target_macs:g}: wanted at most {self.method.removed(run.graph):.3f}, "
                     f"after which no site has a filter to spare."

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from secateurs._util.decode import Malformed, brief, checked, decode_json
 
-_MAX_HEADER = 100 << 20  # bytes, the limit of the format
+_MAX_HEADER = 32 << 20  # bytes; the format allows 100 MB
 
 
 class _Tensor(TypedDict):

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING
 
 from secateurs.criteria.ranking import Ranking
+from secateurs.errors import RunError
 from secateurs.pruning.context import PreparedSite
 from secateurs.pruning.curves import allowed_widths, chosen_sites
 from secateurs.pruning.finetune import finetune, recalibrate
 from secateurs.pruning.folder import save_ranking
-from secateurs.pruning.results import SiteOrder, Step
+from secateurs.pruning.results import SiteCut, SiteOrder, Step
 from secateurs.selection.search import Cut
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class Lines:
         return self.run.journal.once(SiteOrder, choose, round=number).sites
 
     def _spent(self) -> str:
-        return "certification refused a cut, after which no other can be certified" if self.run.budget.spent else ""
+        return "certification refused a cut, after which no other can be certified" if self.run.judge.spent else ""
 
     def rank(self, prepared: PreparedSite) -> Ranking:
         """The site's filters, least important first, by the recipe's criterion; kept in the folder."""
@@ -85,11 +87,40 @@ class Lines:
         return ranking
 
     def find_cut(self, prepared: PreparedSite, ranking: Ranking) -> Cut:
-        """As many of the least important filters as the allowed drop permits."""
-        progress, run = self.progress, self.run
-        visited = (progress.round * progress.sites + progress.number) / (self.recipe.rounds * progress.sites)
-        widths = allowed_widths(run.context, prepared.site)
-        return run.budget.largest_cut(run.state, prepared, ranking, step=run.step_number, widths=widths, share_visited=visited)
+        """As many of the least important filters as the judge permits, journaled before the cut is made."""
+        run, site, recipe, progress = self.run, prepared.site, self.recipe, self.progress
+        context, judge, tried = run.context, run.judge, count(1)
+        since = judge.enter(run.graph, run.state.accuracy)
+
+        def find() -> SiteCut:
+            judge.answers = []
+            widths, total = allowed_widths(context, site), site.channels.bit_length() + 1
+            cut = judge.largest_cut(
+                ranking.order,
+                judge.metric.under_masks(
+                    context.evaluator(prepared, context.runtime.metric),
+                    lambda keep: context.compacted(prepared, keep, verify=False)[0],
+                ),
+                since,
+                visited=(progress.round * progress.sites + progress.number) / (recipe.rounds * progress.sites),
+                trains=recipe.finetune is not None or context.runtime.finetune is not None,
+                on_trial=lambda: progress.report("search", next(tried), total, site),
+                accuracy_now=run.state.accuracy,
+                method=recipe.search,
+                largest_share=recipe.largest_share,
+                round_to=context.round_to(site.name),
+                widths=widths,
+            )
+            return SiteCut(run.step_number, site.name, cut, tuple(judge.answers))
+
+        found = run.journal.once(SiteCut, find, step=run.step_number)
+        if found.site != site.name or found.cut.channels != site.channels:
+            raise RunError(
+                f"journal.jsonl: the cut of step {run.step_number} does not fit site {site.name!r} of {site.channels} channels."
+                f" Restore the run from a copy, or start a new one."
+            )
+        judge.answers = list(found.answers)
+        return found.cut
 
     def remove(self, prepared: PreparedSite, cut: Cut) -> Cut:
         """Make the cut; returns it with the accuracy of the smaller network.
@@ -98,10 +129,10 @@ class Lines:
         of filters where widths are multiples.
         """
         run = self.run
-        step, by_means = run.context.round_to(prepared.site.name), run.context.acceptance_sets.by_means
+        step = run.context.round_to(prepared.site.name)
         while cut.m:
             smaller = run.context.with_cut(run.state, prepared, cut.keep)
-            if not by_means or run.budget.allows(smaller.accuracy, baseline=cut.baseline):
+            if run.judge.confirms(smaller.accuracy, baseline=cut.baseline):
                 run.state = smaller
                 return replace(cut, accuracy=smaller.accuracy, drop=round(cut.baseline - smaller.accuracy, 12))
             cut = replace(
@@ -115,6 +146,6 @@ class Lines:
         run.loss_cut, run.training_seconds = run.state.loss, 0.0
         if cut.m:
             began = time.monotonic()
-            run.state = recalibrate(run.context, run.budget, run.state)
-            run.state = finetune(run.context, run.budget, run.state, run.step_number)
+            run.state = recalibrate(run.context, run.judge, run.state)
+            run.state = finetune(run.context, run.judge, run.state, run.step_number)
             run.training_seconds = time.monotonic() - began

@@ -11,11 +11,11 @@ from secateurs._util.decode import brief
 from secateurs.errors import RunError
 from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
-from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.climb import COARSE, FINE, choose_allocation
 from secateurs.pruning.context import PruningContext
 from secateurs.pruning.finetune import forget_trials, load_trial, train_trial
 from secateurs.pruning.frontiers import Frontier, JoinedFrontier, joined
+from secateurs.pruning.judge import Judge
 from secateurs.pruning.results import ChosenAllocation, SiteWidths, SpeedTrial, Trial, TriedNetwork
 from secateurs.pruning.speeds import is_faster, judged
 from secateurs.selection.allocation import Allocation
@@ -23,13 +23,13 @@ from secateurs.selection.allocation import Allocation
 _MOST_TIMED = 4  # allocations that are timed against the original network before it is returned as it was
 
 
-def choose(budget: AccuracyBudget, found: Sequence[Frontier]) -> ChosenAllocation:
+def choose(judge: Judge, found: Sequence[Frontier]) -> ChosenAllocation:
     """Choose how many filters each site loses: the most that is within the contract, or enough for the target.
 
     Every trial is journaled, and so is the choice: a killed run repeats none of them.
     """
     context = found[0].context
-    chosen = context.journal.once(ChosenAllocation, lambda: _choose(context, budget, joined(found)))
+    chosen = context.journal.once(ChosenAllocation, lambda: _choose(context, judge, joined(found)))
     curves = next((each.curves for each in found if each.context.shortcut == chosen.shortcut), {})
     wrong = [name for name, m in chosen.removed.items() if name not in curves or m not in curves[name].curve.removed]
     if wrong:
@@ -42,12 +42,10 @@ def choose(budget: AccuracyBudget, found: Sequence[Frontier]) -> ChosenAllocatio
     return chosen
 
 
-def _choose(context: PruningContext, budget: AccuracyBudget, best: JoinedFrontier) -> ChosenAllocation:
+def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> ChosenAllocation:
     """Try allocations as whole networks."""
-    baseline, sets = budget.original, context.acceptance_sets
-    values, allocations = baseline.values, best.allocations
+    allocations, train = best.allocations, context.recipe.train_trials
     networks: dict[int, Graph] = {}
-    train = context.recipe.train_trials
 
     def network(index: int) -> Graph:
         if index not in networks:
@@ -55,17 +53,12 @@ def _choose(context: PruningContext, budget: AccuracyBudget, best: JoinedFrontie
             networks[index] = best.network(index)
         return networks[index]
 
-    def measure(judge: Literal["trained", "steering"], index: int, graph: Graph) -> Trial:
-        if values is None:
-            whole = context.runtime.evaluate
-            found = context.evaluate(graph, sets.search).accuracy if whole is None else float(whole(graph).mean())
-            within = round(baseline.accuracy - found, 12) <= context.drop_of_cuts
-            return Trial(judge, index, within, found, within)
-        verdict = context.predicted(graph, values)
-        return Trial(judge, index, verdict.accepted, verdict.accuracy, verdict.by_estimate)
+    def measure(by: Literal["trained", "steering"], index: int, graph: Graph) -> Trial:
+        verdict = judge.look(graph)
+        return Trial(by, index, verdict.accepted, verdict.accuracy, verdict.by_estimate)
 
-    def once(judge: str, index: int, compute: Callable[[], Trial]) -> Trial:
-        found = context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=judge, place=index)
+    def once(by: str, index: int, compute: Callable[[], Trial]) -> Trial:
+        found = context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=by, place=index)
         context.progress.tried = TriedNetwork(allocations[index].saved, context.currency, found.accuracy, found.accepted)
         return found
 
@@ -74,9 +67,8 @@ def _choose(context: PruningContext, budget: AccuracyBudget, best: JoinedFrontie
         return once("trained", index, lambda: train_trial(context, network(index), index, judged))
 
     def ask(index: int, answers: Sequence[bool]) -> Trial:
-        assert values is not None
         graph = load_trial(context, copied(network(index)), index) if train else network(index)
-        verdict = context.certified(graph, values, list(answers))
+        verdict = judge.certify(graph, answers)
         return Trial("certifying", index, verdict.accepted, upper=verdict.upper)
 
     def certify(index: int, answers: Sequence[bool]) -> Trial | None:
@@ -86,22 +78,21 @@ def _choose(context: PruningContext, budget: AccuracyBudget, best: JoinedFrontie
                 return None  # such as a training that diverged: a refusal here would end the questions
         return once("certifying", index, lambda: ask(index, answers))
 
-    certifies = values is not None and sets.sides is not None
     chosen = choose_allocation(
         allocations,
         lambda index: once("steering", index, lambda: measure("steering", index, network(index))),
-        certify if certifies else None,
+        certify if judge.certifies else None,
         search_trained=search_trained if train else None,
         bounded=context.recipe.has_target,
-        growth=COARSE if sets.contract.reserve else FINE,
-        images=sets.certifying,
+        growth=COARSE if judge.contract.reserve else FINE,
+        images=judge.images,
         on_trial=context.progress.report,
     )
     if context.by_time and len(allocations) == 1:
         chosen = _unchanged(context, chosen, "no cut that was weighed saves time in")
     elif context.by_time and any(chosen.removed.values()):
-        judge = "certifying" if certifies else "trained" if train else "steering"
-        passed = {each.place: each.upper for each in context.journal.of(Trial, judge=judge) if each.accepted}
+        last = "certifying" if judge.certifies else "trained" if train else "steering"
+        passed = {each.place: each.upper for each in context.journal.of(Trial, judge=last) if each.accepted}
         chosen = _fastest(context, chosen, allocations, passed, network)
     return replace(chosen, shortcut=best.sources[chosen.place].context.shortcut, seconds=context.clock.lap())
 

@@ -37,9 +37,10 @@ class CutsTogether:
         """The network with the cuts up to that at the site `last` made and repaired, not refitted."""
         names = list(self.masks)
         masks: dict[str | Site, Tensor] = {name: self.masks[name] for name in names[: names.index(last) + 1]}
-        # readers of a folded branch get no bias: its output would be a constant that a concatenation cannot do without
-        kept = [name for name, mask in self.masks.items() if bool(mask.any())]
-        graph, some = copied(self.context.prepared(kept)), {name: self.masks[name] for name in kept if name in masks}
+        # what a folded branch gave is made up for by the refit, behind the sum; a bias for that would leave a constant
+        # in its place, which a concatenation cannot take
+        read = [name for name in names if bool(self.masks[name].any())]
+        graph, some = copied(self.context.prepared(read)), {name: self.masks[name] for name in read if name in masks}
         write_(graph, solve_together({name: self.surveyed[name] for name in some}, some, self._solved))
         return compact(graph, masks, verify=verify)
 

@@ -60,6 +60,7 @@ _RATES = 3 * 50  # steps of training by which a learning rate is found
 _ROUNDS = (18, 48)  # of a comparison that corrects tables, and of one that judges: as many as their spread takes, often
 _LOADED = {"torch": 0.05}  # seconds of a comparison besides its rounds; in other engines half a second
 _SIZE = 5e-3  # seconds that a layer of one size is timed for in a round, with what it takes to make it
+_WIDTHS = 1.0  # seconds of the convolution whose widths are timed
 _SOLVED = 0.02  # seconds of the knapsack for a site
 _WRITTEN = 0.3  # seconds: the network, the plan, the report
 _FEWER = (512, 256)  # images, where time is short
@@ -274,11 +275,16 @@ class _Prices:
         engine.network(self.context.original)()()
         return time.perf_counter() - began
 
+    @cached_property
+    def single(self) -> float:
+        """Seconds of a single example, of which small networks spend most between their layers."""
+        return 1 / _images_a_second(self.context, 1)
+
     def compared(self, batch: int, rounds: int) -> float:
         """Two networks in turns, at a batch."""
         if self.call:
             return self.call * 2 * 7
-        call, engine = 1.2 * self.passes(batch), self.context.runtime.engine
+        call, engine = 1.2 * (self.single + self.passes(batch)), self.context.runtime.engine
         each = max(call, min(SHORTEST, MOST_CALLS * call))
         loaded = _LOADED.get(TorchEngine.name if engine is None else engine.name, 0.5)
         return loaded + min(2 * each * rounds, LONGEST_COMPARED) + 2 * each * LOADS
@@ -307,7 +313,7 @@ def _together(prices: _Prices) -> Iterator[Phase]:
     by_time, refitted, positions = context.by_time, recipe.repair in REFITTED, context.positions
     yield Phase("original", (prices.measured,), "measure")
     if by_time:
-        yield Phase("widths", (0.5 if recipe.round_to == "auto" else 0.0,), "timer")
+        yield Phase("widths", (_WIDTHS if recipe.round_to == "auto" else 0.0,), "table")
     seen = {(curve.site, curve.node) for curve in journal.of(SiteCurve)}
     if recipe.shortcut != "auto":
         seen |= {(site, node) for site, _ in seen for node in [s.node for s in prices.sites(positions[0]) if s.name == site]}
@@ -346,14 +352,13 @@ def _together(prices: _Prices) -> Iterator[Phase]:
 def _tried(prices: _Prices) -> Iterator[Phase]:
     """Whole networks: on the images that search, trained if the recipe says so, and on those that certify."""
     context, recipe = prices.context, prices.recipe
-    sets = context.acceptance_sets
-    one, done = prices.network + prices.measured / (1 if sets.sides is None else 2), len(prices.journal.of(Trial))
+    one, done = prices.network + prices.measured / (1 if context.metric.sides is None else 2), len(prices.journal.of(Trial))
     yield Phase("divide", (one,) * max(_SEARCHED - done, 1), "trial")
     if recipe.train_trials:
         training = math.fsum(prices.training(recipe.retrain)) if recipe.retrain else 0.0
         training += prices.own_training if context.runtime.finetune else 0.0
         yield Phase("trained", (one + training,) * _TRAINED, "training")
-    if sets.sides is not None:
+    if context.metric.sides is not None:
         yield Phase("certify", (one,) * (3 if recipe.train_trials else _CERTIFIED), "trial")
 
 

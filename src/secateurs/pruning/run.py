@@ -21,7 +21,6 @@ from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation
 from secateurs.pruning.algorithm1 import algorithm1
-from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
 from secateurs.pruning.finetune import retrain
 from secateurs.pruning.folder import (
@@ -58,7 +57,7 @@ class Run:
         self.context, self.journal, self.recipe = context, context.journal, context.recipe
         self.workers = context.journal.workers
         self.original, self.data = context.original, context.data
-        self.budget = AccuracyBudget(context)
+        self.judge = context.judge()  # too few images for the contract are an error at once
         self.state = self.measured_original = NetworkState(context.original)
         self.steps: list[Step] = []
         self.result: RunResult | None = None
@@ -67,7 +66,6 @@ class Run:
         self.loss_cut, self.training_seconds = self.state.loss, 0.0  # right after the current cut; of training after it
         self._interrupted = False
         self._before = self.state  # the network when the current site was entered
-        assert context.acceptance_sets  # too few images for the contract are an error at once
 
     def __iter__(self) -> Iterator[Step]:
         if self._interrupted:
@@ -190,11 +188,11 @@ class Run:
             examples=ranking.examples,
             compared=ranking.compared,
             bound=cut.bound,
-            bound_trained=self.budget.trained_bound,
-            images=0 if cut.bound is None else self.context.acceptance_sets.certifying,
+            bound_trained=self.judge.bound_trained,
+            images=0 if cut.bound is None else self.judge.images,
             by_estimate=cut.by_estimate,
             refused=cut.refused,
-            answers=tuple(self.budget.answers),
+            answers=tuple(self.judge.answers),
             repaired=None if repair is None else (repair.error_before, repair.error_after),
             loss_cut=self.loss_cut if cut.m else None,
             baseline=cut.baseline,
@@ -205,7 +203,7 @@ class Run:
             now = {"network": digest(dict(self.state.graph.module.state_dict()))}
             self.workers.check_same(f"after the cut at site {site.name!r}", now)
         self.steps.append(save_step(self.journal, self.state, step, self.context.clock))
-        self.budget.answers, self.budget.trained_bound = [], None
+        self.judge.answers, self.judge.bound_trained = [], None
         return self.steps[-1]
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
@@ -213,7 +211,7 @@ class Run:
     def _finish(self) -> None:
         """Retrain, then read the test set: once, for the original network and for the smaller one."""
         if any(step.removed for step in self.steps):
-            self.state = retrain(self.context, self.budget, self.state, self.step_number)
+            self.state = retrain(self.context, self.judge, self.state, self.step_number)
         known = self.journal.of(ResultFigures)  # a finished run is not measured again: its test set need not be given
         measured = known[0] if known else self._measure_result()
         self.context.progress.report("write", 0, 1)

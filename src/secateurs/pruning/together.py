@@ -29,7 +29,7 @@ def together(run: Run) -> Iterator[Step]:
     for context in run.positions():
         curves = measure_curves(run, context)  # what cuts cost and save at each site alone
         found += frontiers_of(context, curves)  # networks with cuts at many sites, each of which saves more than the last
-    chosen = choose(run.budget, found)  # the last that is certified on the way, and faster than the original
+    chosen = choose(run.judge, found)  # the last that is certified on the way, and faster than the original
     cuts = ChosenCuts(run, chosen, found)
     for site in cuts.sites():
         yield run.record(*cuts.make(site))  # repaired together; after the last one every layer is solved again, and trained
@@ -86,9 +86,9 @@ class ChosenCuts:
         if context.recipe.train_trials:  # trained when it was tried
             run.state = take_trial(context, run.state, self.chosen.place)
             return
-        run.state = reconstruct(context, run.budget, run.state, run.step_number)
-        run.state = recalibrate(context, run.budget, run.state)
-        run.state = finetune(context, run.budget, run.state, run.step_number)
+        run.state = reconstruct(context, run.judge, run.state, run.step_number)
+        run.state = recalibrate(context, run.judge, run.state)
+        run.state = finetune(context, run.judge, run.state, run.step_number)
         run.training_seconds = time.monotonic() - began
 
     def why_stopped(self) -> str:
