@@ -97,7 +97,7 @@ def test_what_is_certified_is_the_trained_network() -> None:
     recipe = replace(RECIPE, max_drop=0.12, confidence=0.9, train_trials=True)
     run = Pruner(network(), DATA, recipe=recipe)
     result = run.finish()
-    values = run.budget.original.values
+    values = run.judge.original.values
     assert values is not None
     asked = run.journal.of(Trial, judge="certifying")
     again = run.context.certified(result.graph, values, [])
@@ -165,7 +165,7 @@ def test_weights_that_were_judged_and_are_gone_are_not_trained_again(
         resume(folder, network(), DATA, finetune=finetune).finish()
     file.write_bytes(weights)
     run = resume(folder, network(), DATA, finetune=finetune)
-    result, values = run.finish(), run.budget.original.values
+    result, values = run.finish(), run.judge.original.values
     assert len(trained) == calls
     assert values is not None
     assert run.context.certified(result.graph, values, []).upper == result.steps[-1].bound
@@ -286,7 +286,7 @@ def test_a_run_that_is_stopped_at_a_trial_that_is_undone_ends_as_one_that_was_no
 def test_the_bound_is_that_of_the_weights_that_are_kept_and_few_networks_are_certified() -> None:
     recipe = replace(UNTRAINED, max_drop=0.12, confidence=0.9, train_trials=True)
     run = Pruner(network(), DATA, recipe=recipe, finetune=negate)
-    result, values = run.finish(), run.budget.original.values
+    result, values = run.finish(), run.judge.original.values
     assert values is not None
     asked = run.journal.of(Trial, judge="certifying")
     assert 0 < len(asked) <= 5

@@ -84,8 +84,7 @@ def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> Chos
         images=judge.images,
         on_trial=context.progress.report,
     )
-    if any(chosen.removed.values()):
-        last = "certifying" if judge.certifies else "trained" if train else "steering"
-        passed = {each.place: each.upper for each in context.journal.of(Trial, judge=last) if each.accepted}
-        chosen = context.price.paid(chosen, allocations, passed, network)
+    last = "certifying" if judge.certifies else "trained" if train else "steering"
+    passed = {each.place: each.upper for each in context.journal.of(Trial, judge=last) if each.accepted}
+    chosen = context.price.paid(chosen, allocations, passed, network)
     return replace(chosen, shortcut=best.sources[chosen.place].context.shortcut, seconds=context.clock.lap())

@@ -78,6 +78,10 @@ def fastest(
     """
 
     context = price.context
+    if len(allocations) == 1:
+        return _unchanged(price, chosen, "no cut that was weighed saves time in")
+    if not any(chosen.removed.values()):
+        return chosen
 
     def timed(place: int) -> SpeedTrial:
         if known := context.journal.of(SpeedTrial, place=place):
@@ -98,16 +102,21 @@ def fastest(
                 chosen, removed=dict(one.removed), saved=one.saved, loss=one.predicted_loss, bound=passed[place], place=place
             )
         tried.append(trial)
-    steady = [widths.site for widths in context.journal.of(SiteWidths) if not widths.widths]
-    why = f"; no width is faster at {', '.join(steady[:3])}{', …' * (len(steady) > 3)}" if steady else ""
+    return _unchanged(price, chosen, "nothing within the allowed drop is measurably faster in", tried[0].summary())
+
+
+def _unchanged(price: TimePrice, chosen: ChosenAllocation, what: str, measured: str = "") -> ChosenAllocation:
+    """Nothing is removed; the note says why, with the sites that no width makes faster, and what to try."""
+    steady = list(dict.fromkeys(widths.site for widths in price.journal.of(SiteWidths) if not widths.widths))
+    still = f"no width is faster at {', '.join(steady[:3])}{', …' * (len(steady) > 3)}" if steady else ""
+    why = "; ".join(filter(None, (measured, still)))
+    more = "allow a larger max_drop, train after the cuts (retrain='gentle'), " if measured else ""
     engine = "eager mode" if price.engine.name == "torch" else price.engine.name
     note = (
-        f"nothing within the allowed drop is measurably faster in {engine} ({tried[0].summary()}{why}), so the network is "
-        f"returned as it was: allow a larger max_drop, train after the cuts (retrain='gentle'), name another engine, or give a "
-        f"target in macs"
+        f"{what} {engine}{f' ({why})' * bool(why)}, so the network is returned as it was: {more}name the engine that will run "
+        f"it, or give a target in macs"
     )
-    nothing = dict.fromkeys(chosen.removed, 0)
-    return replace(chosen, removed=nothing, saved=0.0, loss=0.0, bound=None, place=0, note=note)
+    return replace(chosen, removed={}, saved=0.0, loss=0.0, bound=None, place=0, note=note)
 
 
 def judged(price: TimePrice, graph: Graph) -> dict[int, SpeedUp]:

@@ -87,7 +87,7 @@ class EngineTimes:
             self.scale = measured / predicted  # 0: such cuts save nothing, so none is made
 
     def _saved(self, widths: Widths) -> tuple[float, float, float]:
-        """Shares of the original network's time saved: by layers, and between them by fewer calls and numbers."""
+        """Shares of the original network's time that are saved: by layers, by fewer calls between them, by fewer numbers."""
         full = self.model.seconds({})
         whole, left = max(self.original, full), self.model.left_between(widths)
         between = 1 - full / whole
