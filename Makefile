@@ -89,7 +89,7 @@ bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accur
 # Rows that exist are not made again, and a row that was killed goes on: stop it and give it again as often as you like.
 BUDGETS := lab/recipes/budgets
 TABLE3 := $(BIN)/secateurs reproduce table3 --only
-bench-training: $(STAMP) ## Make the rows of docs/notes/training.md that are missing, on CIFAR-10 (a day of a core)
+bench-training: $(STAMP) ## Make the rows of lab/notes/training.md that are missing, on CIFAR-10 (a day of a core)
 	@$(TABLE3) --depth 20 --targets 0.45 0.30 --budget $(BUDGETS)/3.7-epochs-features-bfloat16.toml --methods obs+refit fpgm:uniform li --seeds 0 1 2
 	@$(TABLE3) --depth 20 --targets 0.45 --budget $(BUDGETS)/3.7-epochs-features-bfloat16.toml@0.01 --methods obs+refit fpgm:uniform li
 	@$(TABLE3) --depth 20 --targets 0.45 --budget $(BUDGETS)/27-epochs.toml --methods obs+refit fpgm:uniform li sfp paper
@@ -103,8 +103,8 @@ bench-training: $(STAMP) ## Make the rows of docs/notes/training.md that are mis
 limits: $(STAMP) .venv-integrations/.installed ## Rewrite docs/limits.md: what can and cannot be pruned in networks of others
 	@tools/limits
 
-torture: $(STAMP) ## Generated networks, damaged files, killed runs, contracts: rewrite docs/reliability.md, an hour (SCALE=0.01: a look)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture --scale $(SCALE) --failures torture-failures $(if $(filter 1 1.0,$(SCALE)),--write docs/reliability.md,--results torture-failures/results.json)
+torture: $(STAMP) ## Generated networks, damaged files, killed runs, contracts: rewrite docs/reliability.md, hours (SCALE=0.01: a look; RESUME=1: go on)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.torture --scale $(SCALE) $(if $(RESUME),--resume) --failures torture-failures $(if $(filter 1 1.0,$(SCALE)),--write docs/reliability.md,--results torture-failures/results.json)
 
 clean: ## Remove the environments and what tools leave behind
 	@rm -rf .venv .venv-* .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist torture-failures

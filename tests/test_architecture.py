@@ -169,7 +169,7 @@ def test_a_run_calls_the_steps_of_algorithm_1_in_their_order(monkeypatch: pytest
     """At every site: masks are drawn (3), the masked network is measured (4), importances are fitted (5), the cut is
     searched (6), the network is compacted (7) and trained (8)."""
     from secateurs import Pruner, Recipe, TrainSettings
-    from secateurs.pruning import acceptance, context
+    from secateurs.pruning import context, judge
     from secateurs.scoring import ensemble, evaluator
     from secateurs.training import resumable
     from torture.runs import few_digits, perceptron
@@ -188,7 +188,7 @@ def test_a_run_calls_the_steps_of_algorithm_1_in_their_order(monkeypatch: pytest
     spy(ensemble, "sample_masks", "3 masks")
     spy(evaluator.CachedEvaluator, "means", "4 losses")
     spy(ensemble, "fit_importance", "5 importance")
-    spy(acceptance, "find_cut", "6 cut")
+    spy(judge, "find_cut", "6 cut")
     spy(context, "compact", "7 compact")
     spy(resumable, "train_", "8 train")
     recipe = Recipe.paper(

@@ -32,16 +32,16 @@ RESULTS = ("plan.json", "pruned.safetensors")
 STARTING, BETWEEN = "starting", "between"  # imports, joining, opening the folder; none of the phases
 PHASES = {  # in the order in which they begin; of phases within one another the innermost is the one that counts
     "baseline": "secateurs.pruning.run:Run.measure_original",
-    "curves": "secateurs.pruning.run:Run._measure_curves",
+    "curves": "secateurs.pruning.together:measure_curves",
     "survey": "secateurs.pruning.context:survey",
-    "rank": "secateurs.pruning.run:Run._rank",
-    "search": "secateurs.pruning.run:Run.find_cut",
-    "trials": "secateurs.pruning.run:allocate",
+    "rank": "secateurs.pruning.run:Run.rank",
+    "search": "secateurs.pruning.algorithm1:Lines.find_cut",
+    "trials": "secateurs.pruning.together:choose",
     "refit": "secateurs.pruning.context:PruningContext.refit",
-    "cut": "secateurs.pruning.run:Run.remove",
+    "cut": "secateurs.pruning.together:ChosenCuts.make",
     "training": "secateurs.pruning.finetune:train_resumably_",
     "guard": "secateurs.pruning.finetune:keep_best_",
-    "step": "secateurs.pruning.run:Run.settle",
+    "step": "secateurs.pruning.run:Run.record",
     "final measurement": "secateurs.pruning.run:Run._measure_result",
     "results": "secateurs.pruning.run:save_result",
 }

@@ -111,6 +111,17 @@ def test_grouped_layers_along_another_axis_keep_their_groups() -> None:
     assert [site.name for site in find_sites(smaller, "after")] == ["g"]
 
 
+@pytest.mark.parametrize("places", [5, 6])
+def test_a_layer_that_reads_places_in_one_call_and_channels_in_another(places: int) -> None:
+    """The convolution works along the places of tokens, then along its own filters: what it reads first all stays."""
+    layers = {"l": nn.Linear(6, 6), "c": nn.Conv1d(places, places, 3, padding=1), "o": nn.Linear(places, 2)}
+    graph = traced(Net(lambda net, x: net.o(net.c(F.relu(net.c(net.l(x)))).mean(2)), **layers), random_tensor(2, places, 6))
+    assert {"c"} <= {site.name for site in find_sites(graph)}
+    for seed in range(4):
+        smaller = assert_compact_is_masked(graph, random_keep(find_sites(graph), seed))
+        assert_compact_is_masked(smaller, random_keep(find_sites(smaller), seed + 1))
+
+
 @pytest.mark.parametrize("dim", [1, -1])
 def test_a_tensor_that_is_joined_to_itself_and_others(dim: int) -> None:
     net = Net(lambda net, x: torch.cat([net.a(x), net.a2(x), x, x], dim), a=conv(3, 3), a2=conv(3, 3))
@@ -628,6 +639,22 @@ def test_a_module_whose_buffers_take_sizes_of_the_input_can_be_pickled() -> None
     loaded = torch.load(again, weights_only=False)  # our own bytes
     for batch in (x, x[:1]):
         assert_same(run(loaded, batch), run(model, batch))
+
+
+def test_such_a_module_can_be_pickled_after_each_cut() -> None:
+    """The first cut leaves a sum into wide channels, which the second takes apart and puts together again."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        return net.o(x + net.a(x) + net.shift.expand(x.size(0), -1, -1, -1))
+
+    graph = traced(Net(body, a=conv(8, 8), o=conv(8, 2), shift=torch.zeros(1, 8, 1, 1)), random_tensor(2, 8, 6, 6))
+    for keep in (KEEP, torch.arange(int(KEEP.sum())) > 0):
+        graph = compact(graph, {"a": keep})
+        file = io.BytesIO()
+        torch.save(graph.module, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)  # our own bytes
+        assert_same(run(again, *graph.example), run(graph.module, *graph.example), atol=0)
 
 
 def test_a_pruned_module_can_be_pickled_and_copied() -> None:

@@ -325,6 +325,47 @@ def test_heads_of_a_single_feature_are_heads() -> None:
     assert_same(run(together.module, X), run(last.module, X))
 
 
+def test_sites_of_linear_attention_with_shared_keys_have_names_of_their_own() -> None:
+    """Where two queries' heads of one feature share keys and values, the same filter could go behind two nodes."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        q = net.q(x).view(x.size(0), 5, 6, 1).transpose(1, 2).softmax(-1)
+        k, v = (layer(x).view(x.size(0), 5, 3, 1).transpose(1, 2).repeat_interleave(2, 1) for layer in (net.k, net.v))
+        return net.out((q @ (k.softmax(-2).transpose(-2, -1) @ v)).transpose(1, 2).flatten(2))
+
+    graph = traced(Net(body, q=nn.Linear(4, 6), k=nn.Linear(4, 3), v=nn.Linear(4, 3), out=nn.Linear(6, 2)), X)
+    names = [site.name for site in find_sites(graph)]
+    assert "q" in names
+    assert len(set(names)) == len(names)
+    smaller = assert_compact_is_masked(graph, {"q": without(6, 1)}, (X[:2],))
+    assert [smaller.module.get_submodule(name).out_features for name in "qkv"] == [5, 3, 3]
+
+
+def test_one_norm_of_the_features_of_queries_and_of_a_shared_key() -> None:
+    """Heads of queries that are turned by their places are a stream: the norm is not over them, and reads one key, too."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).view(x.size(0), 5, -1, 4).transpose(1, 2) for layer in (net.q, net.k, net.v))
+        q, k = (y * 0.3 + torch.cat([-y[..., 2:], y[..., :2]], -1) * 0.7 for y in (net.norm(q), net.norm(k)))
+        k, v = (y.repeat_interleave(3, 1) for y in (k, v))
+        return net.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).mean(1)
+
+    layers = {
+        "q": nn.Linear(4, 12),
+        "k": nn.Linear(4, 4),
+        "v": nn.Linear(4, 4),
+        "norm": nn.LayerNorm(4),
+        "out": nn.Linear(12, 2),
+    }
+    graph = traced(Net(body, **layers), X)
+    site = next(site for site in find_sites(graph, "stream") if "q" in site.layers)
+    assert {point.axis for point in site.points} == {1}
+    assert_compact_is_masked(graph, {site: without(3, 1)}, (X[:2],))
+    examples, mask = Examples(X, torch.tensor([0, 1, 1])), without(3, 1)
+    wanted = cross_entropy(run(masked(graph, {site: mask}), X), examples.targets).mean()
+    assert_same(split_for(graph, site, examples, batch=2).measure(mask[None], [cross_entropy])[0, 0], wanted, atol=1e-11)
+
+
 def attention_module(*, itself: bool, **options: Any) -> Graph:
     """With nn.MultiheadAttention, of one tensor or of two, the second of other widths."""
     weights = options.pop("need_weights", True)

@@ -390,19 +390,22 @@ def test_repair_says_that_it_skips_what_lies_behind_a_norm() -> None:
     assert "blocks.0.norm1 takes statistics over the channels, which change with every cut" in consumers.others.values()
 
 
-def test_a_norm_that_nothing_reads_refuses_other_images_masked_too() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "words"), [([4], r"normalized_shape=\[4\]"), ([5, 4, 4], r"wanted \[5, 4, 4\] along its last")]
+)
+def test_a_norm_that_nothing_reads_refuses_other_images_masked_too(sizes: list[int], words: str) -> None:
     """The masked network takes the sizes that the model takes: `verify` tries others on it."""
 
     def body(net: Net, x: Tensor) -> Tensor:
         x = net.a(x)
-        net.norm(x)  # over the width of the image, not read
+        net.norm(x)  # over the width of the image, or all of it; not read
         return net.out(x.flatten(2).mean(2))
 
     x = random_tensor(3, 2, 4, 4)
-    graph = trace(randomise_(Net(body, a=nn.Conv2d(2, 5, 1), norm=nn.LayerNorm(4), out=nn.Linear(5, 2))), x)
+    graph = trace(randomise_(Net(body, a=nn.Conv2d(2, 5, 1), norm=nn.LayerNorm(sizes), out=nn.Linear(5, 2))), x)
     masks = {"a": torch.tensor([True, False, True, True, False])}
     assert verify(graph, masks).conclusive
-    with pytest.raises(RuntimeError, match=r"wanted \[4\] along its last axes"):
+    with pytest.raises(RuntimeError, match=words):
         masked(graph, masks)(random_tensor(3, 2, 6, 6))
 
 

@@ -133,7 +133,7 @@ def test_trials_that_cannot_be_trained_are_refused() -> None:
 def stopped_before_the_end(monkeypatch: pytest.MonkeyPatch, run: Pruner) -> None:
     """Stop a run when its allocation is chosen and none of its cuts is settled."""
     with monkeypatch.context() as patch:
-        patch.setattr("secateurs.pruning.run.take_trial", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("secateurs.pruning.together.take_trial", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run.finish()
 
@@ -323,7 +323,7 @@ def test_certification_is_not_asked_about_a_refused_trial_below_an_accepted_one(
         found = train_trial(context, graph, place, measure)
         return replace(found, accepted=False) if place == first else found
 
-    monkeypatch.setattr("secateurs.pruning.global_allocation.train_trial", refusing)
+    monkeypatch.setattr("secateurs.pruning.choice.train_trial", refusing)
     run = Pruner(network(), DATA, recipe=recipe, finetune=train_or_diverge)
     run.finish()
     assert [trial.place for trial in run.journal.of(Trial, judge="certifying")] == others

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from . import tokens
+from .tokens import norm_of, perceptron
 from .writing import NotFitting, Writer
 
 # ---- layers -----------------------------------------------------------------------------------------------------------
@@ -34,10 +36,18 @@ def _conv_part(w: Writer, v: str, out: int | None = None, same_size: bool = Fals
     stride = 1 if same_size else w.pick((1, 1, 1, 2))
     mode = w.pick(("zeros", "zeros", "zeros", "circular", "replicate", "reflect")) if padding else "zeros"
     padding_text = "'same'" if same_size and w.chance(0.15) and kernel > 1 else str(padding)
-    return w.part(
+    return _maybe_normed(
+        w,
         f"nn.Conv{d}d({into}, {out}, {kernel}, stride={stride}, padding={padding_text}, dilation={dilation}, groups={groups}, "
-        f"bias={w.chance(0.6)}, padding_mode='{mode}')"
+        f"bias={w.chance(0.6)}, padding_mode='{mode}')",
     )
+
+
+def _maybe_normed(w: Writer, made: str) -> str:
+    """The layer, now and then with weight norm in one of torch's two forms."""
+    if not w.chance(0.06):
+        return w.part(made)
+    return w.part(w.pick((f"nn.utils.parametrizations.weight_norm({made})", f"nn.utils.weight_norm({made})")))
 
 
 def conv_block(w: Writer) -> None:
@@ -82,7 +92,7 @@ def functional_conv(w: Writer) -> None:
     out, kernel = w.channels(groups), w.pick((1, 3))
     weight = w.parameter(out, into // groups, *[kernel] * d)
     bias = w.pick((w.parameter(out), "None", "None"))
-    kind = w.draw.randrange(5)
+    kind = w.draw.randrange(8)
     dims = tuple(range(1, d + 2))
     if kind == 0:  # weight standardisation
         weight = w.let(f"{weight} - {weight}.mean({dims}, keepdim=True)", read=False)
@@ -91,6 +101,13 @@ def functional_conv(w: Writer) -> None:
         weight = w.let(f"{weight} * {w.parameter(out, *[1] * (d + 1))}", read=False)
     elif kind == 2:
         weight = w.let(f"{weight} * {w.part('0.7', 'n')}", read=False)
+    elif kind == 3:  # demodulated: every filter has norm 1
+        weight = w.let(f"{weight} * ({weight}.square().sum({dims}, keepdim=True) + 0.01).rsqrt()", read=False)
+    elif kind == 4:  # some weights are masked
+        shape = w.pick(((out, into // groups, *[1] * d), (1, 1, *[kernel] * d)))
+        bits = [w.draw.randrange(2) for _ in range(math.prod(shape))]
+        mask = w.part(f"torch.tensor({bits}).view({shape}).bool()", "b")
+        weight = w.let(w.pick((f"{weight} * {mask}", f"{weight}.masked_fill(~{mask}, 0.0)")), read=False)
     if w.chance(0.5):
         w.let(f"F.conv{d}d({v}, {weight}, {bias}, {w.pick((1, 1, 2))}, {kernel // 2}, 1, {groups})")
     else:
@@ -107,7 +124,8 @@ def linear(w: Writer) -> None:
             weight = w.let(f"{weight} * {w.parameter(out, 1)}", read=False)
         w.let(w.pick((f"F.linear({v}, {weight}, {bias})", f"{v} @ {weight}.t()", f"torch.matmul({v}, {weight}.T)")))
     else:
-        w.let(f"{w.part(f'nn.Linear({into}, {out}, bias={w.chance(0.7)})')}({v})")
+        made = _maybe_normed(w, f"nn.Linear({into}, {out}, bias={w.chance(0.7)})")
+        w.let(f"{made}({v})")
     if w.chance(0.5):
         activation(w)
 
@@ -612,12 +630,8 @@ def perceptrons_beside_a_stream(w: Writer) -> None:
     d, c = _rank(w, v), w.shape(v)[1]
     x = w.let(f"{v}.permute{(0, *range(2, d + 2), 1)}")
     for _ in range(w.pick((1, 2))):
-        n = w.channels()
-        kinds = ("LayerNorm({c})", "LayerNorm({c}, bias=False)", "LayerNorm({c}, elementwise_affine=False)", "RMSNorm({c})")
-        made = w.part(f"nn.{w.pick(kinds).format(c=c)}")
-        one, two = w.part(f"nn.Linear({c}, {n})"), w.part(f"nn.Linear({n}, {c}, bias={w.chance(0.5)})")
-        place = w.draw.randrange(3)
-        y = w.let(f"{two}(F.gelu({one}({made}({x}))))" if place == 0 else f"{two}(F.relu({one}({x})))")
+        made, place = norm_of(w, c), w.draw.randrange(3)
+        y = perceptron(w, w.let(f"{made}({x})") if place == 0 else x, c)
         if w.chance(0.3):
             y = w.let(f"{w.parameter(c)} * {y}")
         x = w.let(f"{x} + {made}({y})" if place == 1 else f"{made}({x} + {y})" if place == 2 else f"{x} + {y}")
@@ -627,7 +641,8 @@ def perceptrons_beside_a_stream(w: Writer) -> None:
 def residual(w: Writer) -> None:
     v = w.image()
     c = w.shape(v)[1]
-    y = w.let(f"{_conv_part(w, v, out=w.channels(), same_size=True)}({v})")
+    read = _norm_of(w, v) if w.chance(0.15) else v
+    y = w.let(f"{_conv_part(w, v, out=w.channels(), same_size=True)}({read})")
     if w.chance(0.5):
         y = _norm_of(w, y)
     if w.chance(0.7):
@@ -801,49 +816,6 @@ def attention(w: Writer) -> None:
         w.let(f"{t} + {y}")
 
 
-def heads(w: Writer) -> None:
-    """Attention with heads: one layer for queries, keys and values, or three; fused or by hand."""
-    v = w.image()
-    c, h, d = w.shape(v)[1], w.pick((2, 3)), w.pick((1, 2, 3))
-    n = math.prod(w.shape(v)[2:])
-    t = w.let(f"{v}.flatten(2).transpose(1, 2)")
-    b = f"{t}.size(0)"
-    if w.chance(0.5):
-        made = w.part(f"nn.Linear({c}, {3 * h * d}, bias={w.chance(0.5)})")
-        qkv = w.let(f"{made}({t}).reshape({b}, {n}, 3, {h}, {d}).permute(2, 0, 3, 1, 4)", read=False)
-        q, k, u = (w.let(f"{qkv}[{i}]", read=False) for i in range(3))
-    else:
-        q, k, u = (
-            w.let(f"{w.part(f'nn.Linear({c}, {h * d})')}({t}).view({b}, {n}, {h}, {d}).transpose(1, 2)", read=False)
-            for _ in range(3)
-        )
-    if w.chance(0.5):
-        y = w.let(f"F.scaled_dot_product_attention({q}, {k}, {u})", read=False)
-    else:
-        bias = f" + {w.parameter(h, 1, 1)}" if w.chance(0.3) else ""
-        product = w.pick((f"{q} @ {k}.transpose(-2, -1)", f"torch.einsum('bhid,bhjd->bhij', {q}, {k})"))
-        a = w.let(f"({product} * {d} ** -0.5{bias}).softmax(-1)", read=False)
-        y = w.let(f"torch.matmul({a}, {u})", read=False)
-    y = w.let(f"{y}.transpose(1, 2).reshape({b}, {n}, {h * d})")
-    if w.chance(0.7):
-        w.let(f"{w.part(f'nn.Linear({h * d}, {w.channels()})')}({y})")
-
-
-def multihead(w: Writer) -> None:
-    """torch's own module for attention, of one tensor or of two; with places first, the batch is attended over."""
-    v = w.image()
-    c, h, d = w.shape(v)[1], w.pick((2, 3)), w.pick((1, 2, 3))
-    t = w.let(f"{v}.flatten(2).transpose(1, 2)")
-    query = w.let(f"{w.part(f'nn.Linear({c}, {h * d})')}({t})")
-    other, options = query, f"batch_first={w.chance(0.7)}, bias={w.chance(0.7)}"
-    if w.chance(0.4):
-        other, options = t, f"kdim={c}, vdim={c}, {options}"
-    made = w.part(f"nn.MultiheadAttention({h * d}, {h}, {options})")
-    y = w.let(f"{made}({query}, {other}, {other}, need_weights={w.chance(0.5)})[0]")
-    if w.chance(0.4):
-        w.let(f"{query} + {y}")
-
-
 def together(w: Writer) -> None:
     """Channels that become pixels, pixels that become channels, new axes."""
     v = w.image()
@@ -889,16 +861,6 @@ def statistics(w: Writer) -> None:
     if shape[1] % 2 == 0:
         forms += [f"{v}.view(-1, 2, {shape[1] // 2}, *{shape[2:]}).{w.pick(('sum', 'amax', 'mean'))}(1)"] * 3
     w.let(w.pick(forms))
-
-
-def recurrent(w: Writer) -> None:
-    """A recurrent module along the pixels; its outputs, or its last state."""
-    v = w.image()
-    kind, hidden = w.pick(("LSTM", "GRU", "RNN")), w.pick((2, 3, 4))
-    both, layers = w.chance(0.3), 2 if w.chance(0.3) else 1
-    made = f"nn.{kind}({w.shape(v)[1]}, {hidden}, {layers}, batch_first=True, bidirectional={both})"
-    found = w.let(f"{w.part(made)}({v}.flatten(2).transpose(1, 2))[0]")
-    w.let(w.pick((f"{found}.transpose(1, 2)", f"{found}[:, -1]", f"{found}.mean(1)")))
 
 
 def in_place(w: Writer) -> None:
@@ -968,8 +930,8 @@ IMAGE_BLOCKS: list[Callable[[Writer], Any]] = [
     *[depthwise, transposed, functional_conv, linear, linear_on_channels, einsum, functional_norm, star_relu, number],
     *[narrow_with_wide, join, pool, pool, reduce_, flatten, image_from_vector, shuffle, shuffle, into_batch, permuted, squeeze],
     *[parts_of, parts_of, parts_of, concatenate, concatenate, residual, residual, residual, projection, option_a, gate, gate],
-    *[perceptrons_beside_a_stream, perceptrons_beside_a_stream, glu, shared, unread, attention, heads, multihead, together],
-    *[in_place, matrix_mlp, statistics, statistics, recurrent],
+    *[perceptrons_beside_a_stream, perceptrons_beside_a_stream, glu, shared, unread, attention, together],
+    *[in_place, matrix_mlp, statistics, statistics, *tokens.BLOCKS],
 ]
 VECTOR_BLOCKS: list[Callable[[Writer], Any]] = [
     *[linear, linear, linear, linear, linear, activation, norm, broadcast_term, broadcast_term, star_relu, number, join],

@@ -39,11 +39,11 @@ class Verdict:
 
 
 def tally(part: str, case: Callable[[int], Verdict], count: int, seed: int, *, workers: int, chunk: int = CHUNK) -> Tally:
-    """Try `count` cases, numbered from `seed` × 1,000,000; in this process if `workers` is 1 or less."""
+    """Try `count` cases, numbered from `seed` × 1,000,000; in this process, where no memory is limited, without `workers`."""
     began = time.monotonic()
     first = seed * 1_000_000
     pieces = [range(n, min(n + chunk, first + count)) for n in range(first, first + count, chunk)]
-    if workers <= 1:
+    if not workers:
         found = [_tried(case, piece) for piece in pieces]
     else:
         context = multiprocessing.get_context("spawn")

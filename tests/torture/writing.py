@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HEADER = "import math, operator\nimport torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
-LARGEST = 4096  # elements of a value
+LARGEST = 4096  # elements of a value that others may read; within a block values may be larger
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Writer:
         found = self.space[name]
         self.steps.append(text)
         if isinstance(found, Tensor):
-            if found.numel() > LARGEST or found.numel() == 0 or not found.is_floating_point():
+            if found.numel() > LARGEST * (1 if read else 8) or found.numel() == 0 or not found.is_floating_point():
                 raise NotFitting
             if not bool(torch.isfinite(found).all()) or not 1e-6 < float(found.abs().max()) < 1e4:
                 raise NotFitting

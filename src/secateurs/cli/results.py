@@ -94,14 +94,10 @@ def print_steps(steps: Sequence[Step], metric: str = "accuracy") -> None:
 
 
 def _print_closing(folder: Path, figures: ResultFigures, recipe: Recipe, records: Sequence[Any]) -> None:
-    from secateurs._util.journal import records_of
-    from secateurs.pruning.results import Step, promised_bound
-    from secateurs.report.result import promise
+    from secateurs.report.result import closing
 
-    if (first := figures.headline()) is not None:
-        say(f"{first}.")
-    say(f"{figures.summary()}.")
-    say(promise(recipe, records_of(records, Step), promised_bound(recipe.budget, records), figures.metric))
+    for line in closing(figures, recipe, records):
+        say(line)
     say(f"Stopped because {figures.stopped}, after {clock(figures.seconds)}.")
     say(f"Pruned network: {folder / 'pruned.safetensors'}")
     say(f"Report: {folder / 'report.html'}")

@@ -15,7 +15,7 @@ from secateurs.errors import EmptyLayer
 from secateurs.graph.channels import Kept, all_of, free_name, name_of_alignment, none_of, positions
 from secateurs.graph.channels import take as selected
 from secateurs.graph.coupling import KEPT_SHAPES, RESHAPES
-from secateurs.graph.flow import Flows, Liveness, Moved
+from secateurs.graph.flow import Flows, Layer, Liveness, Moved
 from secateurs.graph.layers import Align, Constant
 from secateurs.graph.node_info import called_module, dims_of, info, label_of, shape_of
 
@@ -94,13 +94,14 @@ class Rewriting:
         """Return the live channels of the first input and of the output of a module, in any of its calls.
 
         All calls share the module's weights, so they get and give the same channels. None if `node` is the only call, and no
-        input channels where those of a call are unknown: it reads all of them.
+        input channels where those of a call are unknown, or lie along another axis than it reads: it reads all of them.
         """
         calls = self.calls.get(str(node.target), []) if node.op == "call_module" else []
         if len(calls) < 2:
             return None
         sources = [self.flows.inputs[call][0] for call in calls]
-        known = all(self.flows.of[source].axis is not None for source in sources)
+        across = any(isinstance(flow := self.flows.of[call], Layer) and flow.reads_all for call in calls)
+        known = not across and all(self.flows.of[source].axis is not None for source in sources)
         read = torch.stack([self.live_at(source) for source in sources]).any(0) if known else None
         return read, torch.stack([self.live_at(call) for call in calls]).any(0)
 

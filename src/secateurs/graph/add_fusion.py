@@ -64,7 +64,7 @@ def spread_sums(module: fx.GraphModule) -> fx.GraphModule:
     """Return the network with every `SumInto` as an alignment and an add; it shares all other modules with `module`."""
     if not any(isinstance(layer, SumInto) for layer in module.modules()):
         return module
-    graph = fx.Graph()
+    graph = fx.Graph(tracer_cls=module.graph._tracer_cls)
     call_directly_(graph)
     aligns: dict[str, Align] = {}
     env: dict[fx.Node, fx.Node] = {}

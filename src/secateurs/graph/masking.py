@@ -17,7 +17,7 @@ from secateurs._util.modules import copyable, device_of, with_real_tensors
 from secateurs.errors import UnsupportedOp
 from secateurs.graph.channels import free_name
 from secateurs.graph.layers import KeptNorm, Mask
-from secateurs.graph.node_info import called_module, copy_info_, facts_held, pass_on_
+from secateurs.graph.node_info import called_module, copy_info_, dims_of, facts_held, pass_on_
 from secateurs.graph.recurrent import recurrent_call, with_factors
 from secateurs.graph.sites import MaskPoint, Site, check_masks, node_masks, share_sites
 from secateurs.graph.trace import Graph, dtype_of
@@ -77,18 +77,30 @@ def masked(graph: Graph, masks: Masks, *, share: bool = False) -> fx.GraphModule
     within, others = ([cut for cut in checked.values() if cut[0].inside is inside] for inside in (True, False))
     for name, (axis, mask) in [*node_masks(others).items(), *node_masks(within).items()]:
         node = nodes[name]
-        called, path, call = called_module(module, node), str(node.target), recurrent_call(node)
+        norm, path, call = norm_over(module, node, axis), str(node.target), recurrent_call(node)
         if call is not None and call != node:
             continue  # an output of a recurrent module, which is masked by the module
         if call is not None:
             layer = module.get_submodule(path)
             module.set_submodule(path, with_factors(layer, mask[None].to(device_of(module), dtype_of(module))))
-        elif isinstance(called, NORMS):
-            module.set_submodule(path, KeptNorm(called, mask, axis).to(device_of(module)))
+        elif norm is not None:
+            module.set_submodule(path, KeptNorm(norm, mask, axis).to(device_of(module)))
         else:
             insert_behind_(module, node, f"mask_{name}", Mask(mask, axis).to(device_of(module)))
     module.recompile()
     return module
+
+
+def norm_over(module: fx.GraphModule, node: fx.Node, axis: int) -> nn.Module | None:
+    """Return the norm that `node` calls if it takes statistics over `axis`: they leave out channels that are masked.
+
+    Another norm, of the features of each head for example, is masked behind: other calls of it may have other heads.
+    """
+    called = called_module(module, node)
+    if not isinstance(called, NORMS):
+        return None
+    first = 1 if isinstance(called, nn.GroupNorm) else len(dims_of(node)) - len(called.normalized_shape)
+    return called if axis >= first else None
 
 
 def insert_behind_(module: fx.GraphModule, node: fx.Node, name: str, layer: nn.Module) -> fx.Node:
@@ -144,9 +156,9 @@ def multiply_(module: fx.GraphModule, node: fx.Node, point: MaskPoint, factors: 
 
     A norm takes its statistics with them; a recurrent module takes them within, for all its outputs.
     """
-    called, call, path = called_module(module, node), recurrent_call(node), str(node.target)
-    if isinstance(called, NORMS):
-        module.set_submodule(path, NormFactor(called, point).to(device_of(module)))
+    norm, call, path = norm_over(module, node, point.axis), recurrent_call(node), str(node.target)
+    if norm is not None:
+        module.set_submodule(path, NormFactor(norm, point).to(device_of(module)))
         node.args = (*node.args, factors)
     elif call is None:
         behind = insert_behind_(module, node, f"factor_{node.name}", Factor(point).to(device_of(module)))
@@ -184,7 +196,7 @@ def split_at(graph: Graph, site: Site) -> Split:
     place: fx.Node = next(iter(points))
     behind = _reachable(points, lambda node: node.users)
     # the statistics of a norm depend on the mask, and that of a recurrent module acts within it: the parts meet before these
-    within = isinstance(called_module(graph.module, place), NORMS) or recurrent_call(place) == place
+    within = norm_over(graph.module, place, site.axis) is not None or recurrent_call(place) == place
     simple = list(site.points[0].sources) == list(range(site.points[0].width)) and not within
     if within:
         behind.add(place)

@@ -95,7 +95,7 @@ def search_sites(graph: Graph, shortcut: Position) -> Sites:
             calls[path], reasons[path] = [call], found
     place = {node.name: order for order, node in enumerate(graph.module.graph.nodes)}
     sites.sort(key=lambda site: place[site.node])
-    sites = [site for site in sites if not _goes_with_another(site, sites, flows)]
+    sites = _one_of_a_name([site for site in sites if not _goes_with_another(site, sites, flows)])
     refused = [Unprunable(path, calls[path][0].name, reason, macs[path]) for path, reason in reasons.items()]
     covered = {layer for site in sites for layer in site.layers}
     return Sites(sites, [u for u in [*refused, *_opaque_layers(graph, flows)] if u.name not in covered])
@@ -117,6 +117,18 @@ def _goes_with_another(site: Site, sites: Sequence[Site], flows: Flows) -> bool:
         return False
     own = set(site.layers)
     return any(other is not site and other.name in own and own <= set(other.layers) for other in sites)
+
+
+def _one_of_a_name(sites: Sequence[Site]) -> list[Site]:
+    """Of sites of one name, which remove the same filters, keep the one with most layers, in the order given.
+
+    Queries and values of linear attention have a place each; where heads share keys and values, a query's filters go at either.
+    """
+    best: dict[str, Site] = {}
+    for site in sites:
+        if site.name not in best or len(site.layers) > len(best[site.name].layers):
+            best[site.name] = site
+    return [site for site in sites if best[site.name] is site]
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from secateurs.graph.features import paired_features
 from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, cross_entropy, display_name, loss
-from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import NetworkState, PruningContext
+from secateurs.pruning.judge import Judge
 from secateurs.pruning.results import Retrained, Trial
 from secateurs.pruning.user_training import Training, train_by_user_
 from secateurs.repair import reconstruct_
@@ -66,7 +66,7 @@ def check_training(
         )
 
 
-def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkState) -> NetworkState:
+def recalibrate(context: PruningContext, judge: Judge, state: NetworkState) -> NetworkState:
     """Recompute BatchNorm's statistics on training examples, if the recipe asks for that."""
     recipe, train = context.recipe, context.train
     if recipe.recalibrate is None:
@@ -78,10 +78,10 @@ def recalibrate(context: PruningContext, budget: AccuracyBudget, state: NetworkS
         context.runtime.limit.run(recipe.batch, lambda batch: recalibrate_(module, chosen, batch=max(batch, 2), device=device))
         return context.measured(state)
 
-    return _rollback_if_over_budget(budget, state, trained)
+    return _rollback_if_over_budget(judge, state, trained)
 
 
-def reconstruct(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
+def reconstruct(context: PruningContext, judge: Judge, state: NetworkState, step: int) -> NetworkState:
     """Train all layers together to give what they give in the original, if the recipe repairs the whole network.
 
     The best weights are kept, as of any training. A killed one starts again from its beginning, with the same result.
@@ -108,22 +108,20 @@ def reconstruct(context: PruningContext, budget: AccuracyBudget, state: NetworkS
         chosen.append(replace(found, phase="reconstruct", step=step))
         return state if found.kept == START else context.measured(state)
 
-    result = _rollback_if_over_budget(budget, state, trained, no_worse=True)
-    _journal_kept(context, chosen, refusal=budget.refusal if result is state else "")
+    result = _rollback_if_over_budget(judge, state, trained, no_worse=True)
+    _journal_kept(context, chosen, refusal=judge.refusal if result is state else "")
     return result
 
 
-def finetune(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
+def finetune(context: PruningContext, judge: Judge, state: NetworkState, step: int) -> NetworkState:
     """Train the network after a cut, if the recipe asks for that."""
     if context.runtime.finetune is not None:
-        return _finetune_by_user(context, budget, state, context.runtime.finetune, step)
+        return _finetune_by_user(context, judge, state, context.runtime.finetune, step)
     settings = context.recipe.finetune
-    return state if settings is None else _train(context, budget, state, settings, "finetune", step)
+    return state if settings is None else _train(context, judge, state, settings, "finetune", step)
 
 
-def _finetune_by_user(
-    context: PruningContext, budget: AccuracyBudget, state: NetworkState, train: Training, step: int
-) -> NetworkState:
+def _finetune_by_user(context: PruningContext, judge: Judge, state: NetworkState, train: Training, step: int) -> NetworkState:
     """Call the user's training; undone where it exceeds the budget, or where it made the network worse and `keep_best` is set.
 
     Worse is a lower metric, or the same metric and a larger loss, on images that do not certify.
@@ -149,9 +147,9 @@ def _finetune_by_user(
     if context.recipe.budget == "site":
         result = trained()
     else:
-        result = _rollback_if_over_budget(budget, state, trained, no_worse=keep_best)
+        result = _rollback_if_over_budget(judge, state, trained, no_worse=keep_best)
     undone = result is state
-    _journal_kept(context, chosen if undone or keep_best else (), refusal=budget.refusal if undone else "")
+    _journal_kept(context, chosen if undone or keep_best else (), refusal=judge.refusal if undone else "")
     return result
 
 
@@ -162,7 +160,7 @@ def _train_by_user(context: PruningContext, state: NetworkState, train: Training
     return context.measured(replace(state, momentum={}))
 
 
-def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState, step: int) -> NetworkState:
+def retrain(context: PruningContext, judge: Judge, state: NetworkState, step: int) -> NetworkState:
     """Train the network at the end, if the recipe asks for that."""
     settings, journal = context.recipe.retrain, context.journal
     if settings is None or context.recipe.train_trials:
@@ -174,11 +172,11 @@ def retrain(context: PruningContext, budget: AccuracyBudget, state: NetworkState
             raise RunError(f"{journal.path}: the retrained weights are missing. Restore checkpoints/ from a copy.")
         state.graph.module.load_state_dict(found[0])
         return state
-    state = _train(context, budget, state, settings, "retrain", step)
+    state = _train(context, judge, state, settings, "retrain", step)
     journal.save_tensors(RETRAINED, state.graph.module.state_dict(), listed=True)
     files = journal.file_digests(f"{RETRAINED}.safetensors")
-    asked, budget.answers = tuple(budget.answers), []
-    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap(), budget.trained_bound, asked))
+    asked, judge.answers = tuple(judge.answers), []
+    journal.append(Retrained(state.accuracy, state.loss, files, context.clock.lap(), judge.bound_trained, asked))
     journal.delete(CHECKPOINT)
     return state
 
@@ -249,7 +247,7 @@ def forget_trials(context: PruningContext, chosen: int) -> None:
 
 
 def _train(
-    context: PruningContext, budget: AccuracyBudget | None, state: NetworkState, settings: TrainSettings, phase: str, step: int
+    context: PruningContext, judge: Judge | None, state: NetworkState, settings: TrainSettings, phase: str, step: int
 ) -> NetworkState:
     """Train by the settings; undone where that exceeds the `budget`, or diverges, if one is given."""
     runtime, recipe = context.runtime, context.recipe
@@ -263,11 +261,11 @@ def _train(
     chosen: list[KeptWeights] = []
 
     def measure() -> tuple[float, float | None]:
-        judge = judge_for(settings, loss_fn=loss_fn, teacher=teacher)
+        objective = judge_for(settings, loss_fn=loss_fn, teacher=teacher)
         metric = runtime.metric if runtime.evaluate is None else None
         options: dict[str, Any] = {"teacher": teacher, "metric": metric, "device": runtime.device}
-        loss, found = runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, judge, batch=n, **options))
-        return loss, context.own_metric(state.graph) if runtime.evaluate is not None and by == "metric" else found
+        loss, found = runtime.limit.run(recipe.batch, lambda n: held_out_means(module, held_out, objective, batch=n, **options))
+        return loss, context.metric.mean(state.graph) if runtime.evaluate is not None and by == "metric" else found
 
     def trained() -> NetworkState:
         before = snapshot(module)
@@ -291,7 +289,7 @@ def _train(
                 on_epoch=lambda epoch: context.progress.report(phase, epoch.epoch + 1, settings.epochs),
             )
         except Diverged as error:
-            if budget is None or active().size > 1:  # one worker may diverge alone, while the others wait for it
+            if judge is None or active().size > 1:  # one worker may diverge alone, while the others wait for it
                 raise
             copy_into_(module, before)
             start = Candidate(START, *(None if x is None or not isfinite(x) else x for x in measure()))
@@ -317,11 +315,11 @@ def _train(
         found = keep_best_(module, candidates(before, snapshot(module), history.last), measure, by=by)
         return replace(found, phase=phase, step=step, note=history.note)
 
-    if budget is None or recipe.budget == "site":
+    if judge is None or recipe.budget == "site":
         result = trained()
     else:
-        result = _rollback_if_over_budget(budget, state, trained, no_worse=recipe.keep_best)
-    _journal_kept(context, chosen, refusal=budget.refusal if budget is not None and result is state else "")
+        result = _rollback_if_over_budget(judge, state, trained, no_worse=recipe.keep_best)
+    _journal_kept(context, chosen, refusal=judge.refusal if judge is not None and result is state else "")
     return result
 
 
@@ -337,7 +335,7 @@ def _journal_kept(context: PruningContext, chosen: Sequence[KeptWeights], *, ref
 
 
 def _rollback_if_over_budget(
-    budget: AccuracyBudget, state: NetworkState, train: Callable[[], NetworkState], *, no_worse: bool = False
+    judge: Judge, state: NetworkState, train: Callable[[], NetworkState], *, no_worse: bool = False
 ) -> NetworkState:
     """Train the network of `state` in place; if that exceeds the budget, give it its weights back.
 
@@ -345,9 +343,9 @@ def _rollback_if_over_budget(
     network was accepted, and after a refusal the same question may be answered otherwise.
     """
     module, weights = state.graph.module, snapshot(state.graph.module)
-    bound = budget.bound(state) if no_worse else None
+    bound = judge.bound(state.graph) if no_worse else None
     trained = train()
-    if trained is state or _same_bits(module, weights) or budget.still_within(trained, bound=bound):
+    if trained is state or _same_bits(module, weights) or judge.still_within(trained.graph, trained.accuracy, bound=bound):
         return trained
     copy_into_(module, weights)
     return state

@@ -48,22 +48,40 @@ _FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 
 @dataclass(eq=False)
 class EngineTimes:
-    """The engine at one batch: its tables, and what measured networks taught about them."""
+    """The engine at one batch: its tables, and what measured networks taught about them.
+
+    What the whole network takes beyond its layers is spent between them: for every call, and for every number that is written.
+    A call is gone where a branch is folded; fewer numbers are written wherever a channel is gone. How the two share that time
+    is what the first measured network tells; until then all of it is for calls.
+    """
 
     engine: Engine
     model: LatencyModel | NetworkModel
     original: float  # seconds of the whole network
-    scale: float = 1.0  # what a second saved in the tables saves of the whole network
+    scale: float = 1.0  # what a second saved saves of the whole network
+    by_elements: float = 0.0  # share of the time between the layers that is for numbers written, not for calls
 
     def saved(self, widths: Widths) -> float:
         """Predicted share of the original network's time that is saved."""
-        return self.scale * (self.model.seconds({}) - self.model.seconds(widths)) / max(self.original, self.model.seconds({}))
+        layers, calls, elements = self._saved(widths)
+        return self.scale * (layers + (1 - self.by_elements) * calls + self.by_elements * elements)
 
     def correct(self, timed: TimedAllocation, widths: Widths) -> None:
-        """Scale savings to what was measured."""
-        tables = (self.model.seconds({}) - self.model.seconds(widths)) / max(self.original, self.model.seconds({}))
-        if tables > 0:
-            self.scale = max(1 - timed.seconds / timed.original, 0.0) / tables  # 0: such cuts save nothing, so none is made
+        """Take the share of the numbers written, and then the scale of all savings, with which the measured time comes out."""
+        measured = max(1 - timed.seconds / timed.original, 0.0)
+        layers, calls, elements = self._saved(widths)
+        if elements > calls:
+            self.by_elements = min(max((measured - layers - calls) / (elements - calls), 0.0), 1.0)
+        predicted = layers + (1 - self.by_elements) * calls + self.by_elements * elements
+        if predicted > 0:
+            self.scale = measured / predicted  # 0: such cuts save nothing, so none is made
+
+    def _saved(self, widths: Widths) -> tuple[float, float, float]:
+        """Shares of the original network's time: saved by layers, and between them, if calls and if numbers were all it is for."""
+        full = self.model.seconds({})
+        whole, left = max(self.original, full), self.model.left_between(widths)
+        between = 1 - full / whole
+        return (full - self.model.seconds(widths)) / whole, between * (1 - left.calls), between * (1 - left.elements)
 
 
 class TimePrice:
@@ -319,5 +337,6 @@ def aimed(allocations: Sequence[Allocation], wanted: float | None) -> int:
 
 def structure(context: PruningContext, masks: Mapping[str | Site, Tensor]) -> Graph:
     """The network without what the masks drop, with room for repairs if the recipe repairs; its weights are not repaired."""
-    names = [site.name if isinstance(site, Site) else site for site in masks]
+    # a site without filters has no consumer left to repair: room for it would be a constant, which not every op can take
+    names = [site.name if isinstance(site, Site) else site for site, keep in masks.items() if bool(keep.any())]
     return compact(context.original if context.recipe.repair == "none" else context.prepared(names), masks, verify=False)

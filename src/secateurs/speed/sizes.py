@@ -1,4 +1,4 @@
-"""The sizes that cuts leave the layers of a network, and the sums that they make align channels.
+"""The sizes that cuts leave the layers of a network, the sums that they make align channels, and what is left of other ops.
 
 What one cut of one site changes follows from the graph, which takes an analysis of all of it. Cuts of several sites add up:
 their channels are different ones. A knapsack asks for thousands of combinations, so each site is analysed alone, once a width.
@@ -6,6 +6,7 @@ their channels are different ones. A knapsack asks for thousands of combinations
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor, fx, nn
 from secateurs.compaction.nodes import balanced
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
-from secateurs.graph.flow import Join, Layer, analyse, find_flows
+from secateurs.graph.flow import Join, Layer, Moved, Source, analyse, find_flows
 from secateurs.graph.sites import Site, node_masks
 from secateurs.graph.trace import Graph, shape_of
 
@@ -58,6 +59,15 @@ class Narrowing:
 
     layers: Mapping[fx.Node, NarrowedLayer]  # those whose size changes
     sums: Mapping[fx.Node, AlignedSum]  # those that align channels
+    between: Between  # what is gone of ops between the layers
+
+
+@dataclass(frozen=True)
+class Between:
+    """Ops between the layers: activations, norms, pooling, attention, sums."""
+
+    calls: float  # how many are made, or a share of them
+    elements: float  # numbers that they write for the graph's example, or a share of them
 
 
 class Sizing:
@@ -71,6 +81,12 @@ class Sizing:
         self._nodes = {node.name: node for node in module.graph.nodes}
         self._changes: dict[tuple[str, int], Narrowing] = {}
         self.full, self.sums = self._layers(live := self._live({})), self._sums(live)
+        self._between = {
+            node: math.prod(dims)
+            for node, flow in self._flows.of.items()
+            if not isinstance(flow, Layer | Moved | Source) and node.op != "output" and (dims := shape_of(node).dims) is not None
+        }
+        self._all_between = Between(max(len(self._between), 1), max(math.fsum(self._between.values()), 1.0))
 
     def change(self, name: str, width: int) -> Narrowing:
         """What changes where the site alone keeps `width` filters, evenly spread."""
@@ -78,7 +94,7 @@ class Sizing:
             live = self._live({name: spread(width, self.sites[name].channels)})
             layers = {node: layer for node, layer in self._layers(live).items() if layer.size != self.full[node].size}
             sums = {node: found for node, found in self._sums(live).items() if found.terms > self.sums[node].terms}
-            self._changes[name, width] = Narrowing(layers, sums)
+            self._changes[name, width] = Narrowing(layers, sums, self._gone_between(live))
         return self._changes[name, width]
 
     def sizes(self, widths: Widths) -> dict[fx.Node, Size]:
@@ -105,6 +121,14 @@ class Sizing:
                 terms = min(one.terms + other.terms, len(self._flows.inputs[node]))
                 found[node] = AlignedSum(terms, min(one.width, other.width))
         return found
+
+    def left_between(self, widths: Widths) -> Between:
+        """The shares that are left of the ops between the layers."""
+        gone, every = [self.change(name, width).between for name, width in self._cut(widths)], self._all_between
+        return Between(
+            max(1 - math.fsum(one.calls for one in gone) / every.calls, 0.0),
+            max(1 - math.fsum(one.elements for one in gone) / every.elements, 0.0),
+        )
 
     def _cut(self, widths: Widths) -> list[tuple[str, int]]:
         return [(name, width) for name, width in widths.items() if width < self.sites[name].channels]
@@ -176,6 +200,15 @@ class Sizing:
                 differ = sum(bool(term.any()) and not torch.equal(term, wanted) for term in terms)
                 found[node] = AlignedSum(differ, int(wanted.sum()))
         return found
+
+    def _gone_between(self, live: Callable[[fx.Node, int], Tensor]) -> Between:
+        """What is not computed any more of the ops between the layers."""
+        calls, elements = 0, 0.0
+        for node, written in self._between.items():
+            if self._flows.of[node].axis is not None:
+                left = int(live(node, width := self._flows.width(node)).sum())
+                calls, elements = calls + (not left), elements + (1 - left / width) * written
+        return Between(calls, elements)
 
 
 def spread(width: int, channels: int) -> Tensor:

@@ -1,0 +1,139 @@
+"""The choice of an allocation: whole networks are made, looked at, trained, certified and timed; every trial is journaled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
+from secateurs._util.decode import brief
+from secateurs.errors import RunError
+from secateurs.graph.masking import copied
+from secateurs.graph.trace import Graph
+from secateurs.pruning.climb import COARSE, FINE, choose_allocation
+from secateurs.pruning.context import PruningContext
+from secateurs.pruning.finetune import forget_trials, load_trial, train_trial
+from secateurs.pruning.frontiers import Frontier, JoinedFrontier, joined
+from secateurs.pruning.judge import Judge
+from secateurs.pruning.results import ChosenAllocation, SiteWidths, SpeedTrial, Trial, TriedNetwork
+from secateurs.pruning.speeds import is_faster, judged
+from secateurs.selection.allocation import Allocation
+
+_MOST_TIMED = 4  # allocations that are timed against the original network before it is returned as it was
+
+
+def choose(judge: Judge, found: Sequence[Frontier]) -> ChosenAllocation:
+    """Choose how many filters each site loses: the most that is within the contract, or enough for the target.
+
+    Every trial is journaled, and so is the choice: a killed run repeats none of them.
+    """
+    context = found[0].context
+    chosen = context.journal.once(ChosenAllocation, lambda: _choose(context, judge, joined(found)))
+    curves = next((each.curves for each in found if each.context.shortcut == chosen.shortcut), {})
+    wrong = [name for name, m in chosen.removed.items() if name not in curves or m not in curves[name].curve.removed]
+    if wrong:
+        raise RunError(
+            f"journal.jsonl: the allocation does not fit site {brief(repr(wrong[0]))}. Restore the run from a copy, or start a "
+            f"new one."
+        )
+    if context.recipe.train_trials:
+        forget_trials(context, chosen.place)
+    return chosen
+
+
+def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> ChosenAllocation:
+    """Try allocations as whole networks."""
+    allocations, train = best.allocations, context.recipe.train_trials
+    networks: dict[int, Graph] = {}
+
+    def network(index: int) -> Graph:
+        if index not in networks:
+            networks.clear()  # one at a time: they are as large as the user's
+            networks[index] = best.network(index)
+        return networks[index]
+
+    def measure(by: Literal["trained", "steering"], index: int, graph: Graph) -> Trial:
+        verdict = judge.look(graph)
+        return Trial(by, index, verdict.accepted, verdict.accuracy, verdict.by_estimate)
+
+    def once(by: str, index: int, compute: Callable[[], Trial]) -> Trial:
+        found = context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=by, place=index)
+        context.progress.tried = TriedNetwork(allocations[index].saved, context.currency, found.accuracy, found.accepted)
+        return found
+
+    def search_trained(index: int) -> Trial:
+        judged = partial(measure, "trained", index)
+        return once("trained", index, lambda: train_trial(context, network(index), index, judged))
+
+    def ask(index: int, answers: Sequence[bool]) -> Trial:
+        graph = load_trial(context, copied(network(index)), index) if train else network(index)
+        verdict = judge.certify(graph, answers)
+        return Trial("certifying", index, verdict.accepted, upper=verdict.upper)
+
+    def certify(index: int, answers: Sequence[bool]) -> Trial | None:
+        if train and not context.journal.of(Trial, judge="certifying", place=index) and not search_trained(index).accepted:
+            tried = context.journal.of(Trial, judge="trained")
+            if any(trial.accepted and trial.place > index for trial in tried):
+                return None  # such as a training that diverged: a refusal here would end the questions
+        return once("certifying", index, lambda: ask(index, answers))
+
+    chosen = choose_allocation(
+        allocations,
+        lambda index: once("steering", index, lambda: measure("steering", index, network(index))),
+        certify if judge.certifies else None,
+        search_trained=search_trained if train else None,
+        bounded=context.recipe.has_target,
+        growth=COARSE if judge.contract.reserve else FINE,
+        images=judge.images,
+        on_trial=context.progress.report,
+    )
+    if context.by_time and any(chosen.removed.values()):
+        last = "certifying" if judge.certifies else "trained" if train else "steering"
+        passed = {each.place: each.upper for each in context.journal.of(Trial, judge=last) if each.accepted}
+        chosen = _fastest(context, chosen, allocations, passed, network)
+    return replace(chosen, shortcut=best.sources[chosen.place].context.shortcut, seconds=context.clock.lap())
+
+
+def _fastest(
+    context: PruningContext,
+    chosen: ChosenAllocation,
+    allocations: Sequence[Allocation],
+    passed: Mapping[int, float | None],
+    network: Callable[[int], Graph],
+) -> ChosenAllocation:
+    """The allocation chosen, if it is faster than the original network; else the next of those that may be lost that is.
+
+    Where none is, nothing is removed, and the note says so: nobody gets a slower network back. `passed` are the allocations
+    that are within the allowed drop, with their bounds.
+    """
+
+    def timed(place: int) -> SpeedTrial:
+        if known := context.journal.of(SpeedTrial, place=place):
+            return known[0]
+        smaller = network(place)  # made by all workers together; the first one times it
+        return context.journal.once_timed(SpeedTrial, lambda: SpeedTrial(place, tuple(judged(context, smaller).items())))
+
+    tried = []
+    smaller = sorted((place for place in passed if 0 < place < chosen.place), reverse=True)
+    for number, place in enumerate([chosen.place, *smaller][:_MOST_TIMED]):
+        context.progress.report("faster", number, number + 1)
+        trial = timed(place)
+        if is_faster(dict(trial.speeds)):
+            if place == chosen.place:
+                return chosen
+            one = allocations[place]
+            return replace(
+                chosen, removed=dict(one.removed), saved=one.saved, loss=one.predicted_loss, bound=passed[place], place=place
+            )
+        tried.append(trial)
+    steady = [widths.site for widths in context.journal.of(SiteWidths) if not widths.widths]
+    why = f"; no width is faster at {', '.join(steady[:3])}{', …' * (len(steady) > 3)}" if steady else ""
+    engine = "eager mode" if context.time_price.engine.name == "torch" else context.time_price.engine.name
+    note = (
+        f"nothing within the allowed drop is measurably faster in {engine} ({tried[0].summary()}{why}), so the network is "
+        f"returned as it was: allow a larger max_drop, train after the cuts (retrain='gentle'), name another engine, or give a "
+        f"target in macs"
+    )
+    nothing = dict.fromkeys(chosen.removed, 0)
+    return replace(chosen, removed=nothing, saved=0.0, loss=0.0, bound=None, place=0, note=note)
