@@ -17,7 +17,7 @@ from torch import nn
 from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, check_device, device_of, unwrapped
 from secateurs._util.tensors import digest
-from secateurs.config import Deploy, EngineName, Recipe, TrainSettings, declarations
+from secateurs.config import Deploy, EngineName, Recipe, ShortcutChoice, TrainSettings, declarations
 from secateurs.criteria import named, resolved, taken_up, user_function
 from secateurs.data.dataset import class_labels
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
@@ -77,7 +77,7 @@ class Pruner(Run):
 
     `train` may also be a `Data` with all three sets in memory; then `val` and `test` are not given. `uncertified` says whether
     a validation set that is too small for the recipe's confidence gives a run by point estimates, instead of an error; by
-    default it does where no recipe is given.
+    default it does where neither a recipe nor a confidence is given.
     """
 
     def __init__(
@@ -92,6 +92,9 @@ class Pruner(Run):
         target_latency: float | None = None,
         max_ms: float | None = None,
         engine: EngineName | None = None,
+        latency_batch: int | None = None,
+        shortcut: ShortcutChoice | None = None,
+        confidence: float | None = None,
         deploy: Deploy | None = None,
         measure: Callable[[nn.Module], float] | None = None,
         test: Any = None,
@@ -155,7 +158,14 @@ class Pruner(Run):
             seen = replace(data, test=opened.first_test)
         notes += data.notes
         targets = {"target_macs": macs, "target_parameters": parameters, "target_latency": target_latency, "max_ms": max_ms}
-        asked = recipe_for(recipe, criterion, max_drop=max_drop, engine=engine, deploy=deploy, retrain=retrain, **targets)
+        own = {
+            "engine": engine,
+            "latency_batch": latency_batch,
+            "shortcut": shortcut,
+            "confidence": confidence,
+            "deploy": deploy,
+        }
+        asked = recipe_for(recipe, criterion, max_drop=max_drop, retrain=retrain, **own, **targets)
         timed_in = _engine(asked, measure, device)
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = without_ignored(asked, graph, model, ignore)
@@ -180,7 +190,7 @@ class Pruner(Run):
             notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
         if asked.max_drop >= 1:
             notes.append(f"max_drop={asked.max_drop:g} allows all accuracy to be lost: 0.01 is one point")
-        uncertified = recipe is None if uncertified is None else uncertified
+        uncertified = recipe is None and confidence is None if uncertified is None else uncertified
         asked = feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
             runtime = Runtime(
@@ -311,9 +321,12 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     whole. Batches are (inputs, targets), or dicts with the arguments of the model and labels; for others give
     `forward(model, batch)`, `loss(outputs, batch)` and `metric(outputs, batch)`, one value for each example, higher = better.
     `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed, `target_latency=0.5` at
-    a share of the time that remains and `max_ms=4.0` at milliseconds. Cuts are weighed by time
-    in the `engine` ("torch", "compile", "onnxruntime"; by default PyTorch on the model's device), or by
-    `measure(module) -> seconds` on a device of your own; `deploy="int8"` prunes for an int8 file, and certifies that file.
+    a share of the time that remains and `max_ms=4.0` at milliseconds. Cuts are weighed by time in the `engine` ("torch",
+    "compile", "onnxruntime"; by default PyTorch on the model's device), at the batch that `val` gives and no slower at single
+    examples, or at `latency_batch` alone; by `measure(module) -> seconds` on a device of your own; with a target in MACs or
+    parameters and no engine, by that. `shortcut` says where residual blocks are cut ("before" or "after" the add, "stream";
+    "auto" weighs all three). Drops are certified at a `confidence` of 0.95, if there are enough examples; with 0 point
+    estimates decide. `deploy="int8"` prunes for an int8 file, and certifies that file.
     `evaluate(model)` replaces the metric by one of the whole validation set: one number, with which point estimates decide,
     or a tensor (N,) with a value for each example, whose mean is then
     certified as a metric is. `finetune(model)` is the user's own training after the cuts, `retrain="gentle"` (or

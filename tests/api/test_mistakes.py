@@ -91,8 +91,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a typo in an option": (lambda path: prune(max_dorp=0.01), "prune: unknown option 'max_dorp'. Did you mean 'max_drop'"),
     "a field as an option": (
-        lambda path: prune(confidence=0),
-        r"prune: confidence is a field of the recipe. Give recipe=Recipe\(confidence=…\)",
+        lambda path: prune(rounds=2),
+        r"prune: rounds is a field of the recipe. Give recipe=Recipe\(rounds=…\)",
     ),
     "an unknown criterion": (
         lambda path: prune(criterion="l3"),

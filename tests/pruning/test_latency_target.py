@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -339,7 +340,7 @@ def test_the_choice_is_the_best_of_all(with_engine: Callable[[FakeEngine], FakeE
     for picks in product(*(range(len(curve.removed)) for curve in curves)):
         masks: dict[Any, Any] = {}
         for curve, pick in zip(curves, picks, strict=True):
-            channels = run.context.time_price.model.sites[curve.site].channels
+            channels = run.context.price.model.sites[curve.site].channels
             masks[curve.site] = spread(channels - curve.removed[pick], channels)
         if engine.whole(compact(run.original, masks, verify=False)) <= 0.6 * whole:
             best = min(best, sum(c.loss[p] - c.loss[0] for c, p in zip(curves, picks, strict=True)))
@@ -543,6 +544,14 @@ def test_where_no_cut_saves_time_nothing_is_removed(with_engine: Callable[[FakeE
     result = run.finish()
     assert result.macs.removed == 0
     assert all(widths.widths == () for widths in records(run, SiteWidths))  # which says why
+    said, sizes, *rest = str(result).splitlines()
+    assert re.fullmatch(
+        r"No cut that was weighed saves time in fake \d+ \(no width is faster at 0, 3, 6\), so the network is returned as it "
+        r"was: name the engine that will run it, or give a target in macs\.",
+        said,
+    )
+    assert sizes.startswith("0.0 % of the parameters")
+    assert rest[0].startswith("Next: ")
 
 
 def test_a_function_of_the_users_own_is_an_engine(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ _RATES = 3 * 50  # steps of training by which a learning rate is found
 _ROUNDS = (18, 48)  # of a comparison that corrects tables, and of one that judges: as many as their spread takes, often
 _LOADED = {"torch": 0.05}  # seconds of a comparison besides its rounds; in other engines half a second
 _SIZE = 5e-3  # seconds that a layer of one size is timed for in a round, with what it takes to make it
+_WIDTHS = 1.0  # seconds of the convolution whose widths are timed
 _SOLVED = 0.02  # seconds of the knapsack for a site
 _WRITTEN = 0.3  # seconds: the network, the plan, the report
 _FEWER = (512, 256)  # images, where time is short
@@ -143,7 +144,7 @@ def _currency(context: PruningContext) -> str:
     """What a run spends, and what else it could."""
     recipe, engine = context.recipe, context.runtime.engine
     if not context.by_time or engine is None:
-        return f"the {context.currency} that they save, not by time: {to_weigh_time(recipe)}"
+        return f"the {context.price.currency} that they save, not by time: {to_weigh_time(recipe)}"
     if not engine.runs_layers:
         return "the time that they save, as measure() gives it"
     batches = context.planned_batches
@@ -155,7 +156,7 @@ def _currency(context: PruningContext) -> str:
     others += ["deploy='int8'"] * (recipe.deploy is None)
     return (
         f"the time that they save in {names.get(engine.name, engine.name)} {which}; if something else will run the network, "
-        f"give {', '.join(others)}, latency_batch in a recipe, or a size: macs=0.5, parameters=0.5"
+        f"give {', '.join(others)}, latency_batch=1, or a size: macs=0.5, parameters=0.5"
     )
 
 
@@ -274,11 +275,16 @@ class _Prices:
         engine.network(self.context.original)()()
         return time.perf_counter() - began
 
+    @cached_property
+    def single(self) -> float:
+        """Seconds of a single example, of which small networks spend most between their layers."""
+        return 1 / _images_a_second(self.context, 1)
+
     def compared(self, batch: int, rounds: int) -> float:
         """Two networks in turns, at a batch."""
         if self.call:
             return self.call * 2 * 7
-        call, engine = 1.2 * self.passes(batch), self.context.runtime.engine
+        call, engine = 1.2 * (self.single + self.passes(batch)), self.context.runtime.engine
         each = max(call, min(SHORTEST, MOST_CALLS * call))
         loaded = _LOADED.get(TorchEngine.name if engine is None else engine.name, 0.5)
         return loaded + min(2 * each * rounds, LONGEST_COMPARED) + 2 * each * LOADS
@@ -307,7 +313,7 @@ def _together(prices: _Prices) -> Iterator[Phase]:
     by_time, refitted, positions = context.by_time, recipe.repair in REFITTED, context.positions
     yield Phase("original", (prices.measured,), "measure")
     if by_time:
-        yield Phase("widths", (0.5 if recipe.round_to == "auto" else 0.0,), "timer")
+        yield Phase("widths", (_WIDTHS if recipe.round_to == "auto" else 0.0,), "table")
     seen = {(curve.site, curve.node) for curve in journal.of(SiteCurve)}
     if recipe.shortcut != "auto":
         seen |= {(site, node) for site, _ in seen for node in [s.node for s in prices.sites(positions[0]) if s.name == site]}
