@@ -167,8 +167,7 @@ def replay(graph: Graph, plan: Plan, *, verify: bool = True) -> Graph:
     for step in plan.steps:
         for cut in step:
             if cut.biases or cut.offsets:
-                site = resolve(graph, [cut.site])[cut.site]
-                graph = with_additions(graph, site, biases=cut.biases, offsets=cut.offsets)
+                graph = with_additions(graph, resolve(graph, [cut.site]), [cut])
         sites = resolve(graph, [cut.site for cut in step])
         masks: dict[str | Site, Tensor] = {}
         for cut in step:

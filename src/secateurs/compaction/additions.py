@@ -5,7 +5,7 @@ All start at zero, so the network computes the same as before. They are part of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,33 +23,36 @@ from secateurs.graph.sites import Site, remember_names_
 from secateurs.graph.trace import Graph, dtype_of
 
 
-def with_additions(graph: Graph, site: Site, *, biases: Sequence[str] = (), offsets: Sequence[str] = ()) -> Graph:
-    """Return a copy of the graph with a zero bias in the layers `biases` and a zero `Offset` behind the sums `offsets`.
+def with_additions(graph: Graph, sites: Mapping[str, Site], additions: Sequence[PlannedCut]) -> Graph:
+    """Return a copy of the graph with a zero bias in layers, and a zero `Offset` behind sums, as planned for the `sites`.
 
-    Layers are named by path, sums by the name of their `SumConsumer`. They are to make up for filters removed at `site`.
+    Layers are named by path, sums by the name of their `SumConsumer`. They are to make up for filters removed at these sites.
+    Nothing is added twice; what is planned to be cut is not cut here.
     """
-    module = copy_module(graph)
+    module, plan = copy_module(graph), graph.plan
     if not graph.plan.steps:
         remember_names_(graph, module)
     remaining = dict(graph.ids)
-    for path in biases:
-        add_bias_(module, path)
-    sums = {consumer.name: consumer for consumer in find_consumers(graph, site).sums} if offsets else {}
-    for name in offsets:
-        if name not in sums or sums[name].offset is not None:
-            raise PlanError(
-                f"the plan adds an offset behind the sum {name!r}, but no sum of that name without an offset reads site "
-                f"{site.name!r}. Use the network that the plan was made for."
-            )
-        add = next(node for node in module.graph.nodes if node.name == sums[name].node)
-        offset = Offset(sums[name].covered, sums[name].axis, dtype_of(module)).to(device_of(module)).train(module.training)
-        behind = insert_behind_(module, add, f"offset_{add.name}", offset)
-        pass_on_(add, behind, "shape", "other_shapes", "original_channels", "unused", "site_names")
-        if add.name in remaining:
-            remaining[behind.name] = remaining[add.name]
+    for cut in additions:
+        site = sites[cut.site]
+        for path in cut.biases:
+            add_bias_(module, path)
+        sums = {consumer.name: consumer for consumer in find_consumers(graph, site).sums} if cut.offsets else {}
+        for name in cut.offsets:
+            if name not in sums or sums[name].offset is not None:
+                raise PlanError(
+                    f"the plan adds an offset behind the sum {name!r}, but no sum of that name without an offset reads site "
+                    f"{site.name!r}. Use the network that the plan was made for."
+                )
+            add = next(node for node in module.graph.nodes if node.name == sums[name].node)
+            offset = Offset(sums[name].covered, sums[name].axis, dtype_of(module)).to(device_of(module)).train(module.training)
+            behind = insert_behind_(module, add, f"offset_{add.name}", offset)
+            pass_on_(add, behind, "shape", "other_shapes", "original_channels", "unused", "site_names")
+            if add.name in remaining:
+                remaining[behind.name] = remaining[add.name]
+        plan = plan.then([PlannedCut(site.name, (), site.original_channels, cut.biases, cut.offsets)])
     module.recompile()
-    added = PlannedCut(site.name, (), site.original_channels, tuple(biases), tuple(offsets))
-    return replace(graph, module=module, plan=graph.plan.then([added]), ids=remaining, kept={})
+    return replace(graph, module=module, plan=plan, ids=remaining, kept={})
 
 
 def add_bias_(module: nn.Module, path: str) -> None:

@@ -55,6 +55,7 @@ SERVED = 64  # examples at once where the data do not say
 LONGEST_SERVED = 1.0  # seconds: a batch that takes longer is timed at half of it
 _TIMED_ROUNDS = (12, 24)  # of two networks in turns, to correct the tables
 _MEASURED_ROUNDS = (5, 5)  # by a function of the user's own, which may take long
+_TINY = 1e-9
 _FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 
 
@@ -70,23 +71,30 @@ class EngineTimes:
     engine: Engine
     model: LatencyModel | NetworkModel
     original: float  # seconds of the whole network
-    scale: float = 1.0  # what a second saved saves of the whole network
     for_work: float = 0.0  # share of the time between the layers that is for work, not for calls
+    scale: float = 1.0  # what a second saved saves of the whole network, where that is less than a second
+    power: float = 1.0  # of the share of time that is left, where more is saved: however much that is, some time is left
 
     def saved(self, widths: Widths) -> float:
         """Predicted share of the original network's time that is saved."""
-        layers, calls, work = self._saved(widths)
-        return self.scale * (layers + (1 - self.for_work) * calls + self.for_work * work)
+        found = self._uncorrected(widths)
+        return self.scale * found if self.power == 1 else 1 - max(1 - found, _TINY) ** self.power
 
     def correct(self, timed: TimedAllocation, widths: Widths) -> None:
-        """Take the share of work, and then the scale of all savings, with which the measured time comes out."""
+        """Take the share of work, and then the scale or the power, with which the measured time comes out."""
         measured = max(1 - timed.seconds / timed.original, 0.0)
         layers, calls, work = self._saved(widths)
         if work > calls:
             self.for_work = min(max((measured - layers - calls) / (work - calls), 0.0), 1.0)
-        predicted = layers + (1 - self.for_work) * calls + self.for_work * work
-        if predicted > 0:
-            self.scale = measured / predicted  # 0: such cuts save nothing, so none is made
+        found, self.scale, self.power = self._uncorrected(widths), 1.0, 1.0
+        if measured > found > 0:
+            self.power = math.log(1 - measured) / math.log(1 - found)
+        elif found > 0:
+            self.scale = measured / found  # 0: such cuts save nothing, so none is made
+
+    def _uncorrected(self, widths: Widths) -> float:
+        layers, calls, work = self._saved(widths)
+        return layers + (1 - self.for_work) * calls + self.for_work * work
 
     def _saved(self, widths: Widths) -> tuple[float, float, float]:
         """Shares of the original network's time: saved by layers, and between them, if calls and if work were all it is for."""

@@ -16,6 +16,7 @@ from secateurs.compaction.additions import with_additions
 from secateurs.data.dataset import Examples
 from secateurs.graph.consumers import find_consumers
 from secateurs.graph.masking import Masks, copied
+from secateurs.graph.plan import PlannedCut
 from secateurs.graph.sites import Site, check_masks, resolve
 from secateurs.graph.trace import Graph
 from secateurs.repair.observe import ROWS, observe
@@ -46,18 +47,17 @@ def prepare(graph: Graph, sites: Iterable[Site | str]) -> Graph:
 
     What is missing is added, at zero, so the network computes the same as before; the plan records it.
     """
-    prepared = copied(graph)
-    current = resolve(prepared, sites)
-    for name in list(current):
-        site = current[name]
-        consumers = find_consumers(prepared, site)
-        layers = {c.module: prepared.module.get_submodule(c.module) for c in consumers.layers if c.norm is None}
-        biases = [path for path, layer in layers.items() if layer.bias is None]
-        offsets = [c.name for c in consumers.sums if c.offset is None and bool(c.covered.any())]
+    found, additions = resolve(graph, sites), list[PlannedCut]()
+    biased, behind = set[str](), set[str]()  # layers and sums that several sites share are prepared once
+    for name, site in found.items():
+        consumers = find_consumers(graph, site)
+        layers = {c.module: graph.module.get_submodule(c.module) for c in consumers.layers if c.norm is None}
+        biases = [path for path, layer in layers.items() if layer.bias is None and path not in biased]
+        offsets = [c.name for c in consumers.sums if c.offset is None and bool(c.covered.any()) and c.name not in behind]
         if biases or offsets:
-            prepared = with_additions(prepared, site, biases=biases, offsets=offsets)
-            current = resolve(prepared, current)  # the site may end behind an offset now
-    return prepared
+            additions.append(PlannedCut(name, (), site.original_channels, tuple(biases), tuple(offsets)))
+            biased, behind = biased | {*biases}, behind | {*offsets}
+    return with_additions(graph, found, additions) if additions else copied(graph)
 
 
 def repair_(
