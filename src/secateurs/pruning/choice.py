@@ -13,10 +13,10 @@ from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
 from secateurs.pruning.climb import COARSE, FINE, choose_allocation
 from secateurs.pruning.context import PruningContext
-from secateurs.pruning.finetune import forget_trials, load_trial, train_trial
 from secateurs.pruning.frontiers import Frontier, JoinedFrontier, joined
 from secateurs.pruning.judge import Judge
 from secateurs.pruning.results import ChosenAllocation, Trial, TriedNetwork
+from secateurs.pruning.trials import forget_trials, load_trial, train_trial
 
 
 def choose(judge: Judge, found: Sequence[Frontier]) -> ChosenAllocation:
