@@ -44,7 +44,7 @@ from secateurs.export.int8 import Quantised, Quantiser, in_int8
 from secateurs.export.programs import onnx_bytes
 from secateurs.metrics import evaluate
 from secateurs.models import build, example_input
-from secateurs.pruning.curves import allowed_widths, measure_curves
+from secateurs.pruning.curves import measure_curves
 from secateurs.pruning.frontiers import frontiers_of, joined
 from secateurs.report.int8 import stage_times
 from secateurs.speed.engines import cpu_flags
@@ -117,11 +117,11 @@ def pruned(network: str, until: str) -> Graph | None:
         run.measure_original()
         if until == "tables":
             for site in find_sites(run.original, "stream"):
-                allowed_widths(run.context, site)
+                run.context.price.widths_of(site)
             return None
         curves = measure_curves(run, run.context)
         if until == "times":
-            run.context.time_price.allocations(curves)
+            run.context.price.frontiers(curves)
         if until != "network":
             return None
         best = joined(frontiers_of(run.context, curves))

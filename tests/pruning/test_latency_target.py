@@ -303,7 +303,7 @@ def test_the_choice_is_the_best_of_all(with_engine: Callable[[FakeEngine], FakeE
     for picks in product(*(range(len(curve.removed)) for curve in curves)):
         masks: dict[Any, Any] = {}
         for curve, pick in zip(curves, picks, strict=True):
-            channels = run.context.time_price.model.sites[curve.site].channels
+            channels = run.context.price.model.sites[curve.site].channels
             masks[curve.site] = spread(channels - curve.removed[pick], channels)
         if engine.whole(compact(run.original, masks, verify=False)) <= 0.6 * whole:
             best = min(best, sum(c.loss[p] - c.loss[0] for c, p in zip(curves, picks, strict=True)))

@@ -155,7 +155,7 @@ def test_only_a_target_of_another_kind_gives_a_slower_network_and_the_first_line
     by_time = pruned(network, Costly())._result
     assert all(Costly().whole(by_time.model, batch) <= Costly().whole(network, batch) for batch in (1, 64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("secateurs.pruning.speeds.TorchEngine", Costly)
+        patch.setattr("secateurs.pruning.price.TorchEngine", Costly)
         patch.setattr("secateurs.pruning.run.layer_times", lambda *given: ())
         asked = Recipe(max_drop=1.0, confidence=0.0, criterion="l1", repair_examples=64, curve_examples=32)
         asked = replace(asked, shortcut="before", branches=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from secateurs.criteria.ranking import Ranking
 from secateurs.errors import RunError
 from secateurs.pruning.context import PreparedSite
-from secateurs.pruning.curves import allowed_widths, chosen_sites
+from secateurs.pruning.curves import chosen_sites
 from secateurs.pruning.finetune import finetune, recalibrate
 from secateurs.pruning.folder import save_ranking
 from secateurs.pruning.results import SiteCut, SiteOrder, Step
@@ -94,7 +94,7 @@ class Lines:
 
         def find() -> SiteCut:
             judge.answers = []
-            widths, total = allowed_widths(context, site), site.channels.bit_length() + 1
+            widths, total = context.price.widths_of(site), site.channels.bit_length() + 1
             cut = judge.largest_cut(
                 ranking.order,
                 judge.metric.under_masks(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -16,11 +16,7 @@ from secateurs.pruning.context import PruningContext
 from secateurs.pruning.finetune import forget_trials, load_trial, train_trial
 from secateurs.pruning.frontiers import Frontier, JoinedFrontier, joined
 from secateurs.pruning.judge import Judge
-from secateurs.pruning.results import ChosenAllocation, SiteWidths, SpeedTrial, Trial, TriedNetwork
-from secateurs.pruning.speeds import is_faster, judged
-from secateurs.selection.allocation import Allocation
-
-_MOST_TIMED = 4  # allocations that are timed against the original network before it is returned as it was
+from secateurs.pruning.results import ChosenAllocation, Trial, TriedNetwork
 
 
 def choose(judge: Judge, found: Sequence[Frontier]) -> ChosenAllocation:
@@ -59,7 +55,7 @@ def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> Chos
 
     def once(by: str, index: int, compute: Callable[[], Trial]) -> Trial:
         found = context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=by, place=index)
-        context.progress.tried = TriedNetwork(allocations[index].saved, context.currency, found.accuracy, found.accepted)
+        context.progress.tried = TriedNetwork(allocations[index].saved, context.price.currency, found.accuracy, found.accepted)
         return found
 
     def search_trained(index: int) -> Trial:
@@ -88,59 +84,8 @@ def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> Chos
         images=judge.images,
         on_trial=context.progress.report,
     )
-    if context.by_time and len(allocations) == 1:
-        chosen = _unchanged(context, chosen, "no cut that was weighed saves time in")
-    elif context.by_time and any(chosen.removed.values()):
+    if len(allocations) == 1 or any(chosen.removed.values()):
         last = "certifying" if judge.certifies else "trained" if train else "steering"
         passed = {each.place: each.upper for each in context.journal.of(Trial, judge=last) if each.accepted}
-        chosen = _fastest(context, chosen, allocations, passed, network)
+        chosen = context.price.paid(chosen, allocations, passed, network)
     return replace(chosen, shortcut=best.sources[chosen.place].context.shortcut, seconds=context.clock.lap())
-
-
-def _fastest(
-    context: PruningContext,
-    chosen: ChosenAllocation,
-    allocations: Sequence[Allocation],
-    passed: Mapping[int, float | None],
-    network: Callable[[int], Graph],
-) -> ChosenAllocation:
-    """The allocation chosen, if it is faster than the original network; else the next of those that may be lost that is.
-
-    Where none is, nothing is removed, and the note says so: nobody gets a slower network back. `passed` are the allocations
-    that are within the allowed drop, with their bounds.
-    """
-
-    def timed(place: int) -> SpeedTrial:
-        if known := context.journal.of(SpeedTrial, place=place):
-            return known[0]
-        smaller = network(place)  # made by all workers together; the first one times it
-        return context.journal.once_timed(SpeedTrial, lambda: SpeedTrial(place, tuple(judged(context, smaller).items())))
-
-    tried = []
-    smaller = sorted((place for place in passed if 0 < place < chosen.place), reverse=True)
-    for number, place in enumerate([chosen.place, *smaller][:_MOST_TIMED]):
-        context.progress.report("faster", number, number + 1)
-        trial = timed(place)
-        if is_faster(dict(trial.speeds)):
-            if place == chosen.place:
-                return chosen
-            one = allocations[place]
-            return replace(
-                chosen, removed=dict(one.removed), saved=one.saved, loss=one.predicted_loss, bound=passed[place], place=place
-            )
-        tried.append(trial)
-    return _unchanged(context, chosen, "nothing within the allowed drop is measurably faster in", tried[0].summary())
-
-
-def _unchanged(context: PruningContext, chosen: ChosenAllocation, what: str, measured: str = "") -> ChosenAllocation:
-    """Nothing is removed; the note says why, with the sites that no width makes faster, and what to try."""
-    steady = list(dict.fromkeys(widths.site for widths in context.journal.of(SiteWidths) if not widths.widths))
-    still = f"no width is faster at {', '.join(steady[:3])}{', …' * (len(steady) > 3)}" if steady else ""
-    why = "; ".join(filter(None, (measured, still)))
-    more = "allow a larger max_drop, train after the cuts (retrain='gentle'), " if measured else ""
-    engine = "eager mode" if context.time_price.engine.name == "torch" else context.time_price.engine.name
-    note = (
-        f"{what} {engine}{f' ({why})' * bool(why)}, so the network is returned as it was: {more}name the engine that will run "
-        f"it, or give a target in macs"
-    )
-    return replace(chosen, removed={}, saved=0.0, loss=0.0, bound=None, place=0, note=note)

@@ -48,8 +48,9 @@ from secateurs.metrics import (
 from secateurs.pruning.forecast import Forecast
 from secateurs.pruning.judge import Judge, check_contract, check_metric, contract_of, judge_for
 from secateurs.pruning.measure import Batches, Metric, PerExample, WholeSet, divided
+from secateurs.pruning.price import Price, price_for
 from secateurs.pruning.results import Progress, TriedNetwork, WidthMultiple
-from secateurs.pruning.time_price import SERVED, TimePrice
+from secateurs.pruning.time_price import SERVED
 from secateurs.pruning.whole_metric import WholeMetric
 from secateurs.repair import Reconstruction, Repair, Survey, apply_, observe, prepare, refit_, survey
 from secateurs.scoring import OnScored
@@ -57,14 +58,13 @@ from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.selection.allocation import Branch
 from secateurs.selection.contract import Contract
-from secateurs.speed.engines import Engine, TorchEngine
+from secateurs.speed.engines import Engine
 from secateurs.speed.tables import preferred_multiple
 from secateurs.speed.widths import multiple_at
 from secateurs.training import carry_momentum
 
 T = TypeVar("T")
 
-_PROBED_BATCH = 4  # examples at once where the multiple of widths is measured in eager mode
 _PREPARED = 3  # networks with room for repairs that are kept
 _CALIBRATED = 256  # examples for int8 ranges, and to compare int8 files on
 LEFT_FOR_INT8 = 0.2  # of the allowed drop, with `deploy = "int8"`
@@ -500,11 +500,6 @@ class PruningContext:
     # ---- widths ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def engine(self) -> Engine:
-        """The engine that widths are chosen for."""
-        return self.time_price.engine if self.by_time else TorchEngine(_PROBED_BATCH, device=self.runtime.device)
-
-    @cached_property
     def _channels(self) -> dict[str, int]:
         """Filters of every site of the original network."""
         return {site.name: site.channels for site in self.sites(self.original)}
@@ -517,19 +512,9 @@ class PruningContext:
 
         def measure() -> WidthMultiple:
             self.progress.report("widths", 0, 1)
-            return WidthMultiple(preferred_multiple(self.engine, self.original), self.engine.name)
+            return WidthMultiple(preferred_multiple(self.price.engine, self.original), self.price.engine.name)
 
         return multiple_at(self._channels.get(site, 0), self.journal.once_timed(WidthMultiple, measure).multiple)
-
-    @property
-    def currency(self) -> str:
-        """What the cuts of all sites save: time, MACs, parameters or activations."""
-        recipe = self.recipe
-        if self.by_time:
-            return "time"
-        if recipe.target_macs is None and recipe.target_parameters is not None:
-            return "parameters"
-        return "activations" if recipe.target_macs is None and recipe.target_memory is not None else "MACs"
 
     @property
     def by_time(self) -> bool:
@@ -545,9 +530,9 @@ class PruningContext:
         return tuple(dict.fromkeys((self.runtime.limit.within(self.runtime.served or SERVED), 1)))
 
     @cached_property
-    def time_price(self) -> TimePrice:
-        """What cuts save in seconds."""
-        return TimePrice(self)
+    def price(self) -> Price:
+        """What cuts save, in what the run spends."""
+        return price_for(self)
 
     # ---- whole networks ----------------------------------------------------------------------------------------------
 

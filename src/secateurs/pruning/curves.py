@@ -23,13 +23,11 @@ from secateurs.graph.channels import none_of
 from secateurs.graph.consumers import find_layers
 from secateurs.graph.node_info import info
 from secateurs.graph.sites import Site, find_sites
-from secateurs.graph.structure import activations
 from secateurs.graph.trace import Graph
 from secateurs.pruning.context import HeldOut, PreparedSite, PruningContext
 from secateurs.pruning.folder import save_ranking
-from secateurs.pruning.results import SiteCurve, SiteOrder, SiteWidths, curve_from, curve_tensors
+from secateurs.pruning.results import SiteCurve, SiteOrder, curve_from, curve_tensors
 from secateurs.selection.allocation import Curve, calibrated
-from secateurs.speed.tables import fast_widths
 
 if TYPE_CHECKING:
     from secateurs.pruning.run import Run
@@ -67,10 +65,9 @@ def measure_curves(run: Run, context: PruningContext) -> dict[str, SiteCurve]:
             f"journal.jsonl: the first round has site {brief(repr(unknown[0]))}, which the network has not. Restore the "
             f"run from a copy, or start a new one."
         )
-    if listed and context.by_time:
-        context.time_price.times  # noqa: B018  # computed on the first request: tables come before curves
     if listed:
-        context.survey  # noqa: B018  # so does what all sites are seen by
+        context.price.prepare()  # tables come before curves
+        context.survey  # noqa: B018  # computed on the first request: so does what all sites are seen by
     with context.journal.workers.keeping(f"curves, {context.shortcut}"):  # until all are journaled
         return Curves(run, context).all(sorted(listed, key=places.index))
 
@@ -110,7 +107,7 @@ class Curves:
     def _measured(self, site: Site, number: int) -> SiteCurve:
         prepared = self.context.prepare(self.context.original, site)
         ranking = self.run.rank(prepared, number, self.context)
-        return measure_curve(self.context, prepared, ranking, allowed_widths(self.context, site))
+        return measure_curve(self.context, prepared, ranking, self.context.price.widths_of(site))
 
     def _shared(self, names: Sequence[str], number: int) -> dict[str, SiteCurve]:
         """The curves of the next sites, each measured by one worker; the first of the names is the site of that `number`."""
@@ -134,7 +131,7 @@ class Curves:
         context, recipe = self.context, self.context.recipe
         for site in sites:
             context.round_to(site.name)
-            allowed_widths(context, site)
+            context.price.widths_of(site)
         if context.survey is not None:
             context.loss_of_few  # noqa: B018  # computed on the first request
         criteria = recipe.portfolio if recipe.criterion == "portfolio" else (recipe.criterion,)
@@ -143,21 +140,6 @@ class Curves:
 
     def _is_known(self, site: Site) -> bool:
         return bool(self.context.journal.of(SiteCurve, site=site.name, **self.context.at_node(site)))
-
-
-def allowed_widths(context: PruningContext, site: Site) -> tuple[int, ...] | None:
-    """The numbers of filters that may be kept at a site, measured once; None: all."""
-    if not context.by_time:
-        return None
-    step = context.round_to(site.name)
-
-    def measure() -> SiteWidths:
-        widths, seconds = fast_widths(context.time_price.model, site, step)
-        allowed = tuple(width for width in widths if width < site.channels)
-        return SiteWidths(site.name, site.channels, allowed, tuple(seconds.items()), **context.at_node(site))
-
-    known = {"site": site.name, "channels": site.channels, **context.at_node(site)}
-    return context.journal.once(SiteWidths, measure, **known).widths
 
 
 def counts_of(
@@ -202,7 +184,7 @@ def measure_curve(
             f"site {site.name!r}: the loss of the uncut network on {len(context.held_out.examples)} validation examples is "
             f"{losses_at[0]}. Check its outputs and the examples for NaN."
         )
-    return SiteCurve(ranking, site.original, Curve(site.name, counts, losses_at, _savings(context, site, ranking, counts)))
+    return SiteCurve(ranking, site.original, Curve(site.name, counts, losses_at, context.price.alone(site, ranking, counts)))
 
 
 def _predicted_losses(
@@ -228,7 +210,7 @@ def _measured_losses(
 
     That is measured where time counts. By MACs, narrow layers are worth as much as whole branches, and lose less.
     """
-    site, refits = prepared.site, context.by_time and context.recipe.repair in REFITTED
+    site, refits = prepared.site, context.price.makes_up_for_branches and context.recipe.repair in REFITTED
     some = [m for m in counts if m < site.channels or not refits]
     measured = context.evaluator(prepared, held_out.loss_fn).on(held_out.examples)
     losses = measured.means(cuts_along(ranking.order, some)).tolist() if some else []
@@ -247,28 +229,3 @@ def _folded_loss(context: PruningContext, site: Site, held_out: HeldOut) -> floa
     gone = [place for place, name in enumerate(before) if name not in left]
     behind = [name for name in before[max(gone, default=len(before)) + 1 :] if name in left]
     return context.loss(context.refit(folded, behind[:_REFITTED_BEHIND]), held_out)
-
-
-def _savings(context: PruningContext, site: Site, ranking: Ranking, counts: Sequence[int]) -> tuple[float, ...]:
-    """What the cuts of a site alone save: share of the layers' time in the tables, or of MACs or parameters."""
-    if context.by_time:
-        cuts = cuts_along(ranking.order, counts)
-        model = context.time_price.model
-        seconds = [model.seconds({site.name: int(keep.sum())}) for keep in cuts]
-        return tuple((seconds[0] - each) / seconds[0] for each in seconds)
-    some, *whole = (counts[:-1], counts[-1]) if counts[-1] == site.channels else (counts,)
-    most = _saved_alone(context, site, ranking, some[-1])
-    found = [most * count / max(some[-1], 1) for count in some]
-    return (*found, *(_saved_alone(context, site, ranking, count) for count in whole))
-
-
-def _saved_alone(context: PruningContext, site: Site, ranking: Ranking, count: int) -> float:
-    """The share of the MACs that a cut of one site saves; of the parameters or activations if they alone are the target."""
-    recipe = context.recipe
-    masks: dict[str | Site, Tensor] = {site.name: cuts_along(ranking.order, [count])[0]}
-    smaller = compact(context.original, masks, verify=False)
-    if recipe.target_memory is not None and recipe.target_macs is None and recipe.target_parameters is None:
-        return 1 - activations(smaller).total / activations(context.original).total
-    parameters, macs = context.shares_removed(smaller)
-    by_parameters = recipe.target_macs is None and recipe.target_parameters is not None
-    return parameters if by_parameters else macs

@@ -146,7 +146,7 @@ def _currency(context: PruningContext) -> str:
     """What a run spends, and what else it could."""
     recipe, engine = context.recipe, context.runtime.engine
     if not context.by_time or engine is None:
-        return f"the {context.currency} that they save, not by time: {to_weigh_time(recipe)}"
+        return f"the {context.price.currency} that they save, not by time: {to_weigh_time(recipe)}"
     if not engine.runs_layers:
         return "the time that they save, as measure() gives it"
     batches = context.planned_batches

@@ -16,7 +16,7 @@ from secateurs.graph.trace import Graph
 from secateurs.pruning.context import PruningContext
 from secateurs.pruning.cuts import apply_allocation
 from secateurs.pruning.results import ChosenAllocation, ComparedFrontiers, FrontierTrial, SiteCurve
-from secateurs.selection.allocation import Allocation, frontier
+from secateurs.selection.allocation import Allocation
 from secateurs.selection.knapsack import ascending
 
 _MOST_TRIED = 160  # allocations that a search looks among: neighbours then differ by less than their accuracies are known
@@ -45,12 +45,8 @@ def frontiers_of(context: PruningContext, curves: Mapping[str, SiteCurve]) -> li
         return [Frontier(context, curves, ())]
     if not curves:
         return [Frontier(context, curves, (Allocation({}, 0.0, 0.0),))]
-    if not context.by_time:
-        return [
-            _up_to_target(context, curves, frontier([each.curve for each in curves.values()], context.branches(curves)), 1.0)
-        ]
-    by_price = context.time_price.allocations(curves)
     refits = context.recipe.repair in REFITTED
+    by_price = context.price.frontiers(curves)
     return [_up_to_target(context, curves, found, price) for price, found in by_price.items() if refits or price == 1.0]
 
 
@@ -59,7 +55,7 @@ def _up_to_target(
 ) -> Frontier:
     """The allocations up to the first whose cuts, made together, reach all targets; else all of them."""
     recipe = context.recipe
-    share = context.time_price.target_share if context.by_time else None
+    share = context.price.target_share
     by_structure = any(t is not None for t in (recipe.target_macs, recipe.target_parameters, recipe.target_memory))
 
     def reaches(index: int) -> bool:
@@ -139,7 +135,7 @@ def _compared(found: Sequence[Frontier]) -> ComparedFrontiers:
         for number, each in enumerate(found):
             context, allocations = each.context, each.allocations
             context.progress.report("compare", number, len(found))
-            target = context.time_price.target_share if recipe.has_time_target and context.by_time else None
+            target = context.price.target_share
             wanted = 1 - target if target is not None else allocations[-1].saved if by_structure else half
             chosen = next((one for one in allocations if one.saved >= wanted - _TINY), allocations[-1])
             name = f"{context.shortcut} {sorted(chosen.removed.items())}"

@@ -153,7 +153,7 @@ class Run:
             left = self.context.memory_left(self.state.graph)
             words = f"the activations' peak takes {left:.1%} of the original's, of {recipe.target_memory:.1%} wanted"
             known.append((left <= recipe.target_memory, words))
-        share = self.context.time_price.target_share if self.saved is not None and recipe.has_time_target else None
+        share = None if self.saved is None else self.context.price.target_share
         if self.saved is not None and share is not None:
             remains = 1 - self.saved
             known.append((remains <= share + 1e-9, f"{remains:.1%} of the time remain by prediction, of {share:.1%} wanted"))

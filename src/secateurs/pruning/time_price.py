@@ -20,15 +20,25 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from secateurs.compaction import compact
+from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import RunError
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.pruning.results import SiteCurve, TimedAllocation, TimedBatches, TimeTable
+from secateurs.pruning.results import (
+    ChosenAllocation,
+    MeasuredSpeed,
+    SiteCurve,
+    SiteWidths,
+    TimedAllocation,
+    TimedBatches,
+    TimeTable,
+)
+from secateurs.pruning.speeds import fastest
 from secateurs.selection.allocation import Allocation
 from secateurs.selection.knapsack import ascending, best_allocations
-from secateurs.speed.engines import Engine, at_batch
+from secateurs.speed.engines import Engine, TorchEngine, at_batch
 from secateurs.speed.sizes import Size, Sizing, Widths
-from secateurs.speed.tables import SECONDS, LatencyModel, NetworkModel, Rounds, Sizes, TableFile
+from secateurs.speed.tables import SECONDS, LatencyModel, NetworkModel, Rounds, Sizes, TableFile, fast_widths
 from secateurs.speed.timing import Compared, Load, compare, in_rounds
 from secateurs.speed.widths import candidates
 
@@ -77,7 +87,7 @@ class EngineTimes:
             self.scale = measured / predicted  # 0: such cuts save nothing, so none is made
 
     def _saved(self, widths: Widths) -> tuple[float, float, float]:
-        """Shares of the original network's time that are saved: by layers, by fewer calls between them, by fewer numbers."""
+        """Shares of the original network's time saved: by layers, and between them by fewer calls and numbers."""
         full = self.model.seconds({})
         whole, left = max(self.original, full), self.model.left_between(widths)
         between = 1 - full / whole
@@ -85,13 +95,19 @@ class EngineTimes:
 
 
 class TimePrice:
-    """What cuts of the original network save in seconds, and the allocations that save most for what they lose."""
+    """What cuts of the original network save in seconds, and the allocations that save most for what they lose.
+
+    The price of time among those of `pruning.price`.
+    """
+
+    currency = "time"
+    makes_up_for_branches = True
 
     def __init__(self, context: PruningContext) -> None:
         self.context, self.recipe, self.journal = context, context.recipe, context.journal
         assert context.runtime.engine is not None
-        self.engines = [at_batch(context.runtime.engine, batch) for batch in self._batches()]
-        self.engine = self.engines[0]
+        self.timed_in = [at_batch(context.runtime.engine, batch) for batch in self._batches()]
+        self.engine = self.timed_in[0]
 
     # ---- conditions ------------------------------------------------------------------------------------------------------
 
@@ -121,7 +137,7 @@ class TimePrice:
     @cached_property
     def loads(self) -> list[Load]:
         """The original network, prepared for every engine."""
-        return [engine.network(self.context.original) for engine in self.engines]
+        return [engine.network(self.context.original) for engine in self.timed_in]
 
     # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -131,7 +147,7 @@ class TimePrice:
         sites = [site for site in self.context.sites(self.context.original) if site.channels > 1]
         widths = {site.name: candidates(site.channels, self.context.round_to(site.name)) for site in sites}
         sizing, found = Sizing(self.context.original, sites), []
-        for place, engine in enumerate(self.engines):
+        for place, engine in enumerate(self.timed_in):
             model = self._layers(engine, sizing, widths) if engine.runs_layers else self._networks(engine, sites, widths)
             found.append(EngineTimes(engine, model, self._original(place)))
         return found
@@ -161,8 +177,8 @@ class TimePrice:
         """Time layers at these sizes, once."""
 
         def on_layer(done: int, of: int) -> None:
-            before = self.engines.index(engine) * of
-            self.context.progress.report(phase, before + done, len(self.engines) * of)
+            before = self.timed_in.index(engine) * of
+            self.context.progress.report(phase, before + done, len(self.timed_in) * of)
 
         model.measure(
             engine,
@@ -201,13 +217,13 @@ class TimePrice:
 
         def measure() -> TimedAllocation:
             seconds = self.compared(place, [self.loads[place]], _TIMED_ROUNDS).medians[0]
-            return TimedAllocation(0, {}, seconds, seconds, seconds, self.engines[place].batch)
+            return TimedAllocation(0, {}, seconds, seconds, seconds, self.timed_in[place].batch)
 
-        return self.journal.once_timed(TimedAllocation, measure, round=0, batch=self.engines[place].batch).original
+        return self.journal.once_timed(TimedAllocation, measure, round=0, batch=self.timed_in[place].batch).original
 
     def compared(self, place: int, loads: Sequence[Load], rounds: tuple[int, int]) -> Compared:
         """Networks timed in turns in one of the engines."""
-        engine = self.engines[place]
+        engine = self.timed_in[place]
         if not engine.runs_layers:
             return compare(loads, rounds=_MEASURED_ROUNDS, shortest=0.0, times_loaded=1, clock=engine.clock)
         return compare(loads, threads=engine.threads, rounds=rounds, clock=engine.clock)
@@ -218,7 +234,29 @@ class TimePrice:
         """The widths of the sites that lose filters."""
         return {name: self.model.sites[name].channels - m for name, m in removed.items() if m}
 
-    def allocations(self, curves: Mapping[str, SiteCurve]) -> dict[float, tuple[Allocation, ...]]:
+    def prepare(self) -> None:
+        """Measure the tables."""
+        assert self.times
+
+    def widths_of(self, site: Site) -> tuple[int, ...] | None:
+        """The numbers of filters that run fast at a site, measured once."""
+        step = self.context.round_to(site.name)
+
+        def measure() -> SiteWidths:
+            widths, seconds = fast_widths(self.model, site, step)
+            allowed = tuple(width for width in widths if width < site.channels)
+            return SiteWidths(site.name, site.channels, allowed, tuple(seconds.items()), **self.context.at_node(site))
+
+        known = {"site": site.name, "channels": site.channels, **self.context.at_node(site)}
+        return self.journal.once(SiteWidths, measure, **known).widths
+
+    def alone(self, site: Site, ranking: Ranking, counts: Sequence[int]) -> tuple[float, ...]:
+        """What cuts of a site save alone, by the number of filters removed: shares of the layers' time in the tables."""
+        widths = (int(keep.sum()) for keep in cuts_along(ranking.order, counts))
+        seconds = [self.model.seconds({site.name: width}) for width in widths]
+        return tuple((seconds[0] - each) / seconds[0] for each in seconds)
+
+    def frontiers(self, curves: Mapping[str, SiteCurve]) -> dict[float, tuple[Allocation, ...]]:
         """The allocations of least predicted loss for every share of the time saved, from nothing removed on.
 
         By the price of folded branches, by which their losses are multiplied; only 1 if none can be folded. Everything measured
@@ -327,6 +365,36 @@ class TimePrice:
                 self._measure(times.engine, times.model, times.model.unmeasured(widths), "sizes")
             times.correct(found[-1], widths)
         return found[0]
+
+    # ---- results ---------------------------------------------------------------------------------------------------------
+
+    def paid(
+        self,
+        chosen: ChosenAllocation,
+        allocations: Sequence[Allocation],
+        passed: Mapping[int, float | None],
+        network: Callable[[int], Graph],
+    ) -> ChosenAllocation:
+        """The choice, if it is faster than the original network (see `pruning.speeds`)."""
+        return fastest(self, chosen, allocations, passed, network)
+
+    def engines(self, batch: int) -> list[Engine]:
+        """Those in which time counts."""
+        return list(self.timed_in)
+
+    def predicted(self, original: float, saved: float | None) -> float | None:
+        """Seconds of the result, of the original network's and the share that was predicted to be saved."""
+        return None if saved is None else original * (1 - saved)
+
+    def layer_times(self, graph: Graph, speed: MeasuredSpeed) -> tuple[Mapping[str, float], Mapping[str, float]] | None:
+        """By the tables; eager mode is timed node by node instead."""
+        if speed.engine == TorchEngine.name or not isinstance(self.model, LatencyModel):
+            return None
+        widths = dict[str, int]()
+        for name, gone in graph.plan.removed().items():
+            if name in self.model.sites:
+                widths[name] = sum(channel not in gone for channel in self.model.sites[name].original)
+        return self.model.by_layer({}), self.model.by_layer(widths)
 
 
 def aimed(allocations: Sequence[Allocation], wanted: float | None) -> int:
