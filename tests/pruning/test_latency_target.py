@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from nets import assert_compact_is_masked, randomise_, seeded
 from secateurs import Graph, Pruner, Recipe, compact, cost, find_sites, resume, trace
@@ -167,6 +167,43 @@ def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: 
     together = differing({site.name: -(-site.channels // 2) for site in sites})
     assert all(one >= other for predicted, left in together for one, other in zip(predicted, left, strict=True))
     assert not together or shortcut == "before"
+
+
+class Written(fx.Interpreter):
+    """Runs a network and keeps how many numbers every node writes, by name."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph.module)
+        self.numbers: dict[str, int] = {}
+        self.run(*graph.example)
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        if isinstance(found, Tensor):
+            self.numbers[n.name] = found.numel()
+        return found
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet8", "densenet-small", "mobilenet-small"])
+def test_ops_between_the_layers_write_what_compaction_leaves_them(name: str) -> None:
+    graph = trace(build(name), example_input(name))
+    sizing, whole = Sizing(graph, find_sites(graph)), Written(graph).numbers
+    between = [node.name for node in sizing._between]
+    for site in sizing.sites.values():
+        for width in (site.channels // 2, 1):
+            left = Written(compact(graph, {site.name: spread(width, site.channels)})).numbers
+            found = sizing.left_between({site.name: width})
+            assert found.work == pytest.approx(sum(left[each] for each in between) / sum(whole[each] for each in between))
+            assert found.calls == 1
+
+
+def test_a_folded_branch_has_no_calls_left() -> None:
+    graph = trace(build("densenet-small"), example_input("densenet-small"))
+    sizing = Sizing(graph, find_sites(graph))
+    folded = compact(graph, {"block2.2.conv1": spread(0, 16)})
+    left = {node.name for node in folded.module.graph.nodes} & {node.name for node in sizing._between}
+    assert len(left) < len(sizing._between)
+    assert sizing.left_between({"block2.2.conv1": 0}).calls == pytest.approx(len(left) / len(sizing._between))
 
 
 def test_layers_of_attention_have_the_sizes_that_compaction_leaves_them() -> None:

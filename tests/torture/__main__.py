@@ -57,12 +57,14 @@ def main(argv: list[str] | None = None) -> int:
     for part in asked.part:
         count = max(1, round(COUNTS[part] * asked.scale))
         say(f"{part}: {count:,} from seed {asked.seed}")
-        ended = [piece for piece in read(asked.results).get(part, []) if asked.resume and not piece["failures"]]
-        for first, size in pieces(part, count, asked.seed):
-            if any((piece["seed"], piece["tried"]) == (first, size) for piece in ended):
+        wanted = pieces(part, count, asked.seed)
+        known = read(asked.results).get(part, []) if asked.resume else []
+        ended = [piece for piece in known if (piece["seed"], piece.get("cases")) in wanted and not piece["failures"]]
+        for first, size in wanted:
+            if any((piece["seed"], piece["cases"]) == (first, size) for piece in ended):
                 continue
             tally = run_part(part, size, first, asked.workers, asked.failures)
-            ended = [*ended, {**asdict(tally), "seed": first, **now}]
+            ended = [*ended, {**asdict(tally), "seed": first, "cases": size, **now}]
             write(asked.results, part, ended)
             say(f"{part}: seed {first}, {tally.tried:,} tried, {len(tally.failures)} failures in {tally.seconds:.0f} s")
             for line in tally.failures[:20]:

@@ -76,7 +76,7 @@ def _tensor_from_list(kind: type, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Lines:
+class JournalLines:
     """The lines of a journal up to the first damaged one."""
 
     records: tuple[Any, ...]
@@ -94,7 +94,7 @@ def records_of(records: Sequence[Any], kind: type[R], **key: Any) -> list[R]:
     return [r for r in records if type(r) is kind and all(getattr(r, name) == value for name, value in key.items())]
 
 
-def read_lines(folder: Path, kinds: Kinds) -> Lines:
+def read_lines(folder: Path, kinds: Kinds) -> JournalLines:
     """Read the journal of a folder, which another process may be writing, up to its first damaged line.
 
     What is wrong is in `notes`. RunError if there is no journal.
@@ -113,7 +113,7 @@ def read_lines(folder: Path, kinds: Kinds) -> Lines:
         ) from error
 
 
-def _lines(file: IO[bytes], path: Path, before: str, kinds: Kinds) -> Lines:
+def _lines(file: IO[bytes], path: Path, before: str, kinds: Kinds) -> JournalLines:
     """The lines of an open journal, one in memory at a time, after the origin with the digest `before`."""
     folder, records, notes = path.parent, list[Any](), list[str]()
     digests, size = [before], 0
@@ -140,7 +140,7 @@ def _lines(file: IO[bytes], path: Path, before: str, kinds: Kinds) -> Lines:
             break
         digests.append(claimed)
         size += len(line)
-    return Lines(tuple(records), tuple(digests), size, tuple(notes))
+    return JournalLines(tuple(records), tuple(digests), size, tuple(notes))
 
 
 def refuse_links(folder: Path) -> None:

@@ -87,13 +87,12 @@ def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> Chos
         images=judge.images,
         on_trial=context.progress.report,
     )
-    if len(allocations) == 1 or any(chosen.removed.values()):
-        last = "certifying" if judge.certifies else "trained" if train else "steering"
-        passed = {each.place: each.upper for each in context.journal.of(Trial, judge=last) if each.accepted}
+    last = "certifying" if judge.certifies else "trained" if train else "steering"
+    passed = {each.place: each.upper for each in context.journal.of(Trial, judge=last) if each.accepted}
+    paid = context.price.paid(chosen, allocations, passed, network)
+    if paid.note and chosen.place and not judge.certifies:  # a search that succeeds at once has looked at nothing smaller
+        smaller = {chosen.place * quarter // 4 for quarter in (1, 2, 3)} - {0, *passed}
+        passed |= {place: None for place in sorted(smaller) if (search_trained if train else search)(place).accepted}
         paid = context.price.paid(chosen, allocations, passed, network)
-        if paid.note and not judge.certifies:  # a search that succeeds at once has looked at nothing smaller
-            smaller = {chosen.place * quarter // 4 for quarter in (1, 2, 3)} - {0, *passed}
-            passed |= {place: None for place in sorted(smaller) if (search_trained if train else search)(place).accepted}
-            paid = context.price.paid(chosen, allocations, passed, network)
-        chosen = paid
+    chosen = paid
     return replace(chosen, shortcut=best.sources[chosen.place].context.shortcut, seconds=context.clock.lap())

@@ -76,9 +76,12 @@ def fastest(
     Where none is, nothing is removed, and the note says so: nobody gets a slower network back. `passed` are the allocations
     that are within the allowed drop, with their bounds.
     """
+
     context = price.context
     if len(allocations) == 1:
         return _unchanged(price, chosen, "no cut that was weighed saves time in")
+    if not any(chosen.removed.values()):
+        return chosen
 
     def timed(place: int) -> SpeedTrial:
         if known := context.journal.of(SpeedTrial, place=place):
@@ -105,7 +108,7 @@ def fastest(
 
 def _unchanged(price: TimePrice, chosen: ChosenAllocation, what: str, measured: str = "") -> ChosenAllocation:
     """Nothing is removed; the note says why, with the sites that no width makes faster, and what to try."""
-    steady = list(dict.fromkeys(widths.site for widths in price.context.journal.of(SiteWidths) if not widths.widths))
+    steady = list(dict.fromkeys(widths.site for widths in price.journal.of(SiteWidths) if not widths.widths))
     still = f"no width is faster at {', '.join(steady[:3])}{', …' * (len(steady) > 3)}" if steady else ""
     why = "; ".join(filter(None, (measured, still)))
     more = "allow a larger max_drop, train after the cuts (retrain='gentle'), " if measured else ""

@@ -1,8 +1,9 @@
 """Cuts of all sites weighed by the time that they save: tables, a knapsack, and measured networks that correct both.
 
-The tables add up layers, and sums that align channels; what lies between (memory, other ops) they do not know. So networks are
-compacted and timed in the engine, in turns with the original one: savings are scaled to what was measured, and the allocations
-are solved for again around it, with the layers timed at the sizes they have there.
+The tables add up layers, and sums that align channels; what lies between (activations, norms, pooling) is the rest of the
+network's time, which gets less as channels and branches go. So networks are compacted and timed in the engine, in turns with
+the original one: savings are scaled to what was measured, and the allocations are solved for again around it, with the layers
+timed at the sizes they have there.
 
 Time is weighed at the batch that is served, and watched at single examples: what saves most at the one may not be slower at the
 other.
@@ -36,7 +37,8 @@ from secateurs.pruning.results import (
 from secateurs.pruning.speeds import fastest
 from secateurs.selection.allocation import Allocation
 from secateurs.selection.knapsack import ascending, best_allocations
-from secateurs.speed.engines import Engine, TorchEngine, at_batch
+from secateurs.speed.engines import Engine, TorchEngine, at_batch, batch_like
+from secateurs.speed.nodes import node_seconds
 from secateurs.speed.sizes import Size, Sizing, Widths
 from secateurs.speed.tables import SECONDS, LatencyModel, NetworkModel, Rounds, Sizes, TableFile, fast_widths
 from secateurs.speed.timing import Compared, Load, compare, in_rounds
@@ -60,38 +62,41 @@ _FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 class EngineTimes:
     """The engine at one batch: its tables, and what measured networks taught about them.
 
-    What the whole network takes beyond its layers is spent between them: for every call, and for every number that is written.
-    A call is gone where a branch is folded; fewer numbers are written wherever a channel is gone. How the two share that time
-    is what the first measured network tells; until then all of it is for calls.
+    What the whole network takes beyond its layers is spent between them: on calls, and on the work that they do. A call is gone
+    where a branch is folded; there is less work wherever a channel is gone. How the two share that time is what the first
+    measured network tells; until then all of it is for calls.
     """
 
     engine: Engine
     model: LatencyModel | NetworkModel
     original: float  # seconds of the whole network
     scale: float = 1.0  # what a second saved saves of the whole network
-    by_elements: float = 0.0  # share of the time between the layers that is for numbers written, not for calls
+    for_work: float = 0.0  # share of the time between the layers that is for work, not for calls
 
     def saved(self, widths: Widths) -> float:
         """Predicted share of the original network's time that is saved."""
-        layers, calls, elements = self._saved(widths)
-        return self.scale * (layers + (1 - self.by_elements) * calls + self.by_elements * elements)
+        layers, calls, work = self._saved(widths)
+        return self.scale * (layers + (1 - self.for_work) * calls + self.for_work * work)
 
     def correct(self, timed: TimedAllocation, widths: Widths) -> None:
-        """Take the share of the numbers written, and then the scale of all savings, with which the measured time comes out."""
+        """Take the share of work, and then the scale of all savings, with which the measured time comes out."""
         measured = max(1 - timed.seconds / timed.original, 0.0)
-        layers, calls, elements = self._saved(widths)
-        if elements > calls:
-            self.by_elements = min(max((measured - layers - calls) / (elements - calls), 0.0), 1.0)
-        predicted = layers + (1 - self.by_elements) * calls + self.by_elements * elements
+        layers, calls, work = self._saved(widths)
+        if work > calls:
+            self.for_work = min(max((measured - layers - calls) / (work - calls), 0.0), 1.0)
+        predicted = layers + (1 - self.for_work) * calls + self.for_work * work
         if predicted > 0:
             self.scale = measured / predicted  # 0: such cuts save nothing, so none is made
 
     def _saved(self, widths: Widths) -> tuple[float, float, float]:
-        """Shares of the original network's time saved: by layers, and between them by fewer calls and numbers."""
-        full = self.model.seconds({})
-        whole, left = max(self.original, full), self.model.left_between(widths)
-        between = 1 - full / whole
-        return (full - self.model.seconds(widths)) / whole, between * (1 - left.calls), between * (1 - left.elements)
+        """Shares of the original network's time: saved by layers, and between them, if calls and if work were all it is for."""
+        whole, left = max(self.original, self._full), self.model.left_between(widths)
+        between = 1 - self._full / whole
+        return (self._full - self.model.seconds(widths)) / whole, between * (1 - left.calls), between * (1 - left.work)
+
+    @cached_property
+    def _full(self) -> float:
+        return self.model.seconds({})
 
 
 class TimePrice:
@@ -147,10 +152,23 @@ class TimePrice:
         sites = [site for site in self.context.sites(self.context.original) if site.channels > 1]
         widths = {site.name: candidates(site.channels, self.context.round_to(site.name)) for site in sites}
         sizing, found = Sizing(self.context.original, sites), []
+        if isinstance(self.engine, TorchEngine):
+            sizing.weigh(self._ops())
         for place, engine in enumerate(self.timed_in):
             model = self._layers(engine, sizing, widths) if engine.runs_layers else self._networks(engine, sites, widths)
             found.append(EngineTimes(engine, model, self._original(place)))
         return found
+
+    def _ops(self) -> dict[str, float]:
+        """Seconds of every node of the original network in eager mode."""
+        module, engine = self.context.original.module, self.engine
+        names = [node.name for node in module.graph.nodes]
+
+        def compute() -> dict[Size, Rounds]:
+            found = node_seconds(module, batch_like(self.context.original, engine.batch))
+            return {(place, 0, 0): (found[node],) for place, node in enumerate(module.graph.nodes)}
+
+        return {names[place]: seconds for (place, _, _), (seconds,) in self._journaled("nodes", (), compute).items()}
 
     @property
     def model(self) -> LatencyModel | NetworkModel:

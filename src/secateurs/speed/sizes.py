@@ -67,7 +67,7 @@ class Between:
     """Ops between the layers: activations, norms, pooling, attention, sums."""
 
     calls: float  # how many are made, or a share of them
-    elements: float  # numbers that they write for the graph's example, or a share of them
+    work: float  # what they do besides, or a share of it: see `Sizing.weigh`
 
 
 class Sizing:
@@ -82,13 +82,20 @@ class Sizing:
         self._changes: dict[tuple[str, int], Narrowing] = {}
         self.full, self.sums = self._layers(live := self._live({})), self._sums(live)
         self._between = {
-            node: math.prod(dims)
+            node: float(math.prod(dims))
             for node, flow in self._flows.of.items()
             if not isinstance(flow, Layer | Moved | Source)
             and node.op != "output"
             and (dims := shape_of(node).dims) is not None
         }
-        self._all_between = Between(max(len(self._between), 1), max(math.fsum(self._between.values()), 1.0))
+
+    def weigh(self, seconds: Mapping[str, float]) -> None:
+        """Count the work of ops between the layers in these seconds, by the name of their nodes, not in numbers written.
+
+        A maximum over windows takes 50 times as long for every number as a ReLU.
+        """
+        self._between = {node: seconds.get(node.name, 0.0) for node in self._between}
+        self._changes.clear()
 
     def change(self, name: str, width: int) -> Narrowing:
         """What changes where the site alone keeps `width` filters, evenly spread."""
@@ -126,10 +133,10 @@ class Sizing:
 
     def left_between(self, widths: Widths) -> Between:
         """The shares that are left of the ops between the layers."""
-        gone, every = [self.change(name, width).between for name, width in self._cut(widths)], self._all_between
+        gone, work = [self.change(name, width).between for name, width in self._cut(widths)], math.fsum(self._between.values())
         return Between(
-            max(1 - math.fsum(one.calls for one in gone) / every.calls, 0.0),
-            max(1 - math.fsum(one.elements for one in gone) / every.elements, 0.0),
+            max(1 - math.fsum(one.calls for one in gone) / max(len(self._between), 1), 0.0),
+            max(1 - math.fsum(one.work for one in gone) / work, 0.0) if work else 1.0,
         )
 
     def _cut(self, widths: Widths) -> list[tuple[str, int]]:
@@ -205,12 +212,21 @@ class Sizing:
 
     def _gone_between(self, live: Callable[[fx.Node, int], Tensor]) -> Between:
         """What is not computed any more of the ops between the layers."""
-        calls, elements = 0, 0.0
-        for node, written in self._between.items():
+        calls, work = 0, 0.0
+        for node, whole in self._between.items():
             if self._flows.of[node].axis is not None:
-                left = int(live(node, width := self._flows.width(node)).sum())
-                calls, elements = calls + (not left), elements + (1 - left / width) * written
-        return Between(calls, elements)
+                width = self._flows.width(node)
+                left = 0 if self._folds(node, live) else int(live(node, width).sum())
+                calls, work = calls + (not left), work + (1 - left / width) * whole
+        return Between(calls, work)
+
+    def _folds(self, node: fx.Node, live: Callable[[fx.Node, int], Tensor]) -> bool:
+        """Whether a sum has a single term left, which then takes its place."""
+        flow, terms = self._flows.of[node], self._flows.inputs[node]
+        if not isinstance(flow, Join) or len(terms) < 2:
+            return False
+        left = [bool(live(i, w).any()) for i, w in zip(terms, flow.widths, strict=True) if w == flow.width]
+        return len(left) == len(terms) and sum(left) < 2
 
 
 def spread(width: int, channels: int) -> Tensor:
