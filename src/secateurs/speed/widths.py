@@ -61,9 +61,8 @@ def edges(seconds: Mapping[int, Sequence[float]], margin: float = MARGIN) -> tup
     """Find the widths that are faster than the widest and than every wider edge, descending: their medians strictly fall.
 
     `seconds` holds for every width its times in the same rounds, or in fewer of them where it was timed later. Faster means by
-    more than `margin` standard errors of the
-    difference of two medians. Where nothing is faster than the widest there is no edge: filters removed there would cost
-    accuracy and save no time.
+    more than `margin` standard errors of the difference of two medians. Where nothing is faster than the widest there is no
+    edge: filters removed there would cost accuracy and save no time.
     """
     widths = sorted(seconds, reverse=True)
     rounds = min((len(each) for each in seconds.values()), default=0)
