@@ -44,7 +44,6 @@ from secateurs.pruning.arguments import (
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.curves import chosen_sites
 from secateurs.pruning.estimate import Estimate, estimate, opening
-from secateurs.pruning.finetune import check_training
 from secateurs.pruning.folder import (
     check_origin,
     create_folder,
@@ -61,6 +60,7 @@ from secateurs.pruning.forecast import Forecast
 from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start, Step
 from secateurs.pruning.run import Run
 from secateurs.pruning.sanity import accuracy_note, better_than_guessing, shape_notes
+from secateurs.pruning.trainer import check_training
 from secateurs.pruning.user_training import with_step
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 from secateurs.report import Plots, plots, write_report

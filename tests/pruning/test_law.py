@@ -155,7 +155,7 @@ def test_only_a_target_of_another_kind_gives_a_slower_network_and_the_first_line
     by_time = pruned(network, Costly())._result
     assert all(Costly().whole(by_time.model, batch) <= Costly().whole(network, batch) for batch in (1, 64))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("secateurs.pruning.speeds.TorchEngine", Costly)
+        patch.setattr("secateurs.pruning.price.TorchEngine", Costly)
         patch.setattr("secateurs.pruning.run.layer_times", lambda *given: ())
         asked = Recipe(max_drop=1.0, confidence=0.0, criterion="l1", repair_examples=64, curve_examples=32)
         asked = replace(asked, shortcut="before", branches=False)
@@ -165,3 +165,29 @@ def test_only_a_target_of_another_kind_gives_a_slower_network_and_the_first_line
     first = str(by_macs).splitlines()[0]
     assert "slower" in first
     assert "the cuts were not chosen by time, which made the network slower; for time give no size" in first
+
+
+class Cliff(RandomEngine):
+    """Networks that are narrow everywhere take twice as long as the widest ones, which no layer alone tells."""
+
+    name = "cliff"
+
+    def __init__(self, dense: nn.Module) -> None:
+        super().__init__((1, 1), call=0.0, work=0.01, align=0.0, between=1.0, rest=0.0)
+        self.full = {batch: super(Cliff, self).whole(dense, batch) for batch in (1, 64)}
+
+    def whole(self, module: nn.Module, batch: int) -> float:
+        found = super().whole(module, batch)
+        return found if found > 0.35 * self.full[batch] else 2 * self.full[batch]
+
+
+def test_where_the_deepest_cut_is_slower_one_that_is_less_deep_is_taken() -> None:
+    torch.manual_seed(0)
+    network = Net(24, (16, 16), residual=False, depthwise=False)
+    engine = Cliff(network)
+    run = pruned(network, engine)
+    result, trials = run._result, run.journal.of(SpeedTrial)
+    assert len(trials) > 1
+    assert trials[0].speeds != trials[-1].speeds  # each network is timed itself
+    assert engine.whole(result.model, 64) < 0.9 * engine.full[64]
+    assert engine.whole(result.model, 1) < 0.9 * engine.full[1]

@@ -523,7 +523,7 @@ def test_a_training_that_diverges_leaves_the_network_before_it(phase: str, budge
 
 def test_with_several_workers_a_divergence_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them may diverge alone, while the others wait for it."""
-    monkeypatch.setattr("secateurs.pruning.finetune.active", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr("secateurs.pruning.trainer.active", lambda: SimpleNamespace(size=2))
     recipe = Recipe.fast(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), retrain=DIVERGING)
     with pytest.raises(Diverged, match="training diverged in epoch 0"):
         Pruner(perceptron(), DATA, recipe=recipe).finish()

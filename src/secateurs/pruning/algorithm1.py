@@ -12,9 +12,9 @@ from secateurs.criteria.ranking import Ranking
 from secateurs.errors import RunError
 from secateurs.pruning.context import PreparedSite
 from secateurs.pruning.curves import chosen_sites
-from secateurs.pruning.finetune import finetune, recalibrate
 from secateurs.pruning.folder import save_ranking
 from secateurs.pruning.results import SiteCut, SiteOrder, Step
+from secateurs.pruning.trainer import recalibrate, trainer_between
 from secateurs.selection.search import Cut
 
 if TYPE_CHECKING:
@@ -147,5 +147,5 @@ class Lines:
         if cut.m:
             began = time.monotonic()
             run.state = recalibrate(run.context, run.judge, run.state)
-            run.state = finetune(run.context, run.judge, run.state, run.step_number)
+            run.state = trainer_between(run.context).guarded(run.judge, run.state, "finetune", run.step_number)
             run.training_seconds = time.monotonic() - began

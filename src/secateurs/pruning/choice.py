@@ -13,10 +13,10 @@ from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
 from secateurs.pruning.climb import COARSE, FINE, choose_allocation
 from secateurs.pruning.context import PruningContext
-from secateurs.pruning.finetune import forget_trials, load_trial, train_trial
 from secateurs.pruning.frontiers import Frontier, JoinedFrontier, joined
 from secateurs.pruning.judge import Judge
 from secateurs.pruning.results import ChosenAllocation, Trial, TriedNetwork
+from secateurs.pruning.trials import forget_trials, load_trial, train_trial
 
 
 def choose(judge: Judge, found: Sequence[Frontier]) -> ChosenAllocation:
@@ -74,9 +74,12 @@ def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> Chos
                 return None  # such as a training that diverged: a refusal here would end the questions
         return once("certifying", index, lambda: ask(index, answers))
 
+    def search(index: int) -> Trial:
+        return once("steering", index, lambda: measure("steering", index, network(index)))
+
     chosen = choose_allocation(
         allocations,
-        lambda index: once("steering", index, lambda: measure("steering", index, network(index))),
+        search,
         certify if judge.certifies else None,
         search_trained=search_trained if train else None,
         bounded=context.recipe.has_target,
@@ -86,5 +89,10 @@ def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> Chos
     )
     last = "certifying" if judge.certifies else "trained" if train else "steering"
     passed = {each.place: each.upper for each in context.journal.of(Trial, judge=last) if each.accepted}
-    chosen = context.price.paid(chosen, allocations, passed, network)
+    paid = context.price.paid(chosen, allocations, passed, network)
+    if paid.note and chosen.place and not judge.certifies:  # a search that succeeds at once has looked at nothing smaller
+        smaller = {chosen.place * quarter // 4 for quarter in (1, 2, 3)} - {0, *passed}
+        passed |= {place: None for place in sorted(smaller) if (search_trained if train else search)(place).accepted}
+        paid = context.price.paid(chosen, allocations, passed, network)
+    chosen = paid
     return replace(chosen, shortcut=best.sources[chosen.place].context.shortcut, seconds=context.clock.lap())

@@ -22,7 +22,6 @@ from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation
 from secateurs.pruning.algorithm1 import algorithm1
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
-from secateurs.pruning.finetune import retrain
 from secateurs.pruning.folder import (
     call_to_resume,
     describe_network,
@@ -44,6 +43,7 @@ from secateurs.pruning.results import (
 )
 from secateurs.pruning.speeds import layer_times, measured_speeds
 from secateurs.pruning.together import together
+from secateurs.pruning.trainer import retrain, trainer_at_end
 from secateurs.selection.search import Cut
 
 _TIMED = 64  # examples at once when the speed is measured in eager mode
@@ -211,7 +211,7 @@ class Run:
     def _finish(self) -> None:
         """Retrain, then read the test set: once, for the original network and for the smaller one."""
         if any(step.removed for step in self.steps):
-            self.state = retrain(self.context, self.judge, self.state, self.step_number)
+            self.state = retrain(self.context, trainer_at_end(self.context), self.judge, self.state, self.step_number)
         known = self.journal.of(ResultFigures)  # a finished run is not measured again: its test set need not be given
         measured = known[0] if known else self._measure_result()
         self.context.progress.report("write", 0, 1)

@@ -87,7 +87,8 @@ def fastest(
         if known := context.journal.of(SpeedTrial, place=place):
             return known[0]
         smaller = network(place)  # made by all workers together; the first one times it
-        return context.journal.once_timed(SpeedTrial, lambda: SpeedTrial(place, tuple(judged(price, smaller).items())))
+        measure = lambda: SpeedTrial(place, tuple(judged(price, smaller).items()))  # noqa: E731
+        return context.journal.once_timed(SpeedTrial, measure, place=place)
 
     tried = []
     smaller = sorted((place for place in passed if 0 < place < chosen.place), reverse=True)

@@ -12,10 +12,11 @@ from secateurs.graph.sites import Site
 from secateurs.pruning.choice import choose
 from secateurs.pruning.curves import measure_curves
 from secateurs.pruning.cuts import CutsTogether
-from secateurs.pruning.finetune import finetune, recalibrate, reconstruct, take_trial
 from secateurs.pruning.folder import copy_ranking
 from secateurs.pruning.frontiers import Frontier, frontiers_of
 from secateurs.pruning.results import ChosenAllocation, Step, Trial
+from secateurs.pruning.trainer import recalibrate, reconstruct, trainer_between
+from secateurs.pruning.trials import take_trial
 from secateurs.selection.search import Cut
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class ChosenCuts:
             return
         run.state = reconstruct(context, run.judge, run.state, run.step_number)
         run.state = recalibrate(context, run.judge, run.state)
-        run.state = finetune(context, run.judge, run.state, run.step_number)
+        run.state = trainer_between(context).guarded(run.judge, run.state, "finetune", run.step_number)
         run.training_seconds = time.monotonic() - began
 
     def why_stopped(self) -> str:
