@@ -646,3 +646,16 @@ def test_sites_show_what_a_filter_costs_in_time(monkeypatch: pytest.MonkeyPatch,
     assert found["conv1"]["seconds_a_filter"] == pytest.approx(3e-6 / 8)
     assert execute(["sites", "--model", "resnet8", "--latency"]) == 0
     assert "0.375 µs" in capsys.readouterr().out
+
+
+def test_cuts_that_leave_nothing_of_the_input_are_within_no_drop(with_engine: Callable[[FakeEngine], FakeEngine]) -> None:
+    """A stream that keeps channels of folded branches alone: the padded shortcut gives them nothing."""
+    with_engine(FakeEngine(4))
+    torch.manual_seed(0)
+    net: Any = build("resnet20", in_channels=1).eval()
+    with torch.no_grad():
+        for block in (*net.layer2, *net.layer3):
+            block.conv2.weight[-len(block.conv2.weight) // 4 :] *= 100
+    asked = recipe(shortcut="stream", target_latency=None, engine="torch", max_drop=0.99, branches=True)
+    result = Pruner(net, few_digits(128), recipe=asked).finish()
+    assert 0 < result.macs.removed < 1

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Literal
 
 from secateurs._util.decode import brief
-from secateurs.errors import RunError
+from secateurs.errors import EmptyLayer, RunError
 from secateurs.graph.masking import copied
 from secateurs.graph.trace import Graph
 from secateurs.pruning.climb import COARSE, FINE, choose_allocation
@@ -53,8 +53,15 @@ def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> Chos
         verdict = judge.look(graph)
         return Trial(by, index, verdict.accepted, verdict.accuracy, verdict.by_estimate)
 
-    def once(by: str, index: int, compute: Callable[[], Trial]) -> Trial:
-        found = context.journal.once(Trial, lambda: replace(compute(), seconds=context.clock.lap()), judge=by, place=index)
+    def once(by: Literal["steering", "trained", "certifying"], index: int, compute: Callable[[], Trial]) -> Trial:
+        def tried() -> Trial:
+            try:
+                found = compute()
+            except EmptyLayer:  # nothing of the input reaches the output: a stream that keeps channels of folded branches alone
+                found = Trial(by, index, False, 0.0, False)
+            return replace(found, seconds=context.clock.lap())
+
+        found = context.journal.once(Trial, tried, judge=by, place=index)
         context.progress.tried = TriedNetwork(allocations[index].saved, context.price.currency, found.accuracy, found.accepted)
         return found
 
