@@ -3,8 +3,9 @@
 Those with loaders and labels are in test_loaders.py.
 """
 
-from __future__ import inspect
+from __future__ import annotations
 
+import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
