@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -314,7 +314,50 @@ class Pruner(Run):
         return plots(self.journal.records if self.journal.path is None else self.journal.path, recipe=self.recipe)
 
 
-def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = True, **options: Any) -> Result:
+class OtherOptions(TypedDict, total=False):
+    """Options of `prune` that few runs need; see `Pruner`."""
+
+    max_ms: float | None
+    latency_batch: int | None
+    deploy: Deploy | None
+    measure: Callable[[nn.Module], float] | None
+    criterion: str | Callable[..., Any] | None
+    forward: Forward | None
+    loss: Measure | None
+    metric: Measure | None
+    time_budget: float | None
+    callback: Callable[[Progress], None] | None
+    leaves: tuple[str, ...]
+    origin: Mapping[str, Any] | None
+    store: str | Path | None
+    cache_bytes: int | None
+    uncertified: bool | None
+    distributed: bool
+
+
+def prune(
+    model: nn.Module,
+    train: Any,
+    val: Any = None,
+    *,
+    max_drop: float | None = None,
+    confidence: float | None = None,
+    target_latency: float | None = None,
+    macs: float | None = None,
+    parameters: float | None = None,
+    engine: EngineName | None = None,
+    shortcut: ShortcutChoice | None = None,
+    test: Any = None,
+    evaluate: Evaluate | None = None,
+    finetune: Callable[..., Any] | None = None,
+    retrain: str | TrainSettings | None = None,
+    recipe: Recipe | None = None,
+    ignore: Ignore = (),
+    folder: str | Path | None = None,
+    device: Device = None,
+    progress: bool = True,
+    **others: Unpack[OtherOptions],
+) -> Result:
     """Prune a copy of `model` and return the smaller network: as much is removed as the allowed drop permits.
 
     `train`, `val` and `test` are loaders: any iterables of batches that can be read more than once, streamed and never copied
@@ -337,20 +380,22 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     In a script that torchrun started on several processes, all of them call this and share the measurements; the first one
     prints and has the folder, and after a restart of torchrun the run in it goes on. `distributed=False`: this process alone.
 
-    All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
-    `progress=False`; `callback` gets every `Progress`.
+    `others` are the options of `Pruner` that are not listed (`OtherOptions`). Progress is shown on a terminal, as plain lines
+    elsewhere, not at all with `progress=False`; `callback` gets every `Progress`.
     """
-    known = inspect.signature(Pruner).parameters
-    for name in options:
+    given = dict(locals())
+    known, unlisted = inspect.signature(Pruner).parameters, dict[str, Any](given.pop("others"))
+    for name in unlisted:
         if name in declarations(Recipe) and name not in known:
             raise InvalidInput(f"prune: {name} is a field of the recipe. Give recipe=Recipe({name}=…).")
         if name not in known:
             raise InvalidInput(f"prune: unknown option {name!r}.{suggest(name, known)}")
+    options = {name: value for name, value in given.items() if name in known} | unlisted
     check_functions(callback=options.get("callback"))
     quiet = options.get("distributed", True) and torchrun_rank() > 0
     leave = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with leave, _shown(progress and not quiet, options.pop("callback", None)) as (callback, follow):
-        return follow(start_or_continue(model, train, val, callback=callback, **options))
+        return follow(start_or_continue(callback=callback, **options))
 
 
 def start_or_continue(model: nn.Module, train: Any, val: Any = None, **options: Any) -> Pruner:
@@ -370,12 +415,6 @@ def start_or_continue(model: nn.Module, train: Any, val: Any = None, **options: 
     if isinstance(options.get("recipe"), Recipe):
         resolved(options["recipe"])
     return resume(folder, model, train, val, **given)
-
-
-_progress = inspect.signature(prune).parameters["progress"]
-prune.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # help() and editors show all options
-    [*inspect.signature(Pruner).parameters.values(), _progress], return_annotation="Result"
-)
 
 
 def resume(

@@ -5,6 +5,7 @@ Those with loaders and labels are in test_loaders.py.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from digit_loaders import ONE_CUT, RECIPE, build, digits, loader, loaders, right
 from torch import Tensor, nn
 
 import secateurs as sc
+from secateurs import api
 from secateurs.config import GENTLE, criterion_names
 from secateurs.data import Data, Examples
 from secateurs.errors import SecateursError
@@ -354,3 +356,14 @@ def test_an_impossible_time_budget_is_said_to_be_one() -> None:
 
 def test_wrappers_of_torch_are_taken_off() -> None:
     assert prune(model=nn.DataParallel(trained()), **ONE_CUT).macs.removed > 0
+
+
+def test_editors_know_every_option_of_prune() -> None:
+    """Each parameter of Pruner is one of prune, or of its typed dict of others, with the same type; none is Any or missing."""
+    listed = inspect.signature(sc.prune).parameters
+    others, every = api.OtherOptions.__annotations__, inspect.signature(sc.Pruner).parameters
+    assert len(listed) <= 20
+    assert set(every) == (set(listed) - {"progress", "others"}) | set(others)
+    for name, parameter in every.items():
+        here = listed[name].annotation if name in listed else others[name]
+        assert getattr(here, "__forward_arg__", here) == parameter.annotation, name
