@@ -171,6 +171,7 @@ class PruningContext:
     progress: ProgressReporter = field(default_factory=ProgressReporter)
     clock: Stopwatch = field(default_factory=Stopwatch)
     position: Shortcut | None = None  # of those that `shortcut = "auto"` compares
+    trained_trials: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # weights by place, for runs without a folder
 
     # ---- examples ----------------------------------------------------------------------------------------------------
 
@@ -282,11 +283,6 @@ class PruningContext:
                 seed=seed,
             )
         )
-
-    @cached_property
-    def trained_trials(self) -> dict[int, dict[str, Tensor]]:
-        """Weights of trials after their training, by their place on the frontier; in the folder where there is one."""
-        return {}
 
     def prepared(self, names: Iterable[str]) -> Graph:
         """The original network, with all that repairs of these sites set; not to be changed, as it is kept."""
