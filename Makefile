@@ -89,7 +89,7 @@ bench-quality: $(STAMP) ## Compare what methods remove at the same loss of accur
 # Rows that exist are not made again, and a row that was killed goes on: stop it and give it again as often as you like.
 BUDGETS := lab/recipes/budgets
 TABLE3 := $(BIN)/secateurs reproduce table3 --only
-bench-training: $(STAMP) ## Make the rows of docs/notes/training.md that are missing, on CIFAR-10 (a day of a core)
+bench-training: $(STAMP) ## Make the rows of lab/notes/training.md that are missing, on CIFAR-10 (a day of a core)
 	@$(TABLE3) --depth 20 --targets 0.45 0.30 --budget $(BUDGETS)/3.7-epochs-features-bfloat16.toml --methods obs+refit fpgm:uniform li --seeds 0 1 2
 	@$(TABLE3) --depth 20 --targets 0.45 --budget $(BUDGETS)/3.7-epochs-features-bfloat16.toml@0.01 --methods obs+refit fpgm:uniform li
 	@$(TABLE3) --depth 20 --targets 0.45 --budget $(BUDGETS)/27-epochs.toml --methods obs+refit fpgm:uniform li sfp paper

@@ -23,7 +23,7 @@ class NoTime(Clock):
 
 
 class MacEngine:
-    """A nanosecond for each multiply-accumulate, and a microsecond for each tensor whose channels are aligned or offset."""
+    """A nanosecond for each multiply-accumulate of each example, a microsecond for each tensor that is aligned or offset."""
 
     name, threads, runs_layers = "torch", None, True
     clock: Clock = NoTime()
@@ -32,13 +32,12 @@ class MacEngine:
         self.batch = batch
 
     def network(self, graph: Graph) -> Load:
-        examples = len(graph.example[0])
         extra = sum(isinstance(layer, Align | SumInto | Offset) for layer in graph.module.modules())
-        return lambda: always(1e-9 * cost(graph).macs / examples * self.batch + 1e-6 * extra)
+        return lambda: always(1e-9 * cost(graph).macs * self.batch + 1e-6 * extra)
 
     def layer(self, layer: nn.Module, shape: Sequence[int], times: int) -> Timer:
         example: Tensor = zeros(*shape, dtype=next(layer.parameters()).dtype)
-        return always(1e-9 * times * cost(layer, example).macs)
+        return always(1e-9 * times * cost(layer, example).macs * len(example))
 
 
 def with_known_times(engine_for: Callable[..., Any]) -> Callable[..., Any]:

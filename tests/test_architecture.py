@@ -4,6 +4,7 @@ for one class, pure maths apart from models and disks, and a run that calls the 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections import defaultdict
 from functools import cache
@@ -169,7 +170,7 @@ def test_a_run_calls_the_steps_of_algorithm_1_in_their_order(monkeypatch: pytest
     """At every site: masks are drawn (3), the masked network is measured (4), importances are fitted (5), the cut is
     searched (6), the network is compacted (7) and trained (8)."""
     from secateurs import Pruner, Recipe, TrainSettings
-    from secateurs.pruning import acceptance, context
+    from secateurs.pruning import context, judge
     from secateurs.scoring import ensemble, evaluator
     from secateurs.training import resumable
     from torture.runs import few_digits, perceptron
@@ -188,7 +189,7 @@ def test_a_run_calls_the_steps_of_algorithm_1_in_their_order(monkeypatch: pytest
     spy(ensemble, "sample_masks", "3 masks")
     spy(evaluator.CachedEvaluator, "means", "4 losses")
     spy(ensemble, "fit_importance", "5 importance")
-    spy(acceptance, "find_cut", "6 cut")
+    spy(judge, "find_cut", "6 cut")
     spy(context, "compact", "7 compact")
     spy(resumable, "train_", "8 train")
     recipe = Recipe.paper(
@@ -198,6 +199,49 @@ def test_a_run_calls_the_steps_of_algorithm_1_in_their_order(monkeypatch: pytest
     order = [step for place, step in enumerate(calls) if place == 0 or calls[place - 1] != step]
     first = [step for place, step in enumerate(order) if step not in order[:place]]
     assert first == ["3 masks", "4 losses", "5 importance", "6 cut", "7 compact", "8 train"], order
+
+
+def test_a_run_weighs_all_sites_together_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Curves of every site, then the frontier, then whole networks: looked at, certified, timed; then cuts, which are
+    measured once all are made."""
+    from secateurs import Pruner
+    from secateurs.pruning import choice, curves, frontiers, judge, speeds
+    from secateurs.pruning.run import Run
+    from torture.runs import few_digits, perceptron
+
+    calls: list[str] = []
+
+    def spy(owner: Any, name: str, step: str) -> None:
+        real = getattr(owner, name)
+
+        def wrapped(*args: Any, **options: Any) -> Any:
+            calls.append(step)
+            return real(*args, **options)
+
+        monkeypatch.setattr(owner, name, wrapped)
+
+    spy(Run, "measure_original", "1 original")
+    spy(curves, "measure_curve", "2 curve")
+    spy(frontiers, "_up_to_target", "3 frontier")
+    spy(choice, "choose_allocation", "4 climb")
+    spy(judge.ByValues, "look", "5 look")
+    spy(judge.Certified, "certify", "6 certify")
+    spy(speeds, "is_faster", "7 faster?")
+    spy(Run, "record", "8 step")
+    Pruner(perceptron(), few_digits(384, 300), max_drop=0.2).finish()
+    order = [step for place, step in enumerate(calls) if step not in calls[:place]]
+    assert order == ["1 original", "2 curve", "3 frontier", "4 climb", "5 look", "6 certify", "7 faster?", "8 step"], calls
+
+
+@pytest.mark.parametrize("name", ["together", "algorithm1"])
+def test_architecture_shows_the_procedures_as_they_run(name: str) -> None:
+    """Each is one function of at most a screen, and the page shows its very text."""
+    from secateurs.pruning.algorithm1 import algorithm1
+    from secateurs.pruning.together import together
+
+    source = inspect.getsource({"together": together, "algorithm1": algorithm1}[name])
+    assert source in (ROOT / "ARCHITECTURE.md").read_text()
+    assert len(source.splitlines()) <= 40
 
 
 def test_architecture_names_every_room_and_every_step() -> None:

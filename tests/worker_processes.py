@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import secateurs.api
+import secateurs.pruning.algorithm1
 from engines import with_known_times
 from secateurs import distributed
 from secateurs._util.tensors import digest
@@ -221,15 +222,15 @@ def other_version(rank: int) -> Found:
 
 def other_network(rank: int) -> Found:
     """A rank whose network comes to differ on the way."""
-    real = secateurs.pruning.run.Run.remove
+    real = secateurs.pruning.algorithm1.Lines.remove
 
     def remove(self: Any, *given: Any) -> Any:
         found = real(self, *given)
         with torch.no_grad():
-            next(iter(self.state.graph.module.parameters())).add_(rank)
+            next(iter(self.run.state.graph.module.parameters())).add_(rank)
         return found
 
-    with mock.patch("secateurs.pruning.run.Run.remove", remove):
+    with mock.patch("secateurs.pruning.algorithm1.Lines.remove", remove):
         return pruned(rank, replace(FAST, max_drop=0.9, confidence=0.0))
 
 

@@ -1,10 +1,10 @@
-"""Freezes what runs give, bit for bit: digests of plans, weights and journals for recipes of every kind on two small networks.
+"""Freezes what runs give, bit for bit: digests of plans, weights and figures for recipes of every kind on two small networks.
 
     python tools/freeze.py write DIGESTS.json     before a change that must change nothing
     python tools/freeze.py check DIGESTS.json     after it: the same digests, or what differs
 
-Everything goes through the command line, which a rearrangement of the code keeps. Bits depend on the machine, so the file
-belongs beside the repository, not in it. One thread.
+Bits depend on the machine, so the file belongs beside the repository, not in it. One thread; a second process for the runs on
+two workers. Where time is weighed, it is told by a fixed table (tests/engines.py).
 """
 
 from __future__ import annotations
@@ -15,120 +15,168 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "lab")]
 
-# what differs from run to run, or follows from the rest
-TIMES = {"seconds", "training_seconds", "phases", "latency", "started", "digest", "check"}
+import torch  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.nn import functional  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
-NETWORKS: dict[str, list[str]] = {
-    "mlp": ["--model", "mlp", "--model-option", "hidden=[12,10]", "--data", "digits"],
-    "resnet8": [
-        "--model",
-        "resnet8",
-        "--model-option",
-        "in_channels=1",
-        "--model-option",
-        "widths=[6,8,10]",
-        "--data",
-        "digits",
-    ],
+import secateurs as sc  # noqa: E402
+from engines import MacEngine, with_known_times  # noqa: E402
+from secateurs import Recipe, TrainSettings, api  # noqa: E402
+from secateurs.pruning import context, speeds  # noqa: E402
+from torture.runs import ResidualNet, few_digits, perceptron  # noqa: E402
+
+SHORT = TrainSettings(epochs=1, batch=64, lr=0.02)
+END = TrainSettings(epochs=2, batch=64, lr=0.02, schedule="step", milestones=(1,))
+FEW = {"masks_per_filter": 6, "scoring_examples": 128}
+
+
+def residual() -> nn.Module:
+    torch.manual_seed(0)
+    return ResidualNet(8)
+
+
+def trained(model: nn.Module, loader: DataLoader[Any], epochs: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            optimiser.zero_grad()
+            functional.cross_entropy(model(inputs), targets).backward()
+            optimiser.step()
+    return model.eval()
+
+
+def loaders() -> tuple[DataLoader[Any], DataLoader[Any], DataLoader[Any]]:
+    data = few_digits(512, 256)
+    sets = [TensorDataset(*part.batch(slice(None))) for part in (data.train, data.search, data.test_set)]
+    train, val, test = (DataLoader(each, 64) for each in sets)
+    return train, val, test
+
+
+def right(model: nn.Module) -> Tensor:
+    """A value for each validation image."""
+    _, val, _ = loaders()
+    return torch.cat([(model(inputs).argmax(1) == targets).double() for inputs, targets in val])
+
+
+def share(model: nn.Module) -> float:
+    """One number."""
+    return float(right(model).mean())
+
+
+def own_training(model: nn.Module) -> None:
+    train, _, _ = loaders()
+    trained(model.train(), train, epochs=1)
+
+
+Case = tuple[Callable[[], nn.Module], dict[str, Any]]
+CASES: dict[str, Case] = {
+    "paper, forward": (perceptron, {"recipe": Recipe.paper(max_drop=0.05, search="bisect", **FEW)}),
+    "paper, backward, after, two rounds, trained": (
+        residual,
+        {"recipe": Recipe.paper(max_drop=0.05, direction="backward", shortcut="after", rounds=2, finetune=SHORT, **FEW)},
+    ),
+    "2core": (
+        residual,
+        {
+            "recipe": Recipe.fast(
+                max_drop=0.05, confidence=0, repair="least-squares", repair_examples=128, finetune=SHORT, retrain=END
+            )
+        },
+    ),
+    "fast, certified": (perceptron, {"recipe": Recipe.fast(max_drop=0.1, confidence=0.9)}),
+    "default, by time": (residual, {"max_drop": 0.1, "engine": "torch"}),
+    "default, by time, perceptron": (perceptron, {"max_drop": 0.1, "engine": "torch"}),
+    "by MACs": (residual, {"max_drop": 0.1, "engine": "none"}),
+    "all positions, target in time": (residual, {"max_drop": 0.3, "target_latency": 0.6, "engine": "torch"}),
+    "target in MACs": (residual, {"max_drop": 0.5, "macs": 0.4}),
+    "target in parameters, portfolio": (
+        perceptron,
+        {"max_drop": 0.5, "parameters": 0.4, "recipe": Recipe(criterion="portfolio", repair="least-squares")},
+    ),
+    "trained trials": (residual, {"max_drop": 0.1, "recipe": Recipe(train_trials=True, retrain=END, engine="none")}),
+    "trained trials of the user's": (
+        residual,
+        {"max_drop": 0.1, "recipe": Recipe(train_trials=True), "finetune": own_training},
+    ),
+    "retrained": (perceptron, {"max_drop": 0.1, "retrain": END, "engine": "none"}),
+    "whole network": (residual, {"max_drop": 0.1, "recipe": Recipe(repair="whole-network", engine="none")}),
+    "evaluate, a value for each example": (residual, {"max_drop": 0.1, "evaluate": right}),
+    "evaluate, one number": (perceptron, {"max_drop": 0.05, "evaluate": share, "engine": "none"}),
+    "evaluate, site by site": (perceptron, {"max_drop": 0.1, "evaluate": right, "recipe": Recipe.fast()}),
+    "worst class": (perceptron, {"max_drop": 0.3, "recipe": Recipe(confidence=0.7, worst_class=0.9, engine="none")}),
+    "int8": (residual, {"max_drop": 0.2, "deploy": "int8"}),
+    "global ensembles": (residual, {"max_drop": 0.1, "recipe": Recipe(criterion="ensemble", engine="none")}),
 }
-
-TRAINED = """
-[finetune]
-epochs = 1
-batch = 64
-lr = 0.02
-
-[retrain]
-epochs = 2
-batch = 64
-lr = 0.02
-schedule = "step"
-milestones = [1]
-"""
-SITE_BY_SITE = 'allocation = "sequential"\ncriterion = "ensemble"\nrepair = "none"\n'
-PAPER = SITE_BY_SITE + (
-    'estimator = "losses"\nadaptive = false\nmasks_per_filter = 6\nscoring_examples = 128\nbudget = "site"\nconfidence = 0\n'
-)
-
-RECIPES: dict[str, str] = {
-    "paper forward": 'max_drop = 0.03\nsearch = "bisect"\n' + PAPER,
-    "paper backward, after": 'max_drop = 0.03\ndirection = "backward"\nshortcut = "after"\n' + PAPER,
-    "fast": SITE_BY_SITE + "max_drop = 0.05\nconfidence = 0.9\n",
-    "best": 'max_drop = 0.1\nconfidence = 0.9\ncriterion = "portfolio"\nrepair = "every-layer"\nallocation = "global"\n'
-    "repair_examples = 128\n",
-    "two rounds, trained": "max_drop = 0.05\nrounds = 2\n" + PAPER + TRAINED,
-    "global with a target": 'max_drop = 0.5\nconfidence = 0\nallocation = "global"\ncriterion = "l1"\ntarget_macs = 0.4\n'
-    'repair = "least-squares"\nrepair_examples = 128\n',
-    "leave-one-out": 'max_drop = 0.05\nconfidence = 0\nallocation = "sequential"\ncriterion = "leave-one-out"\n'
-    'repair = "none"\nshortcut = "after"\n',
-    "obs": 'max_drop = 0.05\nconfidence = 0\nallocation = "sequential"\ncriterion = "obs"\nrepair = "least-squares"\n'
-    "repair_examples = 128\n",
-    "pairs": SITE_BY_SITE
-    + 'max_drop = 0.05\nconfidence = 0\nestimator = "losses"\nadaptive = false\nmodel = "pairs"\nmasks = 80\n'
-    "scoring_examples = 128\n",
-}
+ON_TWO = ("default, by time", "fast, certified", "paper, forward")
 
 
-def secateurs(*arguments: str) -> None:
-    """One command, in a process of its own with one thread."""
-    code = "from secateurs.cli import main; main()"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise SystemExit(f"secateurs {' '.join(arguments)} failed:\n{done.stdout}\n{done.stderr}")
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Of the plan, of the weights without their file's header, and of the journal without times."""
+def run(kind: str, folder: Path) -> dict[str, str]:
+    """One run in a folder, and what it gave."""
+    make, options = CASES[kind]
+    train, val, test = loaders()
+    options = {**options, **({} if "evaluate" in options else {"test": test})}
+    result = sc.prune(trained(make(), train), train, val, folder=folder, progress=False, **options)
     weights = hashlib.sha256()
-    with safe_open(folder / "pruned.safetensors", "pt") as file:
-        for name in sorted(file.keys()):
-            tensor = file.get_tensor(name).contiguous()
-            weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
-    lines = [plain(json.loads(line)) for line in (folder / "journal.jsonl").read_text().splitlines()]
-    journal = hashlib.sha256("\n".join(json.dumps(line, sort_keys=True) for line in lines).encode())
+    for name, tensor in sorted(result.model.state_dict().items()):
+        weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + tensor.contiguous().numpy().tobytes())
+    figures = [result.search, result.test, result.bound, result.macs, result.parameters]
     plan = hashlib.sha256((folder / "plan.json").read_bytes())
-    return {"plan": plan.hexdigest(), "weights": weights.hexdigest(), "journal": journal.hexdigest()}
+    return {"plan": plan.hexdigest(), "weights": weights.hexdigest(), "figures": " ".join(map(repr, figures))}
 
 
-def plain(value: Any) -> Any:
-    """A journal's entry without what differs from run to run."""
-    if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items() if key not in TIMES}
-    return [plain(entry) for entry in value] if isinstance(value, list) else value
+def with_fixed_times() -> None:
+    """Tell time by tables, here and in the int8 engine, and round widths to a known multiple."""
+    speeds.FINAL_ROUNDS = (3, 3)
+    context.preferred_multiple = lambda *given: 2  # type: ignore[attr-defined]
+    known = with_known_times(api.engine_for)
+    api.engine_for = lambda recipe, measure=None, device=None: (  # type: ignore[attr-defined]
+        known(recipe, measure, device) if recipe.engine == "none" else MacEngine(64)
+    )
 
 
-def freeze(root: Path) -> dict[str, dict[str, str]]:
-    """All runs, two at a time."""
-    for name, network in NETWORKS.items():
-        secateurs("train", *network, "--epochs", "6", "--lr", "0.1", "--batch", "64", "--out", str(root / f"trained-{name}"))
+def freeze() -> dict[str, dict[str, str]]:
+    """All runs, those on two workers last."""
+    torch.set_num_threads(1)
+    with_fixed_times()
+    found = {}
+    with tempfile.TemporaryDirectory() as root:
+        for number, kind in enumerate(CASES):
+            found[kind] = run(kind, Path(root) / str(number))
+            print(f"{kind}: {found[kind]['figures']}", file=sys.stderr, flush=True)
+        out = Path(root) / "two.json"
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, "two", str(out)]
+        subprocess.run([sys.executable, *command], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        found |= json.loads(out.read_text())
+    return found
 
-    def run(name: str, kind: str) -> tuple[str, dict[str, str]]:
-        recipe, folder = root / f"{name}-{kind}.toml", root / f"{name}-{kind}"
-        recipe.write_text(RECIPES[kind])
-        weights = str(next((root / f"trained-{name}").glob("*.safetensors")))
-        secateurs("prune", *NETWORKS[name], "--weights", weights, "--recipe", str(recipe), "--out", str(folder))
-        return f"{name}: {kind}", digests(folder)
 
-    with ThreadPoolExecutor(2) as pool:
-        return dict(pool.map(lambda pair: run(*pair), [(name, kind) for name in NETWORKS for kind in RECIPES]))
+def on_two_workers(path: Path) -> None:
+    """The runs of a rank; the first one writes what they gave."""
+    torch.set_num_threads(1)
+    with_fixed_times()
+    found = {f"{kind}, two workers": run(kind, path.parent / f"two-{n}") for n, kind in enumerate(ON_TWO)}
+    if os.environ["RANK"] == "0":
+        path.write_text(json.dumps(found))
 
 
 def main(action: str, path: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        found = freeze(Path(folder))
+    if action == "two":
+        return on_two_workers(path)
+    found = freeze()
     if action == "write":
         path.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{len(found)} runs frozen in {path}")
-        return
+        return None
     known = json.loads(path.read_text())
     wrong = [f"{run}: {part}" for run in known for part in known[run] if found.get(run, {}).get(part) != known[run][part]]
     print("\n".join(wrong) or f"all {len(known)} runs as they were")
@@ -136,6 +184,6 @@ def main(action: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("write", "check"):
+    if len(sys.argv) != 3 or sys.argv[1] not in ("write", "check", "two"):
         raise SystemExit(__doc__)
     main(sys.argv[1], Path(sys.argv[2]))

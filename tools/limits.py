@@ -7,7 +7,8 @@ heads where there are any; the compacted network must give what the masked one g
 mode after train mode has updated the statistics of both.
 Rows are kept in lab/results/limits/rows.jsonl: an interrupted run goes on with the networks that are missing (with --again,
 with those whose row another commit has made), the most important first, for at most --minutes. Rows of networks that are no
-longer on the list go. A network that takes longer than --timeout is a row too, "too slow". Writes docs/limits.md.
+longer on the list go. A network that takes longer than --timeout is a row too, "too slow". Writes the tables of
+lab/results/limits/README.md and the summary in docs/limits.md.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from secateurs.graph.trace import tensors_in
 
 ROOT = Path(__file__).parents[1]
 ROWS = ROOT / "lab" / "results" / "limits" / "rows.jsonl"
-PAGE = ROOT / "docs" / "limits.md"
+TABLES, PAGE = ROWS.parent / "README.md", ROOT / "docs" / "limits.md"
 BEGIN, END = "<!-- begin: made by `make limits` -->", "<!-- end: made by `make limits` -->"
 
 OFF = 0.3  # the share of every site's channels that is removed
@@ -500,8 +501,28 @@ def kind_of(reason: str, network: nn.Module) -> str:
     return re.sub(r"\b\d+\b", "n", re.sub(r" at node '[^']*'|'[^']*'", "", " ".join(words)))
 
 
+def summary(rows: list[Row]) -> str:
+    """The generated part of the user's page: one line a library."""
+    lines = [
+        "| library | networks | outcomes | MACs that can be pruned | above 90 % in |",
+        "| --- | ---: | --- | ---: | ---: |",
+        *(summary_line(library, [row for row in rows if row.model.startswith(f"{library}/")]) for library in LIBRARIES),
+        summary_line("all", rows),
+    ]
+    return "\n".join(filter(None, lines)) + "\n"
+
+
+def summary_line(name: str, rows: list[Row]) -> str:
+    """How many networks there are, what became of them, and how much of them can be pruned; nothing without rows."""
+    shares = [prunable(row) for row in rows if row.before is not None]
+    if not shares:
+        return ""
+    many = f"{sum(share > 0.9 for share in shares)} of {len(shares)}"
+    return f"| {name} | {len(rows)} | {counted(rows)} | {percent(median(shares), 1)} | {many} |"
+
+
 def render(rows: list[Row]) -> str:
-    """The generated part of the page."""
+    """The generated part of the page of tables."""
     commits = ", ".join(f"`{commit}` ({count})" for commit, count in Counter(row.commit for row in rows).most_common())
     taken = [row for row in rows if row.before is not None]
     shares = sorted(prunable(row) for row in taken)
@@ -528,12 +549,11 @@ def counted(rows: list[Row]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in Counter(map(verdict, rows)).most_common())
 
 
-def update_page(text: str) -> None:
-    """Put `text` between the markers of docs/limits.md."""
-    page = PAGE.read_text()
-    head, rest = page.split(BEGIN)
+def update_page(path: Path, text: str) -> None:
+    """Put `text` between the markers of a page."""
+    head, rest = path.read_text().split(BEGIN)
     tail = rest.split(END)[1]
-    write_text(PAGE, f"{head}{BEGIN}\n\n{text}\n{END}{tail}")
+    write_text(path, f"{head}{BEGIN}\n\n{text}\n{END}{tail}")
 
 
 def main() -> int:
@@ -543,7 +563,7 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=float("inf"), help="begin no network after this time (default: no limit)"
     )
-    parser.add_argument("--render", action="store_true", help="only rewrite the page from the saved rows")
+    parser.add_argument("--render", action="store_true", help="only rewrite the pages from the saved rows")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one network (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -562,7 +582,9 @@ def main() -> int:
         print(f"{name}: {outcome(row)} in {row.seconds:.0f} s", file=sys.stderr)
         rows[name] = row
         write_rows(rows)
-    update_page(render(list(read_rows().values())))
+    rows = read_rows()
+    update_page(TABLES, render(list(rows.values())))
+    update_page(PAGE, summary(list(rows.values())))
     return int(any(verdict(row) not in ("equal", "no sites", "refused", "too slow") for row in rows.values()))
 
 

@@ -1,1 +1,1 @@
-"""Measurements that make docs/performance.md: run `make bench`."""
+"""Measurements that make lab/notes/performance.md: run `make bench`."""

@@ -2,7 +2,7 @@
 
 Cuts of the public ResNet-20 by L1 norm, nothing repaired, are divided over the network by curves of either kind, on the same
 1,000 search images, and the networks for four MAC targets are measured on the 4,000 search images that no curve has seen. The
-test half has no part in this, as a default follows from it. Writes a table in docs/notes/quality.md (ten minutes of one core).
+test half has no part in this, as a default follows from it. Writes a table in lab/notes/quality.md (ten minutes of one core).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from secateurs import cost, find_sites
 from secateurs._util.files import write_text
 from secateurs.data.splits import split
 from secateurs.metrics import Measure, accuracy, cross_entropy
-from secateurs.pruning.global_allocation import measure_curve
+from secateurs.pruning.curves import measure_curve
 from secateurs.scoring.cache import MeasurementCache
 
-PAGE = Path(__file__).parents[2] / "docs" / "notes" / "quality.md"
+PAGE = Path(__file__).parents[2] / "lab" / "notes" / "quality.md"
 TARGETS = (0.05, 0.1, 0.15, 0.2)
 
 

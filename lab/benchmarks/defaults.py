@@ -7,7 +7,7 @@ clock. Ratios are of the dense network's time.
 
 Rows are kept (benchmarks/results/defaults.jsonl), and not made twice; `--retry` makes those again that failed or took too
 long. Parts of the work: `--networks tutorial lenet5`, `--engines torch`, `--minutes 30`, after which nothing new begins.
-`--render` only writes docs/performance.md. Run it alone on the machine, with one thread.
+`--render` only writes lab/notes/performance.md. Run it alone on the machine, with one thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import secateurs as sc
 from benchmarks.conditions import conditions
 from benchmarks.defaults_networks import BATCH, RUNS, SUBJECTS, Loaders, NotInstalled, Subject
 from benchmarks.render import PAGE, with_part
-from secateurs import Graph, Recipe
+from secateurs import Graph
 from secateurs._util.files import write_text
 from secateurs.compaction import serialization
 from secateurs.errors import SecateursError
@@ -125,11 +125,7 @@ def pruned(subject: Subject, engine: str, model: nn.Module, loaders: Loaders, mi
         if monotonic() > deadline:
             raise OutOfTime
 
-    options: dict[str, Any] = dict(subject.options)
-    if engine == MACS:
-        options["recipe"] = Recipe(engine="none")
-    else:
-        options["engine"] = engine
+    options: dict[str, Any] = {"engine": engine, **subject.options}
     began, worked = monotonic(), process_time()
     row = Row(subject.name, engine, subject.max_drop)
     try:

@@ -27,7 +27,7 @@ from secateurs.data import load, subset
 from secateurs.data.dataset import Examples
 from secateurs.models import build
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "runs" / "defaults"
 BATCH = 64  # of the loaders, at which time counts
 TRAIN, VALIDATION, TEST = 10_000, 5_000, 5_000  # images at most

@@ -3,7 +3,7 @@
 Losses at masks that all images share (the paper's way), slopes at masks that a batch shares, slopes at masks of each image's
 own in several forms, losses of the same pairs, and both together. Cost is counted in image-passes through what lies behind the
 site, a gradient pass as `GRADIENT_PASS` of them. Writes lab/benchmarks/results/estimators.json and tables in
-docs/notes/scoring.md.
+lab/notes/scoring.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from secateurs.scoring.importance import Importance, rank_correlation
 from secateurs.scoring.slopes import GRADIENT_PASS, MaskedSlopes, per_example_coefficients
 
 RESULT = Path(__file__).parent / "results" / "estimators.json"
-PAGE = Path(__file__).parents[2] / "docs" / "notes" / "scoring.md"
+PAGE = Path(__file__).parents[2] / "lab" / "notes" / "scoring.md"
 BEGIN, END = "<!-- begin: made by `python -m benchmarks.estimators` -->", "<!-- end -->"
 SHARES = (0.25, 0.5, 0.75)
 SEARCH = 1000  # images for accuracy
@@ -227,7 +227,7 @@ def accuracies(graph: Graph, site: Site, examples: Examples, coefs: list[Tensor]
 
 
 def tables(report: dict[str, Any]) -> str:
-    """A table for each site, as docs/notes/scoring.md shows them."""
+    """A table for each site, as lab/notes/scoring.md shows them."""
     lines = []
     for site in report["sites"]:
         masks = site["reference_masks"] * site["channels"]

@@ -1,8 +1,9 @@
 """Size and speed of exported networks: `python -m benchmarks.exports` (four networks, about 10 minutes).
 
 Each network loses a random half of the channels of every site, is saved and exported, checked, and timed against the unpruned
-network, in turns, with one thread. Writes lab/benchmarks/results/exports.json and its part of docs/performance.md; `--render`
-only writes the page. `--quick` is a smoke test: it measures narrow networks a few times, prints the page and writes nothing.
+network, in turns, with one thread. Writes lab/benchmarks/results/exports.json and its part of lab/notes/performance.md;
+`--render` only writes the page. `--quick` is a smoke test: it measures narrow networks a few times, prints the page and writes
+nothing.
 """
 
 from __future__ import annotations

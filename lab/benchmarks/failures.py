@@ -2,7 +2,7 @@
 
 Three suspects. Few masks: the same ensemble with ever more of them. Outliers: Eq. 2 on losses, on their logarithms and
 ranks. Redundancy: filters that stand in for each other, seen in the pairwise terms of a model fitted to many masks, and by
-removing filters one by one and two by two. Writes lab/benchmarks/results/failures.json and a table in docs/notes/quality.md.
+removing filters one by one and two by two. Writes lab/benchmarks/results/failures.json and a table in lab/notes/quality.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import Importance, PairImportance, fit_pairs, order
 
 RESULT = Path(__file__).parent / "results" / "failures.json"
-PAGE = Path(__file__).parents[2] / "docs" / "notes" / "quality.md"
+PAGE = Path(__file__).parents[2] / "lab" / "notes" / "quality.md"
 BEGIN, END = "<!-- begin: made by `python -m benchmarks.failures` -->", "<!-- end: failures -->"
 SITE = "layer3.2.conv1"
 SHARES = (0.25, 0.5, 0.75)

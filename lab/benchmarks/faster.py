@@ -7,7 +7,7 @@ dense one, at batches of 1 and 64, on one thread.
 
 Every curve, network and row is kept (`~/.cache/secateurs/bench/faster`, lab/benchmarks/results/faster.jsonl), so a run that was
 interrupted continues. Parts of the work: `--networks resnet56 --choices "time before" --shares 0.4`. `--render` only writes
-docs/performance.md; `--again` times the networks that are there once more; `--train 4 --choices … --shares …` trains those
+lab/notes/performance.md; `--again` times the networks that are there once more; `--train 4 --choices … --shares …` trains those
 networks for 4 epochs by distillation, at the settings of `benchmarks.finetuning`, and measures their accuracy again;
 `--reconstruct` trains them without labels, to give at every layer what the dense one gives (repair `whole-network`).
 """
@@ -37,7 +37,9 @@ from secateurs.data import Data, subset
 from secateurs.export.engines import OnnxEngine
 from secateurs.metrics import evaluate
 from secateurs.models import example_input
-from secateurs.pruning.global_allocation import allocations_for, apply_allocation
+from secateurs.pruning.curves import measure_curves
+from secateurs.pruning.frontiers import frontiers_of, joined
+from secateurs.pruning.time_price import structure
 from secateurs.repair import reconstruct_
 from secateurs.speed.timing import SpeedUp, in_rounds, speedup
 from secateurs.training import train_
@@ -110,8 +112,9 @@ def make(network: str, choice: str, shares: Sequence[float], images: int, engine
         return
     began, run = time.monotonic(), pruner(network, choice, images, engine_batch)
     run.measure_original()
-    curves = run._measure_curves()
-    allocations = allocations_for(run.context, curves)
+    curves = measure_curves(run, run.context)
+    best = joined(frontiers_of(run.context, curves))
+    allocations = best.allocations
     seconds, dense = time.monotonic() - began, cost(run.original)
     for share in shares:
         if share in known:
@@ -124,7 +127,7 @@ def make(network: str, choice: str, shares: Sequence[float], images: int, engine
             print(f"{network}, {choice}: no allocation saves {share:g}, the largest {most:.3f}", file=sys.stderr)
             continue
         chosen = allocations[place]
-        graph = apply_allocation(run.context, curves, chosen)
+        graph = best.network(place)
         path = save(graph, FOLDER / f"{network}-{choice.replace(' ', '-')}-{share:g}.safetensors")
         assert run.data.test is not None
         dense_rows = [row["before"] for row in rows("network") if row["network"] == network]
@@ -155,8 +158,6 @@ def make(network: str, choice: str, shares: Sequence[float], images: int, engine
 def _removed(run: Pruner, curves: Any, allocation: Any, choice: str) -> float:
     if choice.startswith("time"):
         return float(allocation.saved)
-    from secateurs.pruning.latency_target import structure
-
     masks: Any = {
         name: curves[name].keep(m, site)
         for name, m in allocation.removed.items()

@@ -5,7 +5,7 @@ of two images; BatchNorm live or frozen; three learning rates; averaged weights 
 network, from those that L1 norms and the geometric median leave without repair, and from the untouched one.
 Every cell is a row of lab/results/finetuning/rows.jsonl: give the same command again after a crash and it goes on. The
 validation set chooses the best cell; test accuracies are measured once and choose nothing. `python -m
-benchmarks.finetuning_page` writes the tables of docs/notes/training.md.
+benchmarks.finetuning_page` writes the tables of lab/notes/training.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from secateurs_lab.compare.run import fewer
 from secateurs_lab.methods import Task, method
 from secateurs_lab.methods.teacher import RecallingTeacher
 
-PAGE = Path(__file__).parents[2] / "docs" / "notes" / "training.md"
+PAGE = Path(__file__).parents[2] / "lab" / "notes" / "training.md"
 NETWORKS = {"resnet20": BUILTIN, "resnet32": PUBLIC, "resnet56": PUBLIC}
 UNTOUCHED = "untouched"
 STARTS = (UNTOUCHED, "obs+refit", "l1", "fpgm")

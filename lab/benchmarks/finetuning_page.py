@@ -1,4 +1,4 @@
-"""The tables of docs/notes/training.md from the rows of `benchmarks.finetuning`: `python -m benchmarks.finetuning_page`.
+"""The tables of lab/notes/training.md from the rows of `benchmarks.finetuning`: `python -m benchmarks.finetuning_page`.
 
 Three of them: what the validation images chose for each start, what each setting changes on its own (pairs of trainings that
 differ in nothing else), and every training.

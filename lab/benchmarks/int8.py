@@ -10,7 +10,7 @@ search continues where it was stopped, so what it times can be measured on an id
 curves` on a busy one, then `--until times`, then without. `--file` quantises a network of `benchmarks.faster` instead.
 `--time` only times the files again, `--profile` only shows where the time of the int8 files goes, `--train IMAGES` only
 trains the pruned network through int8 rounding and without, `--torchao` only quantises by torchao, `--render` only writes
-docs/performance.md.
+lab/notes/performance.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from secateurs.pruning.latency_target import timed_allocations
 
 from benchmarks.conditions import conditions
 from benchmarks.faster import FOLDER as FASTER
@@ -45,7 +44,8 @@ from secateurs.export.int8 import Quantised, Quantiser, in_int8
 from secateurs.export.programs import onnx_bytes
 from secateurs.metrics import evaluate
 from secateurs.models import build, example_input
-from secateurs.pruning.global_allocation import allocations_for, apply_allocation
+from secateurs.pruning.curves import measure_curves
+from secateurs.pruning.frontiers import frontiers_of, joined
 from secateurs.report.int8 import stage_times
 from secateurs.speed.engines import cpu_flags
 from secateurs.speed.timing import in_rounds, timed
@@ -117,14 +117,15 @@ def pruned(network: str, until: str) -> Graph | None:
         run.measure_original()
         if until == "tables":
             for site in find_sites(run.original, "stream"):
-                run._allowed_widths(site)
+                run.context.price.widths_of(site)
             return None
-        curves = run._measure_curves()
+        curves = measure_curves(run, run.context)
         if until == "times":
-            timed_allocations(run.context, curves)
+            run.context.price.frontiers(curves)
         if until != "network":
             return None
-        return apply_allocation(run.context, curves, allocations_for(run.context, curves)[-1])  # the first within the targets
+        best = joined(frontiers_of(run.context, curves))
+        return best.network(len(best.allocations) - 1)  # the first within the targets
     finally:
         run.close()
 

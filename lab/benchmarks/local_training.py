@@ -10,7 +10,7 @@ The filters and their order are those of `obs+refit`; what differs is how many g
 
 Then one epoch of distillation as in `benchmarks.finetuning`. Every choice, target and seed is a row of
 lab/results/local-training/rows.jsonl, every site that was trained one of sites.jsonl there: give the same command again after a
-crash and it goes on. `--render` writes the table to docs/notes/training.md, and trains nothing.
+crash and it goes on. `--render` writes the table to lab/notes/training.md, and trains nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from secateurs._util.files import write_text
 from secateurs.data import Examples
 from secateurs.graph.masking import copied
 from secateurs.metrics import divergence, loss, with_answers
-from secateurs.pruning.global_allocation import CutsTogether
+from secateurs.pruning.cuts import CutsTogether
 from secateurs.pruning.results import SiteCurve
 from secateurs.repair import reconstruct_
 from secateurs.selection.allocation import calibrated

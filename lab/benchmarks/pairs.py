@@ -2,7 +2,7 @@
 
 At six sites of the public ResNet-20 the same masks and losses are fitted twice, filter by filter and with pairwise terms, and
 the networks that the orders leave are measured, with and without repair, on search images that ranked nothing. Writes
-lab/benchmarks/results/pairs.json and a table in docs/notes/quality.md.
+lab/benchmarks/results/pairs.json and a table in lab/notes/quality.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import fit_pairs, order
 
 RESULT = Path(__file__).parent / "results" / "pairs.json"
-PAGE = Path(__file__).parents[2] / "docs" / "notes" / "quality.md"
+PAGE = Path(__file__).parents[2] / "lab" / "notes" / "quality.md"
 PART = "python -m benchmarks.pairs"
 IMAGES = 256  # training images that all masks share
 EACH = (2, 5, 10, 20)  # masks for each filter

@@ -4,7 +4,7 @@ Every site's curve is measured once for each method, cuts are divided over the n
 for a ladder of MAC targets are measured on the whole search half and on the test half, which chooses nothing. Rows go to
 lab/benchmarks/results/quality.jsonl one by one: with `--resume` a killed run goes on, and processes with other seeds may run
 beside it. `--rivals` measures what Torch-Pruning makes of the same network. `--render` only writes tables of
-docs/notes/quality.md. `--all`, which is `make bench-quality`, measures whatever the page shows and has no row yet, two
+lab/notes/quality.md. `--all`, which is `make bench-quality`, measures whatever the page shows and has no row yet, two
 processes side by side; with the variable QUALITY_RESULTS=FOLDER everything anew, into that folder.
 """
 

@@ -23,7 +23,8 @@ from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site
 from secateurs.metrics import fingerprint
 from secateurs.pruning.context import PreparedSite, PruningContext
-from secateurs.pruning.global_allocation import apply_allocation, measure_curve
+from secateurs.pruning.curves import measure_curve
+from secateurs.pruning.cuts import apply_allocation
 from secateurs.pruning.results import SiteCurve
 from secateurs.scoring.cache import context_of
 from secateurs.selection.allocation import Allocation, frontier

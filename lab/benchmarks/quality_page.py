@@ -1,4 +1,4 @@
-"""The tables of docs/notes/quality.md from the rows that exist: budgets, MAC targets, the aim in numbers, results of rivals."""
+"""The tables of lab/notes/quality.md from the rows that exist: budgets, MAC targets, the aim in numbers, results of rivals."""
 
 from __future__ import annotations
 

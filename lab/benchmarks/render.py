@@ -1,4 +1,4 @@
-"""Tables of docs/performance.md from the saved measurements: `python -m benchmarks.render`."""
+"""Tables of lab/notes/performance.md from the saved measurements: `python -m benchmarks.render`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from secateurs.speed.timing import SpeedUp
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "lab" / "benchmarks" / "results" / "surgery.json"
 SCORING = tuple(ROOT / "lab" / "benchmarks" / "results" / name for name in ("scoring.json", "scoring-quick.json"))  # best first
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "lab" / "notes" / "performance.md"
 
 
 def render(report: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 With k rounds each removes the same share of the MACs that are left, by the same method, and gets an equal part of the optimiser
 steps, its own schedule from start to end; the teacher is always the untouched network. Every k and seed is a row of
 lab/results/rounds/rows.jsonl: give the same command again after a crash and it goes on. `--render` writes the table to
-docs/notes/training.md, and trains nothing.
+lab/notes/training.md, and trains nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text and figure of docs/performance.md from the saved measurements of scoring."""
+"""Text and figure of lab/notes/performance.md from the saved measurements of scoring."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.scoring_setup import PAPER_MASKS
 from benchmarks.scoring_speed import weighted
 from secateurs.speed.timing import SpeedUp
 
-FIGURE = Path(__file__).parents[2] / "docs" / "scoring-quality.svg"
+FIGURE = Path(__file__).parents[2] / "lab" / "notes" / "scoring-quality.svg"
 CURVES = {
     "paper": ("tab:blue", "o"),  # budgets in two dimensions, masks and images: points, no line
     "losses in rounds": ("tab:cyan", "D"),

@@ -3,7 +3,7 @@
 At six sites of the public ResNet-20 the filters are ranked by `FAST` ensembles with each of four signals, and the network
 that each order leaves is measured, with and without repair. Held-out signals see one half of the search images; the other
 half compares, so no order is judged on images that made it, and the test half chooses nothing. Writes
-lab/benchmarks/results/signals.json and a table in docs/notes/quality.md (six minutes of one core).
+lab/benchmarks/results/signals.json and a table in lab/notes/quality.md (six minutes of one core).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.engine import split_for
 
 RESULT = Path(__file__).parent / "results" / "signals.json"
-PAGE = Path(__file__).parents[2] / "docs" / "notes" / "quality.md"
+PAGE = Path(__file__).parents[2] / "lab" / "notes" / "quality.md"
 BEGIN, END = "<!-- begin: made by `python -m benchmarks.signals` -->", "<!-- end: signals -->"
 SITES = tuple(f"layer{stage}.1.conv{place}" for stage in (1, 2, 3) for place in (1, 2))
 SIGNALS: dict[str, tuple[Pool, Signal]] = {

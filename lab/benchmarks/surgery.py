@@ -1,6 +1,6 @@
 """How long surgery takes, and how much faster it makes a network: `python -m benchmarks.surgery` (or `make bench`).
 
-Ratios, measured in turns in one process. Writes lab/benchmarks/results/surgery.json and the tables in docs/performance.md.
+Ratios, measured in turns in one process. Writes lab/benchmarks/results/surgery.json and the tables in lab/notes/performance.md.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ with one to eight busy processes beside, which compute or move memory, on the sa
 if its interval holds the reference, or if it says that the machine is too busy to know.
 
 Rows are kept (benchmarks/results/timing.jsonl); cases that are there are not measured again but with `--again`. `--render`
-only writes docs/performance.md. Run it on one core, with one thread, with nothing else on the machine: `--engines torch
+only writes lab/notes/performance.md. Run it on one core, with one thread, with nothing else on the machine: `--engines torch
 --batches 1` is one case.
 """
 

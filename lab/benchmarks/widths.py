@@ -9,7 +9,7 @@ Parts, all of them by default (`--parts random time hand`):
 - `hand`: ResNet-20 compacted to 8, 16 and 32 channels, and one that is built with them, at batch 64.
 
 Every network is timed in turns with the dense one. Rows are kept in lab/benchmarks/results/widths.jsonl, and a row that is
-there is not measured again; `--again` measures all. `--render` only writes the page, docs/performance.md.
+there is not measured again; `--again` measures all. `--render` only writes the page, lab/notes/performance.md.
 
 Where torchvision is built for another torch: `python tests/integrations/run_script.py lab/benchmarks/widths.py`.
 """

@@ -64,6 +64,7 @@ def measured(what: str, images: int, sites: str, validation: int, folder: Path |
     from secateurs.config import Recipe
     from secateurs.data.splits import subset
     from secateurs.distributed.answers import KeptAnswers
+    from secateurs.pruning.curves import measure_curves
 
     torch.set_num_threads(1)
     origin = inputs.named_origin("resnet20", "cifar10", (), (), "public", None, 0)
@@ -89,7 +90,7 @@ def measured(what: str, images: int, sites: str, validation: int, folder: Path |
     KeptAnswers.save = timed  # type: ignore[assignment, method-assign]
     began, used = time.perf_counter(), time.process_time()
     with run.workers.active(run.journal.answers):
-        curves = run._measure_curves()
+        curves = measure_curves(run, next(run.positions()))
     seconds, cpu = time.perf_counter() - began, time.process_time() - used
     return {
         "seconds": seconds,

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from torch import nn
 from secateurs._util.journal import Journal, disk_errors
 from secateurs._util.modules import Device, check_device, device_of, unwrapped
 from secateurs._util.tensors import digest
-from secateurs.config import Deploy, EngineName, Recipe, TrainSettings, declarations
+from secateurs.config import Deploy, EngineName, Recipe, ShortcutChoice, TrainSettings, declarations
 from secateurs.criteria import named, resolved, taken_up, user_function
 from secateurs.data.dataset import class_labels
 from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
@@ -42,8 +42,8 @@ from secateurs.pruning.arguments import (
     without_ignored,
 )
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
+from secateurs.pruning.curves import chosen_sites
 from secateurs.pruning.estimate import Estimate, estimate, opening
-from secateurs.pruning.finetune import check_training
 from secateurs.pruning.folder import (
     check_origin,
     create_folder,
@@ -58,14 +58,15 @@ from secateurs.pruning.folder import (
 )
 from secateurs.pruning.forecast import Forecast
 from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start, Step
-from secateurs.pruning.run import Run, chosen_sites
+from secateurs.pruning.run import Run
 from secateurs.pruning.sanity import accuracy_note, better_than_guessing, shape_notes
+from secateurs.pruning.trainer import check_training
 from secateurs.pruning.user_training import with_step
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 from secateurs.report import Plots, plots, write_report
 from secateurs.report.progress import RunWatcher, display
 from secateurs.report.result import Result
-from secateurs.scoring.cache import MeasurementCache
+from secateurs.scoring.cache import MeasurementCache, is_store
 from secateurs.speed.engines import Engine
 from secateurs.training.guard import START, KeptWeights
 from secateurs.training.state import EpochRecord
@@ -76,7 +77,7 @@ class Pruner(Run):
 
     `train` may also be a `Data` with all three sets in memory; then `val` and `test` are not given. `uncertified` says whether
     a validation set that is too small for the recipe's confidence gives a run by point estimates, instead of an error; by
-    default it does where no recipe is given.
+    default it does where neither a recipe nor a confidence is given.
     """
 
     def __init__(
@@ -91,6 +92,9 @@ class Pruner(Run):
         target_latency: float | None = None,
         max_ms: float | None = None,
         engine: EngineName | None = None,
+        latency_batch: int | None = None,
+        shortcut: ShortcutChoice | None = None,
+        confidence: float | None = None,
         deploy: Deploy | None = None,
         measure: Callable[[nn.Module], float] | None = None,
         test: Any = None,
@@ -154,7 +158,14 @@ class Pruner(Run):
             seen = replace(data, test=opened.first_test)
         notes += data.notes
         targets = {"target_macs": macs, "target_parameters": parameters, "target_latency": target_latency, "max_ms": max_ms}
-        asked = recipe_for(recipe, criterion, max_drop=max_drop, engine=engine, deploy=deploy, retrain=retrain, **targets)
+        own = {
+            "engine": engine,
+            "latency_batch": latency_batch,
+            "shortcut": shortcut,
+            "confidence": confidence,
+            "deploy": deploy,
+        }
+        asked = recipe_for(recipe, criterion, max_drop=max_drop, retrain=retrain, **own, **targets)
         timed_in = _engine(asked, measure, device)
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = without_ignored(asked, graph, model, ignore)
@@ -179,7 +190,7 @@ class Pruner(Run):
             notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
         if asked.max_drop >= 1:
             notes.append(f"max_drop={asked.max_drop:g} allows all accuracy to be lost: 0.01 is one point")
-        uncertified = recipe is None if uncertified is None else uncertified
+        uncertified = recipe is None and confidence is None if uncertified is None else uncertified
         asked = feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
             runtime = Runtime(
@@ -303,16 +314,62 @@ class Pruner(Run):
         return plots(self.journal.records if self.journal.path is None else self.journal.path, recipe=self.recipe)
 
 
-def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = True, **options: Any) -> Result:
+class OtherOptions(TypedDict, total=False):
+    """Options of `prune` that few runs need; see `Pruner`."""
+
+    max_ms: float | None
+    latency_batch: int | None
+    deploy: Deploy | None
+    measure: Callable[[nn.Module], float] | None
+    criterion: str | Callable[..., Any] | None
+    forward: Forward | None
+    loss: Measure | None
+    metric: Measure | None
+    time_budget: float | None
+    callback: Callable[[Progress], None] | None
+    leaves: tuple[str, ...]
+    origin: Mapping[str, Any] | None
+    store: str | Path | None
+    cache_bytes: int | None
+    uncertified: bool | None
+    distributed: bool
+
+
+def prune(
+    model: nn.Module,
+    train: Any,
+    val: Any = None,
+    *,
+    max_drop: float | None = None,
+    confidence: float | None = None,
+    target_latency: float | None = None,
+    macs: float | None = None,
+    parameters: float | None = None,
+    engine: EngineName | None = None,
+    shortcut: ShortcutChoice | None = None,
+    test: Any = None,
+    evaluate: Evaluate | None = None,
+    finetune: Callable[..., Any] | None = None,
+    retrain: str | TrainSettings | None = None,
+    recipe: Recipe | None = None,
+    ignore: Ignore = (),
+    folder: str | Path | None = None,
+    device: Device = None,
+    progress: bool = True,
+    **others: Unpack[OtherOptions],
+) -> Result:
     """Prune a copy of `model` and return the smaller network: as much is removed as the allowed drop permits.
 
     `train`, `val` and `test` are loaders: any iterables of batches that can be read more than once, streamed and never copied
     whole. Batches are (inputs, targets), or dicts with the arguments of the model and labels; for others give
     `forward(model, batch)`, `loss(outputs, batch)` and `metric(outputs, batch)`, one value for each example, higher = better.
     `max_drop` is a fraction: 0.01 is one point. `macs=0.5` or `parameters=0.5` stop at a share removed, `target_latency=0.5` at
-    a share of the time that remains and `max_ms=4.0` at milliseconds. Cuts are weighed by time
-    in the `engine` ("torch", "compile", "onnxruntime"; by default PyTorch on the model's device), or by
-    `measure(module) -> seconds` on a device of your own; `deploy="int8"` prunes for an int8 file, and certifies that file.
+    a share of the time that remains and `max_ms=4.0` at milliseconds. Cuts are weighed by time in the `engine` ("torch",
+    "compile", "onnxruntime"; by default PyTorch on the model's device), at the batch that `val` gives and no slower at single
+    examples, or at `latency_batch` alone; by `measure(module) -> seconds` on a device of your own; with a target in MACs or
+    parameters and no engine, by that. `shortcut` says where residual blocks are cut ("before" or "after" the add, "stream";
+    "auto" weighs all three). Drops are certified at a `confidence` of 0.95, if there are enough examples; with 0 point
+    estimates decide. `deploy="int8"` prunes for an int8 file, and certifies that file.
     `evaluate(model)` replaces the metric by one of the whole validation set: one number, with which point estimates decide,
     or a tensor (N,) with a value for each example, whose mean is then
     certified as a metric is. `finetune(model)` is the user's own training after the cuts, `retrain="gentle"` (or
@@ -323,20 +380,22 @@ def prune(model: nn.Module, train: Any, val: Any = None, *, progress: bool = Tru
     In a script that torchrun started on several processes, all of them call this and share the measurements; the first one
     prints and has the folder, and after a restart of torchrun the run in it goes on. `distributed=False`: this process alone.
 
-    All options are those of `Pruner`. Progress is shown on a terminal, as plain lines elsewhere, not at all with
-    `progress=False`; `callback` gets every `Progress`.
+    `others` are the options of `Pruner` that are not listed (`OtherOptions`). Progress is shown on a terminal, as plain lines
+    elsewhere, not at all with `progress=False`; `callback` gets every `Progress`.
     """
-    known = inspect.signature(Pruner).parameters
-    for name in options:
+    given = dict(locals())
+    known, unlisted = inspect.signature(Pruner).parameters, dict[str, Any](given.pop("others"))
+    for name in unlisted:
         if name in declarations(Recipe) and name not in known:
             raise InvalidInput(f"prune: {name} is a field of the recipe. Give recipe=Recipe({name}=…).")
         if name not in known:
             raise InvalidInput(f"prune: unknown option {name!r}.{suggest(name, known)}")
+    options = {name: value for name, value in given.items() if name in known} | unlisted
     check_functions(callback=options.get("callback"))
     quiet = options.get("distributed", True) and torchrun_rank() > 0
     leave = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with leave, _shown(progress and not quiet, options.pop("callback", None)) as (callback, follow):
-        return follow(start_or_continue(model, train, val, callback=callback, **options))
+        return follow(start_or_continue(callback=callback, **options))
 
 
 def start_or_continue(model: nn.Module, train: Any, val: Any = None, **options: Any) -> Pruner:
@@ -356,12 +415,6 @@ def start_or_continue(model: nn.Module, train: Any, val: Any = None, **options: 
     if isinstance(options.get("recipe"), Recipe):
         resolved(options["recipe"])
     return resume(folder, model, train, val, **given)
-
-
-_progress = inspect.signature(prune).parameters["progress"]
-prune.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # help() and editors show all options
-    [*inspect.signature(Pruner).parameters.values(), _progress], return_annotation="Result"
-)
 
 
 def resume(
@@ -475,8 +528,8 @@ def _shown(
 
 
 def _own_store(named: str | None) -> Path | None:
-    """The store of measurements that a folder names, if there is one: a folder may not say where files are made."""
-    return Path(named) if named is not None and Path(named).is_file() else None
+    """The store of measurements that a folder names, if there is one: a folder may not say where tables or files are made."""
+    return Path(named) if named is not None and is_store(Path(named)) else None
 
 
 def _given(**options: object) -> list[str]:

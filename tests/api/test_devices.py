@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -28,11 +29,13 @@ RANKED = replace(
 )
 
 
-def test_the_first_line_says_where_and_how_long_and_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_lines_say_by_what_and_where_and_how_long_and_how_much(capsys: pytest.CaptureFixture[str]) -> None:
     sc.prune(trained(), *loaders(), recipe=RECIPE)
-    first = capsys.readouterr().err.splitlines()[0]
-    assert first.startswith("Pruning on cpu, at ")
-    assert "MB of memory" in first
+    currency, place, *_ = capsys.readouterr().err.splitlines()
+    assert currency.startswith("Cuts are weighed by the MACs that they save, not by time: ")
+    assert "engine='torch'" in currency
+    assert place.startswith("Pruning on cpu, at ")
+    assert re.search(r"images a second: all of it takes about \d+ s, and up to [\d.]+ MB of memory besides the data\.$", place)
 
 
 @pytest.mark.parametrize("device", ["cuda", "gpu", "cuda:7"])

@@ -130,7 +130,7 @@ def test_a_training_with_labels_is_judged_by_their_metric(confidence: float) -> 
     assert (tried["end"].loss or 0) < (tried["start"].loss or 0)
     assert (tried["end"].metric or 0) < (tried["start"].metric or 0) - 0.1
     assert (tried[kept.kept].metric or 0) >= (tried["start"].metric or 0)
-    sides = run.context.acceptance_sets.sides
+    sides = run.context.metric.sides
     values = wrong(result.model.eval())
     assert tried[kept.kept].metric == pytest.approx(float((values if sides is None else values[sides.search]).mean()))
 

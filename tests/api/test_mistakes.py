@@ -5,6 +5,7 @@ Those with loaders and labels are in test_loaders.py.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from digit_loaders import ONE_CUT, RECIPE, build, digits, loader, loaders, right
 from torch import Tensor, nn
 
 import secateurs as sc
+from secateurs import api
 from secateurs.config import GENTLE, criterion_names
 from secateurs.data import Data, Examples
 from secateurs.errors import SecateursError
@@ -91,8 +93,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a typo in an option": (lambda path: prune(max_dorp=0.01), "prune: unknown option 'max_dorp'. Did you mean 'max_drop'"),
     "a field as an option": (
-        lambda path: prune(confidence=0),
-        r"prune: confidence is a field of the recipe. Give recipe=Recipe\(confidence=…\)",
+        lambda path: prune(rounds=2),
+        r"prune: rounds is a field of the recipe. Give recipe=Recipe\(rounds=…\)",
     ),
     "an unknown criterion": (
         lambda path: prune(criterion="l3"),
@@ -348,9 +350,20 @@ def test_labels_of_another_numbering_are_pointed_out(renumber: Callable[[Tensor]
 
 def test_an_impossible_time_budget_is_said_to_be_one() -> None:
     pruner = sc.Pruner(trained(), *loaders(), time_budget=1e-3)
-    assert any("even so it takes up to" in note for note in pruner.notes)
+    assert any("even so it takes about" in note for note in pruner.notes)
     assert estimate(pruner.context).bytes > sum(p.numel() for p in trained().parameters()) * 4
 
 
 def test_wrappers_of_torch_are_taken_off() -> None:
     assert prune(model=nn.DataParallel(trained()), **ONE_CUT).macs.removed > 0
+
+
+def test_editors_know_every_option_of_prune() -> None:
+    """Each parameter of Pruner is one of prune, or of its typed dict of others, with the same type; none is Any or missing."""
+    listed = inspect.signature(sc.prune).parameters
+    others, every = api.OtherOptions.__annotations__, inspect.signature(sc.Pruner).parameters
+    assert len(listed) <= 20
+    assert set(every) == (set(listed) - {"progress", "others"}) | set(others)
+    for name, parameter in every.items():
+        here = listed[name].annotation if name in listed else others[name]
+        assert getattr(here, "__forward_arg__", here) == parameter.annotation, name

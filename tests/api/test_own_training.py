@@ -93,7 +93,7 @@ def test_a_refusal_of_certification_says_what_the_confidence_that_is_left_gives(
     run = sc.Pruner(trained(), *loaders(), finetune=finetune, recipe=RECIPE)
     result = run.finish()
     (allocation,) = run.journal.of(ChosenAllocation)
-    images = run.context.acceptance_sets.certification
+    images = run.context.metric.examples("certify")
     assert images is not None
     after = copy.deepcopy(result.model)
     after.load_state_dict(seen[0])
@@ -170,7 +170,7 @@ def test_images_that_certify_do_not_choose_the_weights() -> None:
     run = sc.Pruner(trained(), *loaders(), finetune=my_training, recipe=replace(RECIPE, max_drop=0.08))
     result = run.finish()
     (kept,) = run.journal.of(KeptWeights)
-    held_out, certifying = run.context.held_out_examples, run.context.acceptance_sets.certification
+    held_out, certifying = run.context.held_out_examples, run.context.metric.examples("certify")
     assert certifying is not None
     assert not {bytes(one.numpy()) for one in held_out.inputs} & {bytes(one.numpy()) for one in certifying.inputs}
     assert (kept.kept, kept.tried[1].metric) == ("end", pytest.approx(right(result.model, held_out)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -186,7 +185,7 @@ def test_a_download_shows_progress_and_prints_its_folder(
         return Path("/there")
 
     monkeypatch.setattr("secateurs.data.get_cifar10", get)
-    monkeypatch.setattr(time, "monotonic", itertools.count(step=60).__next__)  # a minute from glance to glance
+    monkeypatch.setattr("secateurs.report.progress._LINE_SECONDS", 0.0)  # a line at every glance
     assert execute(["data", "get", "cifar10"]) == 0
     said = capsys.readouterr()
     assert said.out == "cifar10 is in /there\n"
@@ -476,7 +475,7 @@ def test_an_interrupted_run_shows_where_it_is_and_ends_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, weights: Path, finished: Path
 ) -> None:
     def impatient(self: progress.RunWatcher, event: Progress) -> None:
-        if event.phase == "finetune" and self.latest is not None:
+        if event.phase == "finetune" and event.done and self.latest is not None:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:

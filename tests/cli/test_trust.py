@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import os
 import pickle
 import re
 import shlex
 import shutil
+import sqlite3
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -25,6 +27,7 @@ from secateurs.cli import app, execute
 from secateurs.config import Recipe
 from secateurs.data import load as load_data
 from secateurs.models import build
+from secateurs.training import precision
 from torture.journals import entries_of, write_entries
 
 NET = ["--model", "mlp", "--model-option", "hidden=[8, 6]", "--data", "digits"]
@@ -217,6 +220,78 @@ def test_a_swapped_network_is_refused(runs: Path, tmp_path: Path, capsys: pytest
     for command in ("eval", "export --pt2", "resume"):
         assert execute([*command.split(), str(folder)]) == 1
         assert "pruned.safetensors: damaged, or not the file that the journal relies on" in capsys.readouterr().err
+
+
+def test_a_folder_one_stands_in_is_not_where_packages_are_looked_up(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the processor trains in bfloat16 is tried in a process of its own, which imports torch."""
+    folder, mark = shutil.copytree(runs / "training", tmp_path / "training"), tmp_path / "EXECUTED"
+    shutil.rmtree(folder / "checkpoints")
+    of_recipe(precision="bfloat16")(folder, mark)
+    for name in ("torch", "numpy", "safetensors", "sitecustomize"):
+        (folder / f"{name}.py").write_text(EVIL.format(mark=str(mark)))
+    monkeypatch.chdir(folder)
+    precision.bfloat16_works.cache_clear()
+    try:
+        assert execute(["resume", "."]) == 0
+        assert precision.bfloat16_works.cache_info().misses == 1
+    finally:
+        precision.bfloat16_works.cache_clear()
+    assert not mark.exists()
+
+
+# ---- links -------------------------------------------------------------------------------------------------------------
+
+LINKED = (
+    "journal.jsonl",
+    "provenance.json",
+    ".lock",
+    "measured.sqlite",
+    "checkpoints",
+    "ensembles",
+    "checkpoints/0001.safetensors",
+)
+
+
+@pytest.mark.parametrize("linked", LINKED)
+@pytest.mark.parametrize("command", ["show", "report", "eval", "export --source", "resume"])
+def test_links_of_a_folder_are_not_followed(
+    command: str, linked: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They could lead writing to any place: a line to a start-up file, a table into the data base of a browser."""
+    name = "finished" if command.startswith("export") else "stopped"
+    folder, own = shutil.copytree(runs / name, tmp_path / name), tmp_path / "own"
+    own.mkdir()
+    target, place = own / "file", folder / linked
+    if place.is_dir():
+        shutil.move(place, target)
+    elif place.exists():
+        place.rename(target)
+    place.symlink_to(target)
+    before = {path: path.read_bytes() for path in own.rglob("*") if path.is_file()}
+    assert execute([*command.split(), str(folder)]) == 1
+    assert f"{place}: is a link" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in own.rglob("*") if path.is_file()} == before
+
+
+def test_a_pipe_in_a_folder_is_not_waited_for(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(runs / "stopped", tmp_path / "stopped")
+    (folder / "journal.jsonl").unlink()
+    os.mkfifo(folder / "journal.jsonl")
+    for command in ("show", "report", "eval", "resume"):
+        assert execute([command, str(folder)]) == 1
+        assert "journal.jsonl: is no ordinary file" in capsys.readouterr().err
+
+
+def test_a_data_base_that_is_no_store_of_ours_gets_no_table(runs: Path, tmp_path: Path) -> None:
+    folder, theirs = shutil.copytree(runs / "stopped", tmp_path / "stopped"), tmp_path / "places.sqlite"
+    with sqlite3.connect(theirs) as base:
+        base.execute("create table visited (place text)")
+    before = theirs.read_bytes()
+    edited(folder, lambda known: known.update(store=str(theirs)))
+    assert execute(["resume", str(folder)]) == 0
+    assert theirs.read_bytes() == before
 
 
 # ---- what the command line repeats -------------------------------------------------------------------------------------

@@ -416,6 +416,21 @@ def test_heads_of_one_attention_right_behind_another_are_removed(second: str) ->
     assert smaller.module.get_submodule("first.out_proj").in_features == 8
 
 
+@pytest.mark.parametrize("keys", ["its own result", "the input"])
+def test_heads_of_an_attention_that_reads_its_own_result_are_removed(keys: str) -> None:
+    def body(net: Net, x: Tensor) -> Tensor:
+        h = net.stem(x)
+        y, _ = net.attention(h, h, h, need_weights=False)
+        key = y if keys == "its own result" else h
+        return net.out(net.attention(y, key, key, need_weights=False)[0])
+
+    attention = nn.MultiheadAttention(12, 3, batch_first=True)
+    graph = traced(Net(body, stem=nn.Linear(4, 12), attention=attention, out=nn.Linear(12, 3)), X)
+    (heads,) = (site for site in find_sites(graph) if site.unit == "heads")
+    smaller = assert_compact_is_masked(graph, {heads: without(3, 1)}, (X[:2],))
+    assert smaller.module.get_submodule("attention.out_proj").in_features == 8
+
+
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("bias", [True, False])
 def test_multihead_attention_is_traced_in_double_precision(heads: int, bias: bool) -> None:

@@ -518,6 +518,27 @@ def test_emptying_a_layer_of_a_chain_is_an_error(layer: str) -> None:
         compact(graph, {layer: torch.zeros(4, dtype=torch.bool)})
 
 
+GATED: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "multiplied by a part that was cut": lambda net, x: (lambda y: net.out((y * y[:, :1]).mean((2, 3))))(net.a(x)),
+    "a part that was cut is all that is read": lambda net, x: net.out(
+        net.a(x).split([2, 4], 1)[1].mean((2, 3)).repeat(1, 2)[:, :6]
+    ),
+    "products of what two cuts leave": lambda net, x: net.out((net.a(x) * net.b(x)).mean((2, 3))),
+}
+
+
+@pytest.mark.parametrize("form", GATED)
+def test_a_refused_cut_that_keeps_channels_everywhere_is_one_that_leaves_a_constant(form: str) -> None:
+    graph = traced(Net(GATED[form], a=conv(3, 6), b=conv(3, 6), out=nn.Linear(6, 2)), random_tensor(2, 3, 8, 8))
+    keep = {"a": torch.arange(6) == 1}
+    if "two cuts" in form:
+        keep["b"] = torch.arange(6) == 4
+    cut = masked(graph, keep)
+    assert_same(run(cut, random_tensor(2, 3, 8, 8, seed=1)), run(cut, random_tensor(2, 3, 8, 8, seed=2)))
+    with pytest.raises(EmptyLayer, match=r"though every mask keeps some.*Keep at least one filter there that is read"):
+        compact(graph, keep)
+
+
 def test_a_site_down_to_one_channel_can_still_be_emptied() -> None:
     graph = traced(residual_net(), random_tensor(2, 3, 8, 8))
     nearly = compact(graph, {"b": torch.arange(5) == 3})

@@ -144,6 +144,19 @@ def test_every_truncation_is_named(saved: Path) -> None:
             load(Block(), saved)
 
 
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [(b"PK\x03\x04", "it is of torch.save"), (b"<!DOCTYPE html>", "as other files do"), (b"\x80\x02}", "it is of torch.save")],
+)
+def test_a_file_of_another_kind_is_said_to_be_one(start: bytes, said: str, saved: Path) -> None:
+    saved.write_bytes(start + bytes(range(1, 100)))
+    with pytest.raises(
+        ArtefactError, match=f"not a whole safetensors file .begins with .*{said}.*torch.save is loaded with"
+    ) as got:
+        load(Block(), saved)
+    assert "header of" not in str(got.value)
+
+
 def same_json(a: bytes, b: bytes) -> bool:
     try:
         return bool(json.loads(a) == json.loads(b))

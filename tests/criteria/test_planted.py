@@ -67,7 +67,7 @@ def cancelling() -> tuple[nn.Module, Tensor]:
 
 
 def test_two_filters_that_cancel_each_other() -> None:
-    """docs/method.md describes the result: only pairwise terms see that the two can go together."""
+    """lab/notes/method.md describes the result: only pairwise terms see that the two can go together."""
     net, x = cancelling()
     alone = ~torch.eye(8, dtype=torch.bool)
     leave_one_out = ensemble_of(net, x, alone)

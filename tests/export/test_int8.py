@@ -31,6 +31,7 @@ from secateurs.export.int8 import Quantiser, entropy_range, percentile_range
 from secateurs.export.programs import feed, onnx_bytes, start_session
 from secateurs.export.qdq import FloatModel, quantised_model, step_and_zero
 from secateurs.models import example_input
+from secateurs.pruning.measure import PerExample
 from secateurs.report.result import Result
 
 
@@ -355,7 +356,7 @@ def test_a_certified_file_gives_its_accuracy_in_a_fresh_process(finished: Result
     assert figures["bound"] <= figures["max_drop"] == 0.05
     assert figures["answers"] == [True]
     assert noted["answers"] == [True]
-    certifying = finished.context.acceptance_sets.certification
+    certifying = finished.context.metric.examples("certify")
     assert certifying is not None
     assert figures["images"] == len(certifying)
     batch = certifying.batch(slice(None))
@@ -393,27 +394,21 @@ def test_calibration_sees_training_examples_only(
     monkeypatch.setattr(int8.Quantiser, "__init__", noted)
     finished.export(tmp_path / "again.onnx", int8=True)
     ids = {name: set(each.ids.tolist()) for name, each in seen.items() if each.ids is not None}
-    sets = finished.context.acceptance_sets
-    assert sets.certification is not None
-    forbidden = {*sets.certification.ids.tolist(), *digits.test.ids.tolist()}  # type: ignore[union-attr]
+    metric = finished.context.metric
+    assert isinstance(metric, PerExample)
+    forbidden = {*metric.examples("certify").ids.tolist(), *digits.test.ids.tolist()}  # type: ignore[union-attr]
     assert len(ids["calibration"]) == 256
     assert ids["calibration"] <= set(digits.train.ids.tolist())  # type: ignore[union-attr]
-    assert ids["held_out"] <= set(sets.search.ids.tolist())  # type: ignore[union-attr]
+    assert ids["held_out"] <= set(metric.examples("look").ids.tolist())  # type: ignore[union-attr]
     assert not (ids["calibration"] | ids["held_out"]) & forbidden
 
 
 def test_what_cannot_be_promised_is_refused(finished: Result, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file that is always wrong: layers go back to float32, then the export refuses with figures, and writes nothing."""
-    from secateurs.report import int8 as certificate
-
     old = tmp_path / "small.onnx"
     old.write_bytes(b"old")
     monkeypatch.setattr(
-        certificate.PruningContext,
-        "values_of",
-        lambda self, module, side: torch.zeros(
-            len(self.acceptance_sets.search if side == "search" else self.acceptance_sets.certification), dtype=torch.float64
-        ),
+        PerExample, "of_file", lambda self, module, side: torch.zeros(len(self.examples(side)), dtype=torch.float64)
     )
     with pytest.raises(
         Uncertified, match=r"cannot be promised. Pruning alone costs .* all in int8 a drop of .* 1 layers in float32"
@@ -503,7 +498,7 @@ def test_a_run_for_int8_certifies_the_file_that_it_exports(
     """Stopped while it certifies and resumed, as after a kill: what was asked is not asked again, and the file is promised."""
     from secateurs import resume
     from secateurs.export.engines import Int8Engine
-    from secateurs.pruning import global_allocation
+    from secateurs.pruning import choice
 
     def weights_of(module: nn.Module) -> int:
         return sum(weight.numel() for weight in module.parameters())
@@ -512,7 +507,7 @@ def test_a_run_for_int8_certifies_the_file_that_it_exports(
     monkeypatch.setattr(Int8Engine, "network", lambda self, graph: lambda: lambda: 1e-6 * weights_of(graph.module))
     monkeypatch.setattr(Int8Engine, "layer", lambda self, layer, shape, times: lambda: 1e-6 * times * weights_of(layer))
     for growth in ("FINE", "COARSE"):
-        monkeypatch.setattr(global_allocation, growth, 1.6)  # few questions: each makes a file
+        monkeypatch.setattr(choice, growth, 1.6)  # few questions: each makes a file
 
     class Stopped(BaseException):
         pass
@@ -543,8 +538,9 @@ def test_a_run_for_int8_certifies_the_file_that_it_exports(
     assert figures["bound"] == pytest.approx(result.bound, abs=1e-12)
     assert figures["answers"] == [], "the run has asked about this file: nothing is asked again"
     # by hand: the file on the images that certify, against the network that was given
-    sets = result.context.acceptance_sets
-    batch = sets.certification.batch(slice(None))
+    metric = result.context.metric
+    assert isinstance(metric, PerExample)
+    batch = metric.examples("certify").batch(slice(None))
     right = ran(path.read_bytes(), batch.args[0]).argmax(1) == batch.targets.numpy()
     with torch.no_grad():
         first = (trained.eval()(batch.args[0]).argmax(1) == batch.targets).numpy()

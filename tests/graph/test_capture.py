@@ -368,6 +368,26 @@ def test_a_decision_by_values_is_refused_with_every_engines_reason() -> None:
         trace(randomise_(Split()), X, engine="jit")  # type: ignore[arg-type]
 
 
+class CountsByValues(Decides):
+    """A number of steps that depends on values: torch.export prints the program that it has until then."""
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        y = torch.relu(x)
+        for _ in range(int(y.abs().max() * 3)):
+            y = torch.relu(y + 1)
+        return y
+
+
+@pytest.mark.parametrize("kind", [Decides, CountsByValues])
+@pytest.mark.parametrize("engine", ["auto", "export"])
+def test_a_refusal_is_an_exception_and_prints_nothing(
+    kind: type[nn.Module], engine: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Untraceable):
+        trace(randomise_(kind()), X, engine=engine)
+    assert capfd.readouterr() == ("", "")
+
+
 class Stubborn(nn.Module):
     """Its statistics move twice as fast in train mode as its layer says, which no graph can tell."""
 

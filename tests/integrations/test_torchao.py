@@ -47,7 +47,7 @@ def test_a_run_certifies_a_program_that_gives_its_accuracy_in_a_fresh_process(tm
     path = result.export(tmp_path / "small.pt2", int8=True)
     (figures,) = [one["int8"] for one in json.loads((tmp_path / "run" / "exports.json").read_text())["exports"]]
     assert figures["bound"] <= 0.05
-    certifying = result.context.acceptance_sets.certification
+    certifying = result.context.metric.examples("certify")
     assert certifying is not None
     batch = certifying.batch(slice(None))
     torch.save((batch.args[0], batch.targets), tmp_path / "images.pt")

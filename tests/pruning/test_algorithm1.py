@@ -27,8 +27,8 @@ from secateurs.graph.plan import Plan
 from secateurs.graph.sites import find_sites
 from secateurs.metrics import correct, cross_entropy, evaluate
 from secateurs.models import build
-from secateurs.pruning.acceptance import CERTIFYING
 from secateurs.pruning.context import PruningContext, Runtime
+from secateurs.pruning.measure import CERTIFYING
 from secateurs.pruning.results import ChosenAllocation, RunResult, Step
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.engine import MaskedNetwork

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secateurs.pruning.global_allocation import COARSE, choose_allocation, to_certify
+from secateurs.pruning.climb import COARSE, choose_allocation, to_certify
 from secateurs.pruning.results import Trial
 from secateurs.selection.allocation import Allocation
 

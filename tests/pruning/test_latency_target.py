@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from nets import assert_compact_is_masked, randomise_, seeded
 from secateurs import Graph, Pruner, Recipe, compact, cost, find_sites, resume, trace
@@ -168,6 +169,43 @@ def test_layers_have_the_sizes_that_compaction_leaves_them(name: str, shortcut: 
     assert not together or shortcut == "before"
 
 
+class Written(fx.Interpreter):
+    """Runs a network and keeps how many numbers every node writes, by name."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph.module)
+        self.numbers: dict[str, int] = {}
+        self.run(*graph.example)
+
+    def run_node(self, n: fx.Node) -> Any:
+        found = super().run_node(n)
+        if isinstance(found, Tensor):
+            self.numbers[n.name] = found.numel()
+        return found
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet8", "densenet-small", "mobilenet-small"])
+def test_ops_between_the_layers_write_what_compaction_leaves_them(name: str) -> None:
+    graph = trace(build(name), example_input(name))
+    sizing, whole = Sizing(graph, find_sites(graph)), Written(graph).numbers
+    between = [node.name for node in sizing._between]
+    for site in sizing.sites.values():
+        for width in (site.channels // 2, 1):
+            left = Written(compact(graph, {site.name: spread(width, site.channels)})).numbers
+            found = sizing.left_between({site.name: width})
+            assert found.work == pytest.approx(sum(left[each] for each in between) / sum(whole[each] for each in between))
+            assert found.calls == 1
+
+
+def test_a_folded_branch_has_no_calls_left() -> None:
+    graph = trace(build("densenet-small"), example_input("densenet-small"))
+    sizing = Sizing(graph, find_sites(graph))
+    folded = compact(graph, {"block2.2.conv1": spread(0, 16)})
+    left = {node.name for node in folded.module.graph.nodes} & {node.name for node in sizing._between}
+    assert len(left) < len(sizing._between)
+    assert sizing.left_between({"block2.2.conv1": 0}).calls == pytest.approx(len(left) / len(sizing._between))
+
+
 def test_layers_of_attention_have_the_sizes_that_compaction_leaves_them() -> None:
     """Without heads, features within heads, and neurons at once."""
     graph = trace(nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).eval(), torch.randn(2, 5, 12))
@@ -302,7 +340,7 @@ def test_the_choice_is_the_best_of_all(with_engine: Callable[[FakeEngine], FakeE
     for picks in product(*(range(len(curve.removed)) for curve in curves)):
         masks: dict[Any, Any] = {}
         for curve, pick in zip(curves, picks, strict=True):
-            channels = run.context.time_price.model.sites[curve.site].channels
+            channels = run.context.price.model.sites[curve.site].channels
             masks[curve.site] = spread(channels - curve.removed[pick], channels)
         if engine.whole(compact(run.original, masks, verify=False)) <= 0.6 * whole:
             best = min(best, sum(c.loss[p] - c.loss[0] for c, p in zip(curves, picks, strict=True)))
@@ -506,6 +544,14 @@ def test_where_no_cut_saves_time_nothing_is_removed(with_engine: Callable[[FakeE
     result = run.finish()
     assert result.macs.removed == 0
     assert all(widths.widths == () for widths in records(run, SiteWidths))  # which says why
+    said, sizes, *rest = str(result).splitlines()
+    assert re.fullmatch(
+        r"No cut that was weighed saves time in fake \d+ \(no width is faster at 0, 3, 6\), so the network is returned as it "
+        r"was: name the engine that will run it, or give a target in macs\.",
+        said,
+    )
+    assert sizes.startswith("0.0 % of the parameters")
+    assert rest[0].startswith("Next: ")
 
 
 def test_a_function_of_the_users_own_is_an_engine(tmp_path: Path) -> None:

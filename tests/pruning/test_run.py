@@ -29,6 +29,7 @@ from secateurs.metrics import accuracy
 from secateurs.models import build, load_public
 from secateurs.pruning import folder
 from secateurs.pruning.results import Progress
+from secateurs.training import train_
 from torture.journals import entries_of
 from torture.runs import ResidualNet, differing_file, few_digits, perceptron, without_times
 
@@ -95,7 +96,8 @@ def test_a_run_gives_a_smaller_network_that_reloads_to_the_reported_accuracy(tmp
     outcome = run.finish()
     assert_same_bits(before, model.state_dict())
     assert [step.number for step in steps] == list(range(1, len(steps) + 1))
-    assert {event.phase for event in seen} == {"score", "search", "finetune", "retrain", "measure"}
+    work = {"score", "search", "finetune", "retrain", "measure"}
+    assert {event.phase for event in seen} == {"original", "site", *work, "timing", "write"}
     assert outcome.cost_after.parameters == sum(p.numel() for p in outcome.graph.module.parameters())
     assert outcome.cost_after.parameters < outcome.cost_before.parameters
     again = load(perceptron(), tmp_path / "run" / "pruned.safetensors")
@@ -269,20 +271,22 @@ def test_allocated_cuts_stay_within_the_drop_when_trained() -> None:
 
 
 def test_a_stopped_allocation_tries_nothing_twice(tmp_path: Path) -> None:
-    recipe = Recipe.fast(max_drop=0.2, confidence=0.8, criterion="l1", allocation="global")
-    whole = Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path / "whole").finish()
+    recipe = Recipe.fast(max_drop=0.2, confidence=0.8, criterion="l1", allocation="global", engine="none")
+    network = perceptron((24, 20))
+    train_(network, DATA.train, TrainSettings(epochs=12, batch=32, lr=0.1))  # of one that knows nothing all may go at once
+    whole = Pruner(network, DATA, recipe=recipe, folder=tmp_path / "whole").finish()
 
     def stop_at_third(progress: Progress) -> None:
         if progress.phase == "divide" and progress.done == 3:
             raise KeyboardInterrupt
 
-    run = Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path / "run", callback=stop_at_third)
+    run = Pruner(network, DATA, recipe=recipe, folder=tmp_path / "run", callback=stop_at_third)
     with pytest.raises(KeyboardInterrupt):
         run.finish()
     run.close()
     trials = [entry for entry in entries_of(tmp_path / "run") if entry["unit"] == "trial"]
-    assert len(trials) == 2
-    resume(tmp_path / "run", perceptron(), DATA).finish()
+    assert len(trials) == 3
+    resume(tmp_path / "run", perceptron((24, 20)), DATA).finish()
     assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
     assert differing_file(tmp_path / "whole", tmp_path / "run") is None
     assert len([entry for entry in entries_of(tmp_path / "run") if entry["unit"] == "trial"]) > 3

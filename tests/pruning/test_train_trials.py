@@ -27,8 +27,8 @@ from secateurs.errors import InvalidInput, RecipeError, RunError, TrainingError
 from secateurs.graph.trace import Graph
 from secateurs.metrics import accuracy
 from secateurs.pruning.context import PruningContext
-from secateurs.pruning.finetune import train_trial
 from secateurs.pruning.results import Progress, RunResult, Trial
+from secateurs.pruning.trials import train_trial
 from secateurs.training import train_
 from torture.runs import differing_file, few_digits, perceptron, without_times
 
@@ -97,10 +97,8 @@ def test_what_is_certified_is_the_trained_network() -> None:
     recipe = replace(RECIPE, max_drop=0.12, confidence=0.9, train_trials=True)
     run = Pruner(network(), DATA, recipe=recipe)
     result = run.finish()
-    values = run.budget.original.values
-    assert values is not None
     asked = run.journal.of(Trial, judge="certifying")
-    again = run.context.certified(result.graph, values, [])
+    again = run.judge.certify(result.graph, [])
     assert [trial.upper for trial in asked if trial.accepted][-1] == again.upper == result.steps[-1].bound
     assert again.upper <= 0.12
 
@@ -133,7 +131,7 @@ def test_trials_that_cannot_be_trained_are_refused() -> None:
 def stopped_before_the_end(monkeypatch: pytest.MonkeyPatch, run: Pruner) -> None:
     """Stop a run when its allocation is chosen and none of its cuts is settled."""
     with monkeypatch.context() as patch:
-        patch.setattr("secateurs.pruning.run.take_trial", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("secateurs.pruning.together.take_trial", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run.finish()
 
@@ -165,10 +163,9 @@ def test_weights_that_were_judged_and_are_gone_are_not_trained_again(
         resume(folder, network(), DATA, finetune=finetune).finish()
     file.write_bytes(weights)
     run = resume(folder, network(), DATA, finetune=finetune)
-    result, values = run.finish(), run.budget.original.values
+    result = run.finish()
     assert len(trained) == calls
-    assert values is not None
-    assert run.context.certified(result.graph, values, []).upper == result.steps[-1].bound
+    assert run.judge.certify(result.graph, []).upper == result.steps[-1].bound
 
 
 def test_a_run_that_is_killed_between_the_weights_of_a_trial_and_its_record_ends_as_one_that_was_not(
@@ -286,14 +283,13 @@ def test_a_run_that_is_stopped_at_a_trial_that_is_undone_ends_as_one_that_was_no
 def test_the_bound_is_that_of_the_weights_that_are_kept_and_few_networks_are_certified() -> None:
     recipe = replace(UNTRAINED, max_drop=0.12, confidence=0.9, train_trials=True)
     run = Pruner(network(), DATA, recipe=recipe, finetune=negate)
-    result, values = run.finish(), run.budget.original.values
-    assert values is not None
+    result = run.finish()
     asked = run.journal.of(Trial, judge="certifying")
     assert 0 < len(asked) <= 5
     assert len({trial.place for trial in asked}) == len(asked)
     assert False not in [trial.accepted for trial in asked[:-1]]
     assert result.macs.removed > 0
-    assert run.context.certified(result.graph, values, []).upper == result.steps[-1].bound
+    assert run.judge.certify(result.graph, []).upper == result.steps[-1].bound
 
 
 def test_an_error_of_the_users_training_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
@@ -323,7 +319,7 @@ def test_certification_is_not_asked_about_a_refused_trial_below_an_accepted_one(
         found = train_trial(context, graph, place, measure)
         return replace(found, accepted=False) if place == first else found
 
-    monkeypatch.setattr("secateurs.pruning.global_allocation.train_trial", refusing)
+    monkeypatch.setattr("secateurs.pruning.choice.train_trial", refusing)
     run = Pruner(network(), DATA, recipe=recipe, finetune=train_or_diverge)
     run.finish()
     assert [trial.place for trial in run.journal.of(Trial, judge="certifying")] == others

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nets import random_keep, seeded
-from secateurs._util.format import SPACE, Metric, clock, interval, large
+from secateurs._util.format import SPACE, MetricName, clock, interval, large
 from secateurs._util.journal import read_lines
 from secateurs._util.tensors import dump, parse
 from secateurs.api import Pruner
@@ -571,7 +571,7 @@ numbers = st.floats(-1e6, 1e6) | st.floats(-1e-9, 1e-9) | st.sampled_from([math.
 def test_any_numbers_draw_well_formed_figures(coef: list[float], error: float, tried: list[tuple[int, float]]) -> None:
     found = SiteImportances(tuple(range(len(coef))), tuple(coef), (error,) * len(coef), tuple((c, c) for c in coef))
     drawn = step(evaluated=tuple(tried))
-    for figure in (importances(drawn, found), accuracy(drawn, Metric(), 0.01), agreement(drawn, found)):
+    for figure in (importances(drawn, found), accuracy(drawn, MetricName(), 0.01), agreement(drawn, found)):
         assert figure is not None
         root = ElementTree.fromstring(figure.svg)
         for shape in root.iter():
@@ -597,10 +597,18 @@ def test_numbers_are_written_as_people_read_them() -> None:
     low, high = interval(0.5, 100)  # Wilson 1927, worked in many textbooks: 0.404 to 0.596
     assert (round(low, 3), round(high, 3)) == (0.404, 0.596)
     assert interval(1.0, 10)[1] == 1.0
-    written = [clock(32.43), clock(185), clock(7380), large(40_551_040), large(999), large(116_790), Metric().change(-0.006)]
+    written = [
+        clock(32.43),
+        clock(185),
+        clock(7380),
+        large(40_551_040),
+        large(999),
+        large(116_790),
+        MetricName().change(-0.006),
+    ]
     expected = ["32.4 s", "3 min 05 s", "2 h 03 min", "40.6 M", "999", "117 k", "\N{MINUS SIGN}0.60 points"]
     assert [words.replace(SPACE, " ") for words in written] == expected
-    assert Metric("dice", share=False).change(0.25) == "+0.25"
+    assert MetricName("dice", share=False).change(0.25) == "+0.25"
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     assert el("a", "<", href='"&') == '<a href="&#34;&amp;">&lt;</a>'
 

@@ -44,6 +44,11 @@ def test_a_wider_width_that_is_as_fast_keeps_a_slower_one_out() -> None:
     assert edges(steady(seconds)) == (6, 3, 1)
 
 
+def test_widths_that_were_timed_in_fewer_rounds_are_compared_in_those() -> None:
+    """Sizes of one layer that are added later are timed in rounds of their own, which may be fewer."""
+    assert edges({8: [4.0] * 7, 4: [2.0] * 3, 2: [1.0] * 5}) == (4, 2)
+
+
 def test_where_no_width_is_faster_than_the_full_one_there_is_no_edge() -> None:
     assert edges(steady(dict.fromkeys(range(1, 33), 1.0))) == ()
     assert edges(steady({3: 1.0, 2: 2.0, 1: 1.5})) == ()

@@ -23,14 +23,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from secateurs._util.journal import Journal
 from secateurs.config import Recipe
-from secateurs.data.dataset import Examples
-from secateurs.metrics import correct
-from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, contract_of, largest_cut, split_acceptance_sets
-from secateurs.pruning.budget import caution_at
-from secateurs.pruning.global_allocation import choose_allocation, counts_of
-from secateurs.pruning.results import ChosenAllocation, Trial
+from secateurs.pruning.climb import choose_allocation
+from secateurs.pruning.curves import counts_of
+from secateurs.pruning.judge import Judge, contract_of, judge_for
+from secateurs.pruning.measure import Side, divided
+from secateurs.pruning.results import KINDS as RECORDS
+from secateurs.pruning.results import ChosenAllocation, Start, Trial
 from secateurs.selection.allocation import Allocation, Curve, frontier
+from secateurs.selection.contract import Sides
 
 from .tally import Tally
 
@@ -92,20 +94,65 @@ def simulate(kind: str, world: World, confidence: float, *, certifying: float | 
         allocation="global" if kind == "global" else "sequential",
         round_to=1,
     )
-    images = Examples(torch.arange(len(world.margins)), torch.zeros(len(world.margins)))
+    contract = contract_of(recipe)
+    images = torch.arange(len(world.margins))
     more = {} if certifying is None else {"certifying": certifying}
-    sets = split_acceptance_sets(images, contract_of(recipe), correct, seed=recipe.seed, **more)
+    metric = WorldMetric(world, images, divided(len(images), contract, seed=recipe.seed, **more))
+    judge = judge_for(
+        cast(Any, metric),
+        contract,
+        original=cast(Any, []),
+        journal=Journal(None, RECORDS),
+        max_drop=MAX_DROP,
+        of_run=kind != "site",
+    )
+    judge.journal.append(Start(metric.mean([]), 0.0))
     if kind == "global":
-        cuts = _allocated(world, recipe, sets)
+        cuts = _allocated(world, recipe, judge)
         return Ended(world.accuracy([]) - world.accuracy(cuts), world.saved(cuts))
-    cuts, drops = _site_by_site(world, recipe, sets)
+    cuts, drops = _site_by_site(world, recipe, judge)
     drop = max(drops) if kind == "site" else world.accuracy([]) - world.accuracy(cuts)
     return Ended(drop, world.saved(cuts))
 
 
-def _allocated(world: World, recipe: Recipe, sets: AcceptanceSets) -> list[int]:
-    """Measure curves, then search and certify along the frontier."""
-    few, start = sets.search.inputs[:HELD_OUT], _start(world, [], sets)
+@dataclass(frozen=True, eq=False)
+class WorldMetric:
+    """What a network of the world, which is its cuts, is worth (see `secateurs.pruning.measure.Metric`)."""
+
+    world: World
+    images: Tensor
+    sides: Sides | None
+    name: str = "accuracy"
+
+    def on(self, side: Side) -> Tensor:
+        if self.sides is None:
+            return self.images
+        return self.images[self.sides.search if side == "look" else self.sides.certification]
+
+    def values(self, graph: Any, side: Side) -> Tensor:
+        return self.world.right(graph, self.on(side))
+
+    def mean(self, graph: Any) -> float:
+        return float(self.values(graph, "look").mean())
+
+
+@dataclass(frozen=True)
+class NextSite:
+    """Masks of the next site (see `secateurs.pruning.measure.UnderMasks`)."""
+
+    metric: WorldMetric
+    cuts: list[int]
+
+    def values(self, keep: Tensor, side: Side) -> Tensor:
+        return self.metric.values([*self.cuts, int((~keep).sum())], side)
+
+    def mean(self, keep: Tensor) -> float:
+        return float(self.values(keep, "look").mean())
+
+
+def _allocated(world: World, recipe: Recipe, judge: Judge) -> list[int]:
+    """Measure curves, then look and certify along the frontier."""
+    few = cast(WorldMetric, judge.metric).on("look")[:HELD_OUT]
     counts = counts_of(CHANNELS, recipe.largest_share, 1)
     curves = [
         Curve(
@@ -118,68 +165,37 @@ def _allocated(world: World, recipe: Recipe, sets: AcceptanceSets) -> list[int]:
     ]
     divisions = frontier(curves)
 
-    def search(index: int) -> Trial:
-        found = sets.predict(start, world.right(_cuts(divisions[index]), sets.search.inputs))
+    def look(index: int) -> Trial:
+        found = judge.look(cast(Any, _cuts(divisions[index])))
         return Trial("steering", index, found.accepted, found.accuracy, found.by_estimate)
 
     def certify(index: int, answers: Sequence[bool]) -> Trial:
-        assert sets.certification is not None
-        after = world.right(_cuts(divisions[index]), sets.certification.inputs)
-        found = sets.promise(start, answers).certify(after)
+        found = judge.certify(cast(Any, _cuts(divisions[index])), answers)
         return Trial("certifying", index, found.accepted, upper=found.upper)
 
-    return _cuts(choose_allocation(divisions, search, None if sets.certification is None else certify))
+    return _cuts(choose_allocation(divisions, look, certify if judge.certifies else None))
 
 
-def _site_by_site(world: World, recipe: Recipe, sets: AcceptanceSets) -> tuple[list[int], list[float]]:
+def _site_by_site(world: World, recipe: Recipe, judge: Judge) -> tuple[list[int], list[float]]:
     """Algorithm 1: the cuts, and what each cost, truly."""
     cuts: list[int] = []
     drops: list[float] = []
-    answers: tuple[bool, ...] = ()
+    metric = cast(WorldMetric, judge.metric)
     for site in range(SITES):
-        earlier = cuts if recipe.budget == "site" else []
-        start = _start(world, earlier, sets)
-        found, answers = largest_cut(
-            cast(Any, _Evaluator(world, cuts)),
+        since = judge.enter(cast(Any, cuts), metric.mean(cuts))
+        found = judge.largest_cut(
             torch.arange(CHANNELS),
-            sets,
-            None if sets.by_means else start,
-            baseline=float(start.search.mean()),
-            max_drop=recipe.max_drop,
+            NextSite(metric, cuts),
+            since,
+            visited=(site + 1) / SITES,
+            trains=False,
             method=recipe.search,
             largest_share=recipe.largest_share,
-            accuracy_now=float(world.right(cuts, sets.search.inputs).mean()),
-            answers=answers,
-            share=1.0 if recipe.budget == "site" else (site + 1) / SITES,
-            caution=caution_at((site + 1) / SITES),
+            accuracy_now=metric.mean(cuts),
         )
         drops.append(world.accuracy(cuts) - world.accuracy([*cuts, found.m]))
         cuts = [*cuts, found.m]
     return cuts, drops
-
-
-@dataclass(frozen=True)
-class _Evaluator:
-    """Measures masks of the next site on images, as `secateurs.scoring.evaluator.SiteEvaluator` does."""
-
-    world: World
-    cuts: list[int]
-    images: Tensor | None = None
-
-    def on(self, examples: Examples) -> _Evaluator:
-        return _Evaluator(self.world, self.cuts, examples.inputs)
-
-    def values(self, masks: Tensor) -> Tensor:
-        assert self.images is not None
-        return torch.stack([self.world.right([*self.cuts, int((~mask).sum())], self.images) for mask in masks])
-
-    def means(self, masks: Tensor) -> Tensor:
-        return self.values(masks).mean(1)
-
-
-def _start(world: World, cuts: Sequence[int], sets: AcceptanceSets) -> BaselineValues:
-    certification = None if sets.certification is None else world.right(cuts, sets.certification.inputs)
-    return BaselineValues(world.right(cuts, sets.search.inputs), certification)
 
 
 def _cuts(allocation: Allocation | ChosenAllocation) -> list[int]:

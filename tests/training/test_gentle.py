@@ -26,7 +26,7 @@ from secateurs.config import GENTLE, PAPER_FINETUNE, PAPER_RETRAIN, TrainSetting
 from secateurs.data import Examples
 from secateurs.errors import Diverged, InvalidInput, TrainingError
 from secateurs.metrics import correct, cross_entropy
-from secateurs.pruning.budget import AccuracyBudget
+from secateurs.pruning.judge import Judge
 from secateurs.pruning.results import KINDS
 from secateurs.training import (
     EpochRecord,
@@ -492,7 +492,7 @@ def test_a_training_that_harms_is_undone_and_the_record_says_so() -> None:
 
 
 def test_weights_that_the_budget_refuses_are_not_said_to_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AccuracyBudget, "still_within", lambda *given, **options: False)
+    monkeypatch.setattr(Judge, "still_within", lambda *given, **options: False)
     recipe = Recipe.fast(max_drop=1.0, confidence=0, criterion="l1", target_parameters=0.2)
     run = Pruner(perceptron(), DATA, recipe=recipe, retrain=TrainSettings(epochs=3, batch=32, lr=0.05))
     list(run)
@@ -523,7 +523,7 @@ def test_a_training_that_diverges_leaves_the_network_before_it(phase: str, budge
 
 def test_with_several_workers_a_divergence_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them may diverge alone, while the others wait for it."""
-    monkeypatch.setattr("secateurs.pruning.finetune.active", lambda: SimpleNamespace(size=2))
+    monkeypatch.setattr("secateurs.pruning.trainer.active", lambda: SimpleNamespace(size=2))
     recipe = Recipe.fast(max_drop=0.3, confidence=0, criterion="l1", sites=("layers.1",), retrain=DIVERGING)
     with pytest.raises(Diverged, match="training diverged in epoch 0"):
         Pruner(perceptron(), DATA, recipe=recipe).finish()

@@ -65,7 +65,7 @@ NAMES = ("none", "gentle", "short", "2core", "paper")
 SYNONYMS = {"full": "paper"}
 AT = "@"  # between the name of a budget and a learning rate in place of its own
 
-COMMON_RATE = 1e-2  # of "gentle", where all methods train at one rate: the best on ResNet-20 (docs/notes/training.md)
+COMMON_RATE = 1e-2  # of "gentle", where all methods train at one rate: the best on ResNet-20 (lab/notes/training.md)
 _BETWEEN_2CORE = 1.7  # epochs: 598 steps of 128 over 45,000 images
 
 

@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper as a method of comparisons: the loop of `pruning.run` with a target to meet and a budget to keep.
+"""Algorithm 1 of the paper as a method of comparisons, with a target to meet and a budget to keep.
 
 Rounds follow each other until the target is reached, and the last cut removes no more filters than that needs. A stage of the
 training between cuts follows every cut, as long as there is any left.
@@ -16,6 +16,7 @@ from secateurs.compaction import compact
 from secateurs.config import Direction
 from secateurs.criteria.ranking import Ranking
 from secateurs.errors import InvalidInput
+from secateurs.pruning.algorithm1 import Lines, algorithm1
 from secateurs.pruning.context import PreparedSite
 from secateurs.pruning.run import Run
 from secateurs.selection.search import Cut
@@ -57,60 +58,72 @@ class TargetRun(Run):
         super().__init__(method.context)
         self.method = method
         self.restore()
-        self._passes = 0  # of the current step
 
     def reach_target(self) -> MethodState:
         """Do the work, and return the network with what was spent on it."""
-        for _ in self.algorithm1():
+        for _ in algorithm1(self, TargetLines(self)):
             pass
         costs, steps = self.journal.of(StepCost), self.steps
         training = sum(cost.training_seconds for cost in costs)
         elsewhere = sum(cost.elsewhere for cost in costs)
         rounds, cuts = len(steps) / max(len(self.method.sites), 1), sum(bool(step.removed) for step in steps)
         spent = Spent(
-            self._stages(),
+            self.stages_done(),
             sum(cost.passes for cost in costs),
             sum(step.seconds for step in steps) - training,
             training + elsewhere,
-            f"{cuts} cuts in {rounds:.1f} rounds, each within a drop of {self.budget.max_drop:g}",
+            f"{cuts} cuts in {rounds:.1f} rounds, each within a drop of {self.judge.max_drop:g}",
         )
         return MethodState(self.graph, spent, self.state.momentum)
 
-    def _stages(self) -> int:
+    def stages_done(self) -> int:
         """How many stages of the budget are done."""
         return sum(cost.trained for cost in self.journal.of(StepCost))
 
-    def site_order(self) -> Iterator[PreparedSite]:
+
+class TargetLines(Lines):
+    """The lines of the algorithm where a target ends it, not the drop, and passes are counted."""
+
+    run: TargetRun
+
+    def __init__(self, run: TargetRun) -> None:
+        super().__init__(run)
+        self.method = run.method
+        self._passes = 0  # of the current step
+
+    def sites(self) -> Iterator[PreparedSite]:
         """In the direction of the recipe, round after round, until the target is reached."""
-        progress, sites = self.context.progress, self.method.sites
+        run, progress, sites = self.run, self.progress, self.method.sites
         sites = sites if self.recipe.direction == "forward" else sites[::-1]
         for number in count():
             for place, site in enumerate(sites, 1):
-                if self._done(number, site.name):
+                if run.done(site.name, number):
                     continue
-                if self.method.reached(self.graph):
+                if self.method.reached(run.graph):
                     return
                 progress.round, progress.number, progress.sites = number, place, len(sites)
-                yield from self._entered_site(site.name)
-            if self.method.reached(self.graph):
+                found = run.enter(site.name)
+                if found is not None:
+                    yield run.context.prepare(run.graph, found)
+            if self.method.reached(run.graph):
                 return
-            if not any(step.removed for step in self.steps if step.round == number):
-                self.budget.max_drop *= 2
-            if self.budget.max_drop > 1:
+            if not any(step.removed for step in run.steps if step.round == number):
+                run.judge.max_drop *= 2
+            if run.judge.max_drop > 1:
                 raise InvalidInput(
-                    f"target_macs = {self.method.task.target_macs:g}: wanted at most {self.method.removed(self.graph):.3f}, "
+                    f"target_macs = {self.method.task.target_macs:g}: wanted at most {self.method.removed(run.graph):.3f}, "
                     f"after which no site has a filter to spare."
                 )
 
     def rank(self, prepared: PreparedSite) -> Ranking:
         """Rank the site's filters, and count the passes."""
-        ranking, self._passes = ranked(self.method, prepared, self.step_number)
+        ranking, self._passes = ranked(self.method, prepared, self.run.step_number)
         return ranking
 
     def find_cut(self, prepared: PreparedSite, ranking: Ranking) -> Cut:
         """The largest cut within the drop, or the smallest that reaches the target."""
         cut = super().find_cut(prepared, ranking)
-        self._passes += (1 + len(cut.evaluated)) * len(self.context.validation) + repair_passes(self.method)
+        self._passes += (1 + len(cut.evaluated)) * len(self.run.context.validation) + repair_passes(self.method)
 
         def reaches(m: int) -> bool:
             keep = replace(cut, removed=cut.removed[:m]).keep
@@ -120,15 +133,16 @@ class TargetRun(Run):
             return cut
         return replace(cut, removed=cut.removed[: bisect_left(range(1, cut.m), True, key=reaches) + 1])
 
-    def finetune(self, prepared: PreparedSite, cut: Cut) -> None:
+    def finetune(self, cut: Cut) -> None:
         """Train by the next stage of the budget, if there is one left."""
-        self._loss_cut, began, done = self.state.loss, time.monotonic(), self._stages()
+        run = self.run
+        run.loss_cut, began, done = run.state.loss, time.monotonic(), run.stages_done()
         stages = training_stages(self.method.task, len(self.method.sites))
         trained = bool(cut.m) and done < len(stages) and stages[done].phase == "finetune"
         elsewhere = 0.0
         if trained:
-            after = train_next(self.method, MethodState(self.graph, Spent(done), self.state.momentum))
+            after = train_next(self.method, MethodState(run.graph, Spent(done), run.state.momentum))
             elsewhere = after.spent.training_seconds - (time.monotonic() - began)
-            self.state = self.context.measured(replace(self.state, momentum=dict(after.momentum)))
-        number, seconds = self.step_number, time.monotonic() - began
-        self.journal.once(StepCost, lambda: StepCost(number, self._passes, seconds, trained, elsewhere), step=number)
+            run.state = run.context.measured(replace(run.state, momentum=dict(after.momentum)))
+        number, seconds = run.step_number, time.monotonic() - began
+        run.journal.once(StepCost, lambda: StepCost(number, self._passes, seconds, trained, elsewhere), step=number)

@@ -29,8 +29,9 @@ from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
 from secateurs.metrics import fingerprint
 from secateurs.pruning.context import PreparedSite
+from secateurs.pruning.curves import counts_of, measure_curve
+from secateurs.pruning.cuts import apply_allocation
 from secateurs.pruning.folder import environment
-from secateurs.pruning.global_allocation import apply_allocation, counts_of, measure_curve
 from secateurs.pruning.results import SiteCurve
 from secateurs.scoring.cache import context_of
 from secateurs.selection.allocation import Allocation, Curve, frontier

@@ -1,4 +1,4 @@
-"""The pictures of docs/ancestors.md: the idea of each system, drawn from the functions that compute it."""
+"""The pictures of lab/results/ancestors/README.md: the idea of each system, drawn from the functions that compute it."""
 
 from __future__ import annotations
 

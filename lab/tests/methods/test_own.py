@@ -45,7 +45,7 @@ from secateurs_lab.methods.base import opened, recipe_for
 from secateurs_lab.methods.own import checked
 from secateurs_lab.methods.training import finished, train_rest
 
-PAGE = ROOT / "docs" / "comparisons.md"
+PAGE = ROOT / "lab" / "notes" / "comparisons.md"
 NET = ["--model", "mlp", "--model-option", "hidden=[8, 6]", "--data", "digits", "--examples", "120"]
 BRIEF = "[after]\nepochs = 2\nbatch = 50\nlr = 0.1\n"
 BUDGET = Budget("brief", after=TrainSettings(epochs=2, batch=50, lr=0.1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,8 +17,9 @@ import msgspec
 
 T = TypeVar("T")
 
-MAX_BYTES = 64 << 20  # of JSON text, which bounds the number of its elements too
-MAX_TOML_BYTES = 1 << 20
+MAX_BYTES = 32 << 20  # of JSON text; a plan of the largest network has 2 MB
+MAX_TOML_BYTES = 64 << 10
+MAX_PARTS = 1_000_000  # lists and objects, of which an empty one takes 30 times its two characters
 MAX_DEPTH = 32  # of nested lists and objects; our own files have at most 6
 
 
@@ -69,6 +71,9 @@ def brief(what: object, limit: int = 160) -> str:
 def _decode(text: bytes | str, language: str, parse: Callable[[str], Any], kind: Any, max_bytes: int) -> Any:
     if len(text) > max_bytes:
         raise TooLarge(f"larger than {max_bytes:,} bytes")
+    begun = text.count(b"[") + text.count(b"{") if isinstance(text, bytes) else text.count("[") + text.count("{")
+    if begun > MAX_PARTS:
+        raise TooLarge(f"more than {MAX_PARTS:,} lists and tables")
     try:
         value = parse(text.decode() if isinstance(text, bytes) else text)
     except RecursionError as error:
@@ -84,7 +89,7 @@ def _decode(text: bytes | str, language: str, parse: Callable[[str], Any], kind:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise Malformed(f"the key {brief(repr(twice), 60)} occurs twice")
     return found
 

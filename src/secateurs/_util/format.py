@@ -13,16 +13,16 @@ _Z = 1.959963984540054  # two-sided 95 % of the normal distribution
 
 
 @dataclass(frozen=True)
-class Metric:
+class MetricName:
     """Name of the metric of a run; `share` means that it is a fraction of examples, written as a percentage."""
 
     name: str = "accuracy"
     share: bool = True
 
     @staticmethod
-    def called(name: str) -> Metric:
+    def called(name: str) -> MetricName:
         """The metric of that name: ours, "accuracy", is a share; of a user's own nothing is known, so it stays a number."""
-        return Metric(name, share=name == "accuracy")
+        return MetricName(name, share=name == "accuracy")
 
     @property
     def title(self) -> str:

@@ -15,9 +15,11 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -74,7 +76,7 @@ def _tensor_from_list(kind: type, value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Lines:
+class JournalLines:
     """The lines of a journal up to the first damaged one."""
 
     records: tuple[Any, ...]
@@ -92,24 +94,36 @@ def records_of(records: Sequence[Any], kind: type[R], **key: Any) -> list[R]:
     return [r for r in records if type(r) is kind and all(getattr(r, name) == value for name, value in key.items())]
 
 
-def read_lines(folder: Path, kinds: Kinds) -> Lines:
+def read_lines(folder: Path, kinds: Kinds) -> JournalLines:
     """Read the journal of a folder, which another process may be writing, up to its first damaged line.
 
     What is wrong is in `notes`. RunError if there is no journal.
     """
     path = folder / JOURNAL
+    refuse_links(folder)
     try:
-        data, before = path.read_bytes(), _origin_digest(folder)
+        before = _origin_digest(folder)
+        with path.open("rb") as file:
+            return _lines(file, path, before, kinds)
     except IsADirectoryError as error:
         raise RunError(f"{path}: {error.strerror}. Restore it from a copy, or start a new run.") from error
     except OSError as error:
         raise RunError(
             f"{folder}: not the folder of a run: no {JOURNAL} ({error.strerror}). Give a folder that secateurs prune wrote."
         ) from error
-    records: list[Any] = []
-    digests, size, notes = [before], 0, []
-    whole = data[: data.rfind(b"\n") + 1]
-    for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+
+
+def _lines(file: IO[bytes], path: Path, before: str, kinds: Kinds) -> JournalLines:
+    """The lines of an open journal, one in memory at a time, after the origin with the digest `before`."""
+    folder, records, notes = path.parent, list[Any](), list[str]()
+    digests, size = [before], 0
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE + 1), b""), 1):
+        if not line.endswith(b"\n") and len(line) <= MAX_LINE:  # the last one
+            rest = line.rstrip(b"\0")  # file systems may leave zeros behind a crash
+            if not notes and rest[: len(_LINE)] != _LINE[: len(rest)]:
+                text = brief(rest[:200].decode(errors="replace"), 40)
+                notes.append(_damaged(path, number, f"neither a line nor the beginning of one: {text!r}"))
+            break
         try:
             body, claimed = _split(line)
             if _digest(body, digests[-1]) != claimed:
@@ -125,12 +139,24 @@ def read_lines(folder: Path, kinds: Kinds) -> Lines:
             notes.append(_damaged(path, number, str(error)))
             break
         digests.append(claimed)
-        size += len(line) + 1
-    rest = data[len(whole) :].rstrip(b"\0")  # file systems may leave zeros behind a crash
-    if not notes and rest[: len(_LINE)] != _LINE[: len(rest)]:
-        text = brief(rest[:200].decode(errors="replace"), 40)
-        notes.append(_damaged(path, len(records) + 1, f"neither a line nor the beginning of one: {text!r}"))
-    return Lines(tuple(records), tuple(digests), size, tuple(notes))
+        size += len(line)
+    return JournalLines(tuple(records), tuple(digests), size, tuple(notes))
+
+
+def refuse_links(folder: Path) -> None:
+    """RunError if the folder, or a folder in it, holds anything but files and folders.
+
+    A link leads reading and writing to any place, and opening a pipe waits for ever; a folder may come from anybody.
+    """
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            with suppress(FileNotFoundError):  # a run may be at work here
+                mode = path.lstat().st_mode
+                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                    raise RunError(
+                        f"{path}: is {'a link' if stat.S_ISLNK(mode) else 'no ordinary file'}, and a folder that may come from "
+                        f"anybody is read only without. If you know where it leads, put that in its place (cp -rL)."
+                    )
 
 
 def read_records(folder: Path, kinds: Kinds) -> list[Any]:
@@ -146,7 +172,7 @@ def changed_files(folder: Path, record: Any) -> list[tuple[str, str]]:
     found = []
     for name, wanted in record.files.items():
         try:
-            if hashlib.sha256((folder / name).read_bytes()).hexdigest() != wanted:
+            if _file_digest(folder / name) != wanted:
                 found.append((name, "damaged, or not the file that the journal relies on"))
         except (OSError, ValueError) as error:  # ValueError: a name that no file can have
             found.append((name, f"cannot be read ({brief(getattr(error, 'strerror', error))})"))
@@ -175,7 +201,12 @@ def read_tensors(path: Path, name: str, digests: Sequence[str], kind: Any) -> tu
 
 def _origin_digest(folder: Path) -> str:
     origin = next((folder / name for name in ORIGINS if (folder / name).is_file()), None)
-    return hashlib.sha256(b"" if origin is None else origin.read_bytes()).hexdigest()
+    return hashlib.sha256(b"").hexdigest() if origin is None else _file_digest(origin)
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(body: bytes, before: str) -> str:
@@ -186,6 +217,7 @@ def _split(line: bytes) -> tuple[bytes, str]:
     """A line without its digest, and the digest."""
     if len(line) > MAX_LINE:
         raise Malformed(f"longer than {MAX_LINE:,} bytes")
+    line = line.removesuffix(b"\n")
     found = _DIGEST.search(line)
     if found is None:
         raise Malformed(f"not a line with a digest at its end: {brief(line[:200].decode(errors='replace'), 40)!r}")
@@ -249,6 +281,8 @@ class Journal:
         path = self.path
         if path is None:
             return
+        with disk_errors(path):
+            refuse_links(path)
         self._lock = _lock(path)
         try:
             with disk_errors(path):
@@ -380,7 +414,7 @@ class Journal:
         if self.path is None:
             return {}
         with disk_errors(self.path):
-            return {name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in files}
+            return {name: _file_digest(self.path / name) for name in files}
 
     def check_files(self, record: Any) -> None:
         """Refuse to continue from files that are missing, or not those that the record relies on."""

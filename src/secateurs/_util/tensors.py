@@ -16,7 +16,7 @@ from torch import Tensor
 
 from secateurs._util.decode import Malformed, brief, checked, decode_json
 
-_MAX_HEADER = 100 << 20  # bytes, the limit of the format
+_MAX_HEADER = 32 << 20  # bytes; the format allows 100 MB
 
 
 class _Tensor(TypedDict):
@@ -72,14 +72,19 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]
 
 def _described(data: bytes) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
     try:
+        if len(data) < 8:
+            raise Malformed(f"{len(data)} bytes")
         (length,) = struct.unpack("<Q", data[:8])
+        if length > _MAX_HEADER:  # the bytes are no length
+            zipped = data.startswith((b"PK\x03\x04", b"\x80\x02"))
+            raise Malformed(f"begins with {data[:8]!r}{': it is of torch.save' if zipped else ', as other files do'}")
         if length > len(data) - 8:
             raise Malformed(f"a header of {length:,} bytes in a file of {len(data):,}")
         found: dict[str, Any] = decode_json(data[8 : 8 + length], dict[str, Any], max_bytes=_MAX_HEADER)
         header: dict[str, str] = checked(found.pop("__metadata__", {}), dict[str, str])
         tensors: dict[str, _Tensor] = checked(found, dict[str, _Tensor])
         return header, {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
-    except (Malformed, struct.error) as error:
+    except Malformed as error:
         raise Damaged(f"not a whole safetensors file ({brief(error)})") from error
 
 

@@ -45,12 +45,12 @@ def prune(
 ) -> None:
     """Remove filters from a trained network as long as the accuracy stays within what you allow.
 
-    By default the filters of each site are ranked by what the layers behind it, solved again by least squares, cannot make up
-    for (structured OBS). What cuts at each site cost and save is measured, whole networks are built along the frontier of cost
-    against saving, every layer is solved again, and the smallest of them that keeps within --max-drop on the validation set is
-    taken, with a bound on the drop that holds for other images too, where the set is large enough for one; nothing is trained.
-    `--recipe paper` is Algorithm 1 of the paper. The test set is read once, at the end. Everything is kept in a run folder;
-    after Ctrl-C or a crash, `secateurs resume FOLDER` continues. Several processes share the work: `torchrun
+    By default the filters of each site are ranked by the loss that the layers behind it, solved again by least squares, cannot
+    make up for (structured OBS). The loss that cuts of each site cost and the time that they save are measured, and whole
+    networks are built along the frontier of loss against time, with every layer solved again. The fastest within --max-drop is
+    taken, and certified where the validation set is large enough for that: the drop then holds on other images too. Nothing is
+    trained. `--recipe paper` is Algorithm 1 of the paper. The test set is read once, at the end. Everything is kept in a run
+    folder; after Ctrl-C or a crash, `secateurs resume FOLDER` continues. Several processes share the work: `torchrun
     --nproc-per-node=2 -m secateurs prune …`.
 
     Examples:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from secateurs._util.format import SPACE, Metric
+from secateurs._util.format import SPACE, MetricName
 from secateurs._util.terminal import clock, percent, print_json, print_table, say
 from secateurs.cli import train as training_folder
 from secateurs.cli.inputs import Json
@@ -29,7 +29,7 @@ def follow(run: Pruner, watcher: RunWatcher, report_every: int = 1) -> RunResult
     """Do all of the run's work; the report is written after every `report_every` steps (0: only at the end)."""
     from secateurs.pruning.estimate import opening
 
-    noted, watcher.metric = 0, Metric.called(run.context.runtime.metric_name)
+    noted, watcher.metric = 0, MetricName.called(run.context.runtime.metric_name)
     for line in opening(run.context, run.estimate()):
         watcher.shown.line(line)
     for step in run:
@@ -73,7 +73,7 @@ def print_run(folder: Path, run: Pruner, result: RunResult, *, as_json: bool) ->
 
 def print_steps(steps: Sequence[Step], metric: str = "accuracy") -> None:
     """Print the table of steps; shares are of the original network."""
-    known = Metric.called(metric)
+    known = MetricName.called(metric)
     print_table(
         ("site", "round", "filters", f"{metric} after the cut", "after training", "parameters removed", "MACs removed"),
         [
@@ -94,14 +94,10 @@ def print_steps(steps: Sequence[Step], metric: str = "accuracy") -> None:
 
 
 def _print_closing(folder: Path, figures: ResultFigures, recipe: Recipe, records: Sequence[Any]) -> None:
-    from secateurs._util.journal import records_of
-    from secateurs.pruning.results import Step, promised_bound
-    from secateurs.report.result import promise
+    from secateurs.report.result import closing
 
-    if (first := figures.headline()) is not None:
-        say(f"{first}.")
-    say(f"{figures.summary()}.")
-    say(promise(recipe, records_of(records, Step), promised_bound(recipe.budget, records), figures.metric))
+    for line in closing(figures, recipe, records):
+        say(line)
     say(f"Stopped because {figures.stopped}, after {clock(figures.seconds)}.")
     say(f"Pruned network: {folder / 'pruned.safetensors'}")
     say(f"Report: {folder / 'report.html'}")

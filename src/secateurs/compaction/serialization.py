@@ -99,7 +99,10 @@ def read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     try:
         tensors, header = parse(data)
     except Damaged as error:
-        raise ArtefactError(f"{path}: {error}. Was it cut short? Copy it again, or save the network again.") from error
+        raise ArtefactError(
+            f"{path}: {error}. Wanted what result.save or secateurs.save wrote: was it cut short? Copy it again, or save the "
+            f"network again. A state dict of torch.save is loaded with model.load_state_dict."
+        ) from error
     if header.get("secateurs_format") != FORMAT:
         raise ArtefactError(
             f"{path}: got format {brief(repr(header.get('secateurs_format')), 40)}, wanted {FORMAT!r}: not saved by "

@@ -212,9 +212,11 @@ class Rewriting:
         """Return the error for a user that needs `source`, of which no channel remains."""
         layer = self.emptied_by.get(source) or label_of(source)
         where = "the network's output" if user.op == "output" else label_of(user)
+        kept = all(bool(mask.any()) for mask in self.masks.values())  # the cut itself empties no site
+        why = " that counts, though every mask keeps some (they are always zero there, or nothing reads them)" if kept else ""
         return EmptyLayer(
-            f"the cut leaves {layer!r} without a single channel, and {where} cannot do without it. "
-            f"Keep at least one filter there."
+            f"the cut leaves {layer!r} without a single channel{why}, and {where} cannot do without it. "
+            f"Keep at least one filter there{' that is read' if kept else ''}."
         )
 
 

@@ -29,6 +29,7 @@ from secateurs.config.recipe import (
     Recipe,
     Repair,
     Shortcut,
+    ShortcutChoice,
     Signal,
     criterion_names,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "Repair",
     "Scoring",
     "Shortcut",
+    "ShortcutChoice",
     "Signal",
     "TrainSettings",
     "Transform",

@@ -79,9 +79,8 @@ class Recipe(EnsembleSettings):
     direction: Direction = setting("forward", "Visit sites from the input to the output, or back.", "pruning")
     shortcut: ShortcutChoice = setting(
         None,
-        "Where the last filters of a residual block are masked: before or after the add, or all of a stage's with one mask "
-        "(stream), or all that the model's own code ties together (coupled); auto: before, after and stream weighed together. "
-        "By default auto where time is weighed, else before.",
+        "Mask a residual block's output before the add, after it, per stage (stream), or only as the model's code allows "
+        "(coupled). auto: the first three, weighed together. By default auto where cuts are weighed by time, else before.",
         "pruning",
     )
     head_widths: bool = setting(
@@ -97,7 +96,7 @@ class Recipe(EnsembleSettings):
     )
     target_memory: float | None = setting(
         None,
-        "Stop when the activations take, at their peak, this share of what they took in the original network.",
+        "Stop when the peak of the activations is this share of the original network's.",
         "pruning",
         above=0,
         below=1,
@@ -126,14 +125,14 @@ class Recipe(EnsembleSettings):
     )
     repair: Repair = setting(
         "every-layer",
-        "Solve new weights, in closed form: of the layers that read what was cut, or finally of every layer; whole-network: "
-        "then train all layers together to give what they gave, without labels.",
+        "Solve new weights in closed form: of the layers that read a cut (least-squares), and after all cuts of every layer "
+        "(every-layer); whole-network: then train all layers together to their original outputs, without labels.",
         "pruning",
     )
     repair_examples: int = setting(1024, "Training examples that a repair is solved on.", "pruning", low=1, high=MOST_EXAMPLES)
     curve_examples: int = setting(
         1024,
-        "Validation examples on which orders are compared, and the loss is measured that the cuts of each site cost.",
+        "Validation examples that compare orders and measure the loss that the cuts of each site cost.",
         "scoring",
         low=2,
         high=MOST_EXAMPLES,
@@ -147,27 +146,26 @@ class Recipe(EnsembleSettings):
     largest_share: float = setting(0.9, "Largest share of a site's filters that one cut may remove.", "pruning", low=0, high=1)
     branches: bool = setting(
         True,
-        "Where all sites are weighed together: a branch of a sum may also go as a whole, whatever largest_share says.",
+        "With allocation = global: a branch of a sum may also go as a whole, whatever largest_share says.",
         "pruning",
     )
     round_to: int | Literal["auto"] = setting(
         "auto",
-        "The number of kept filters is a multiple of this; auto: of 8 or 16, which a short measurement of the engine decides, "
-        "of fewer at narrow sites.",
+        "Keep a multiple of so many filters; auto: of 8 or 16, by a short measurement of the engine, of fewer at narrow sites.",
         "pruning",
         low=1,
         high=65_536,
     )
     engine: EngineName = setting(
         "auto",
-        "What will run the network: cuts are weighed by the time that they save in it. auto: PyTorch on the model's device; "
-        "none: cuts are weighed by MACs, as with a target in MACs, parameters or memory.",
+        "The program that will run the network: cuts are weighed by the time that they save in it. auto: PyTorch on the "
+        "model's device; none: cuts are weighed by MACs, as with a target in MACs, parameters or memory.",
         "pruning",
     )
     deploy: Deploy | None = setting(
         None,
-        "The file that will run is an int8 one for ONNX Runtime: cuts are weighed by the time that they save in it, a fifth of "
-        "max_drop is left for quantising, and that file is what is certified.",
+        "Prune for an int8 file for ONNX Runtime: cuts are weighed by the time that they save in it, a fifth of max_drop is "
+        "left for quantising, and the file is certified.",
         "pruning",
     )
     target_latency: float | None = setting(
@@ -193,13 +191,13 @@ class Recipe(EnsembleSettings):
     retrain: TrainSettings | None = setting(None, "After all cuts.")
     keep_best: bool = setting(
         True,
-        "Keep the best weights of a training: those before it, after it, averaged, in between; of your own, before or after.",
+        "After training keep whichever weights are best on held-out data: before, after, averaged or interpolated (of your "
+        "own training: before or after).",
         "training",
     )
     train_trials: bool = setting(
         False,
-        "Where all sites are weighed together: train every network that is tried, and judge it after that, so that cuts go as "
-        "deep as the trained network keeps within the drop; takes a training for each.",
+        "With allocation = global: train each candidate before judging it. Cuts deeper; one training per candidate.",
         "training",
     )
     recalibrate: int | None = setting(

@@ -148,7 +148,7 @@ PAPER_RETRAIN = TrainSettings(epochs=80, batch=128, lr=0.01, schedule="step", mi
 
 # After a repair the network is nearly right: labels are left alone, and the original network's answers and feature maps are
 # the aim, which is worth more than twice the epochs by answers alone.
-# BatchNorm is live: with the statistics that the repair was solved for, rates that help most diverge (docs/notes/training.md).
+# BatchNorm is live: with the statistics that the repair was solved for, rates that help most diverge (lab/notes/training.md).
 GENTLE = TrainSettings(
     epochs=1,
     batch=128,

@@ -1,8 +1,9 @@
 """The processes that torchrun started, as workers of one run: tickets, what rank 0 decides, and what all must agree on.
 
 All of them run the same program. A measurement is cut into tickets, which workers draw from a shared counter: a slow worker
-draws fewer. Every worker then gets all results in the order of the tickets, so that their number changes no bit of a sum. What
-rank 0 decides or reads it sends to all. A worker that is late, or elsewhere, is named in an error: no wait is endless.
+draws fewer. Every worker then gets all results in the order of the tickets, so the number of workers changes no bit of a sum.
+Rank 0 sends all others what it decides or reads. Every wait times out; the error names the worker that is late or at another
+step.
 
 A few bytes go through the store of torch.distributed (TCPStore), more of them through its process group.
 """

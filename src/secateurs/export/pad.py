@@ -26,8 +26,8 @@ def padded(graph: Graph, multiple: int) -> Graph:
     """The network with zero filters behind those it has, so that numbers of channels are multiples; it computes the same.
 
     What reads a padded tensor has zero weights for the new channels. Left as they are: the inputs and outputs of the network,
-    grouped layers that are not depthwise, layers that are called twice, and tensors that reach an op which looks at the place
-    or number of channels (a concatenation, a slice, a flattened image).
+    grouped layers that are not depthwise, layers that are called twice, and tensors read by an
+    op that depends on channel positions (concat, slice, flatten).
     """
     if multiple < 1:
         raise InvalidInput(f"pad_to: got {multiple}, wanted 1 or more.")

@@ -36,15 +36,19 @@ def expand_attention_(module: fx.GraphModule, leaves: Leaves) -> bool:
     for path, nodes in calls.items():
         attention = module.get_submodule(path)
         assert isinstance(attention, nn.MultiheadAttention)
-        given = [dict(zip(ARGUMENTS, node.args, strict=False)) | dict(node.kwargs) for node in nodes]
-        if not all(_is_plain(module, attention, node, each) for node, each in zip(nodes, given, strict=True)):
+        if not all(_is_plain(module, attention, node, _given(node)) for node in nodes):
             continue
-        packed = attention._qkv_same_embed_dim and all(e["query"] is e["key"] is e["value"] for e in given)
+        packed = attention._qkv_same_embed_dim and all(e["query"] is e["key"] is e["value"] for e in map(_given, nodes))
         _put_layers_(module, path, attention, packed=packed)
-        for node, each in zip(nodes, given, strict=True):
-            _expand_call_(module, node, each, attention, packed=packed)
+        for node in nodes:  # a later call may be given what an earlier one was replaced by
+            _expand_call_(module, node, _given(node), attention, packed=packed)
         expanded = True
     return expanded
+
+
+def _given(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call by name."""
+    return dict(zip(ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _held(module: fx.GraphModule, mask: fx.Node) -> Any:

@@ -1,7 +1,7 @@
 """Streams: the sums that hand one another the same channels, as those of a stage of residual blocks do.
 
-At the shortcut position "stream" all of them have one mask. It is applied behind each sum and behind what enters the stream
-from outside, so that a removed channel is nowhere written and nowhere read, and nothing has to be aligned inside the stage.
+At the shortcut position "stream" all of them have one mask. The mask follows every add of the stage and every input to it, so
+removed channels are neither written nor read, and nothing has to be aligned inside the stage.
 """
 
 from __future__ import annotations

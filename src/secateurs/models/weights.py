@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -24,6 +25,9 @@ from secateurs.models.resnet import ResNet, resnet
 
 MARK, VERSION = "secateurs_weights", "1"
 _TEXT_FIELDS = ("model", "data_sha256")  # stored in a header as text; all others as JSON
+
+# torch.save does not compress: a zip file that unpacks to far more is none of its own, and a bomb if the network is small
+_MOST_UNPACKED, _MOST_OF_NETWORK = 8, 4  # times the file, times the network; a checkpoint also holds what an optimiser keeps
 
 
 @dataclass(frozen=True)
@@ -203,7 +207,7 @@ def load_weights_(model: nn.Module, path: Path) -> None:
     `secateurs train` is checked against the digest in its header. Every weight must be there and fit; only BatchNorm's
     `num_batches_tracked`, which old files lack, may be absent.
     """
-    found = _read(path)
+    found = _read(path, sum(t.numel() * t.element_size() for t in model.state_dict().values()))
     if all(name.startswith("module.") for name in found):  # only if all have it: a network may own a submodule "module"
         found = {name.removeprefix("module."): value for name, value in found.items()}
     _check_fit(model.state_dict(), found, path)
@@ -214,17 +218,24 @@ def load_weights_(model: nn.Module, path: Path) -> None:
     model.load_state_dict(dict(found), strict=True)
 
 
-def _read(path: Path) -> Mapping[str, Tensor]:
+def _read(path: Path, wanted: int) -> Mapping[str, Tensor]:
+    """The tensors of a file, for a network of `wanted` bytes."""
     if not path.is_file():
         raise ArtefactError(f"no weights at {path}: the file does not exist.")
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    if path.suffix in (".th", ".pt", ".pth"):
-        return _read_torch(path)
-    raise ArtefactError(f"cannot read weights from {path}: wanted .safetensors, .th, .pt or .pth, got {path.suffix!r}.")
+    read = {".safetensors": _read_safetensors} | dict.fromkeys((".th", ".pt", ".pth"), _read_torch)
+    if path.suffix not in read:
+        raise ArtefactError(f"cannot read weights from {path}: wanted .safetensors, .th, .pt or .pth, got {path.suffix!r}.")
+    try:
+        return read[path.suffix](path, wanted)
+    except OSError as error:
+        raise ArtefactError(f"{path}: cannot be read ({error.strerror}).") from error
+    except MemoryError as error:
+        raise ArtefactError(
+            f"{path}: its {path.stat().st_size:,} bytes do not fit into memory; the network has {wanted:,}."
+        ) from error
 
 
-def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
+def _read_safetensors(path: Path, wanted: int) -> Mapping[str, Tensor]:
     try:
         # only our own files are signed: a "digest" in other files means something else
         ours = MARK in read_header(path)
@@ -232,15 +243,16 @@ def _read_safetensors(path: Path) -> Mapping[str, Tensor]:
         if ours and "digest" not in header:
             raise Damaged("its digest is missing: the file was changed or damaged")
         return tensors
-    except OSError as error:
-        raise ArtefactError(f"{path}: cannot be read ({error.strerror}).") from error
     except Damaged as error:
         raise ArtefactError(f"{path} is not a whole safetensors file: {error}. Copy or download it again.") from error
 
 
-def _read_torch(path: Path) -> Mapping[str, Tensor]:
+def _read_torch(path: Path, wanted: int) -> Mapping[str, Tensor]:
     try:
+        _refuse_bomb(path, wanted)
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError, ArtefactError):
+        raise
     except Exception as error:  # torch raises a dozen classes, by format and kind of damage
         raise ArtefactError(
             f"cannot read {path}: it is damaged, or holds more than tensors, which is never unpickled "
@@ -252,6 +264,19 @@ def _read_torch(path: Path) -> Mapping[str, Tensor]:
     if not isinstance(content, Mapping) or not all(isinstance(value, Tensor) for value in content.values()):
         raise ArtefactError(f"{path} holds no state dict: wanted tensors by name, or those under 'state_dict'.")
     return content
+
+
+def _refuse_bomb(path: Path, wanted: int) -> None:
+    """Raise ArtefactError for a zip file that would unpack to far more than itself and than a network of `wanted` bytes."""
+    if not zipfile.is_zipfile(path):  # torch's old format, which is not compressed
+        return
+    with zipfile.ZipFile(path) as file:
+        unpacked = sum(part.file_size for part in file.infolist())
+    if unpacked > max(_MOST_UNPACKED * path.stat().st_size, _MOST_OF_NETWORK * wanted):
+        raise ArtefactError(
+            f"{path}: would unpack from {path.stat().st_size:,} to {unpacked:,} bytes, and the network has {wanted:,}: it was "
+            f"not read. Save it again with torch.save(model.state_dict(), path), which does not compress."
+        )
 
 
 def _check_fit(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path) -> None:

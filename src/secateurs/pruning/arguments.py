@@ -23,9 +23,9 @@ from secateurs.errors import DataError, InvalidInput, suggest
 from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure, check_targets
-from secateurs.pruning.acceptance import check_contract, contract_of
 from secateurs.pruning.context import Runtime
 from secateurs.pruning.estimate import CHEAPER, within_time
+from secateurs.pruning.judge import check_contract, contract_of
 from secateurs.pruning.whole_metric import Evaluate, WholeMetric
 
 _ARGUMENTS = {"target_macs": "macs", "target_parameters": "parameters"}

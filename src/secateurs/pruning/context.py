@@ -45,25 +45,26 @@ from secateurs.metrics import (
     values,
     with_answers,
 )
-from secateurs.pruning.acceptance import AcceptanceSets, BaselineValues, Side, contract_of, split_acceptance_sets
 from secateurs.pruning.forecast import Forecast
+from secateurs.pruning.judge import Judge, check_contract, check_metric, contract_of, judge_for
+from secateurs.pruning.measure import Batches, Metric, PerExample, WholeSet, divided
+from secateurs.pruning.price import Price, price_for
 from secateurs.pruning.results import Progress, TriedNetwork, WidthMultiple
-from secateurs.pruning.time_price import SERVED, TimePrice
+from secateurs.pruning.time_price import SERVED
 from secateurs.pruning.whole_metric import WholeMetric
 from secateurs.repair import Reconstruction, Repair, Survey, apply_, observe, prepare, refit_, survey
 from secateurs.scoring import OnScored
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.selection.allocation import Branch
-from secateurs.selection.contract import Contract, Verdict
-from secateurs.speed.engines import Engine, TorchEngine
+from secateurs.selection.contract import Contract
+from secateurs.speed.engines import Engine
 from secateurs.speed.tables import preferred_multiple
 from secateurs.speed.widths import multiple_at
 from secateurs.training import carry_momentum
 
 T = TypeVar("T")
 
-_PROBED_BATCH = 4  # examples at once where the multiple of widths is measured in eager mode
 _PREPARED = 3  # networks with room for repairs that are kept
 _CALIBRATED = 256  # examples for int8 ranges, and to compare int8 files on
 LEFT_FOR_INT8 = 0.2  # of the allowed drop, with `deploy = "int8"`
@@ -198,22 +199,34 @@ class PruningContext:
         return contract_of(self.recipe, trains=self.runtime.finetune is not None)
 
     @cached_property
-    def acceptance_sets(self) -> AcceptanceSets:
-        """The validation images, divided into those that search and those that certify."""
+    def metric(self) -> Metric:
+        """What networks are worth on the validation set, whose images are divided where some of them certify."""
+        contract, whole, runtime = self.contract, self.runtime.evaluate, self.runtime
         seed = derive(self.recipe.seed, "certify")
-        return split_acceptance_sets(
-            self.validation,
+        count = len(self.validation) if whole is None or whole.count is None else whole.count
+        check_contract(count, class_labels(self.validation.targets), contract, seed=seed)
+        check_metric(contract, whole)
+        sides, batches = divided(count, contract, seed=seed), Batches(self.recipe.batch, runtime.device, runtime.limit)
+        if whole is None:
+            return PerExample(runtime.metric, runtime.loss_fn, self.validation, sides, batches)
+        return WholeSet.of(whole, runtime.loss_fn, self.validation, self.data.train, sides, batches)
+
+    def judge(self) -> Judge:
+        """What decides how much may be lost; it remembers what the images that certify have answered."""
+        return judge_for(
+            self.metric,
             self.contract,
-            self.runtime.metric,
-            seed=seed,
-            whole=self.runtime.evaluate,
-            others=self.data.train,
+            original=self.original,
+            journal=self.journal,
+            max_drop=self.drop_of_cuts,
+            of_run=self.recipe.budget == "run",
+            ask=None if self.runtime.quantise is None else self._values_in_int8,
         )
 
     @cached_property
     def held_out_examples(self) -> Examples:
         """A subset of the search images: what is chosen on it may be certified by the others."""
-        search = self.acceptance_sets.search
+        search = self.metric.free
         return subset(search, min(self.recipe.curve_examples, len(search)), seed=derive(self.recipe.seed, "held out"))
 
     @cached_property
@@ -292,7 +305,7 @@ class PruningContext:
     def ranker(self) -> Ranker:
         """The examples that filters are ranked on, and the loss that goes with them."""
         recipe, loss_fn = self.recipe, self.runtime.loss_fn
-        pool = self.data.train if recipe.scoring == "train" else self.acceptance_sets.search
+        pool = self.data.train if recipe.scoring == "train" else self.metric.free
         if recipe.signal == "divergence":
             pool, loss_fn = self._answered(pool), divergence
         return Ranker(
@@ -338,6 +351,15 @@ class PruningContext:
             return self.recipe.shortcut
         assert self.position is not None
         return self.position
+
+    @cached_property
+    def positions(self) -> tuple[Shortcut, ...]:
+        """The shortcut positions that are compared, or the one that is taken: of those with the same sites, the first."""
+        found: dict[tuple[Site, ...], Shortcut] = {}
+        for shortcut in self.recipe.shortcuts:
+            sites = tuple(find_sites(self.original, shortcut, head_widths=self.recipe.head_widths))
+            found.setdefault(sites, shortcut)
+        return tuple(found.values())
 
     @property
     def of_position(self) -> dict[str, str]:
@@ -478,11 +500,6 @@ class PruningContext:
     # ---- widths ------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def engine(self) -> Engine:
-        """The engine that widths are chosen for."""
-        return self.time_price.engine if self.by_time else TorchEngine(_PROBED_BATCH, device=self.runtime.device)
-
-    @cached_property
     def _channels(self) -> dict[str, int]:
         """Filters of every site of the original network."""
         return {site.name: site.channels for site in self.sites(self.original)}
@@ -495,19 +512,9 @@ class PruningContext:
 
         def measure() -> WidthMultiple:
             self.progress.report("widths", 0, 1)
-            return WidthMultiple(preferred_multiple(self.engine, self.original), self.engine.name)
+            return WidthMultiple(preferred_multiple(self.price.engine, self.original), self.price.engine.name)
 
         return multiple_at(self._channels.get(site, 0), self.journal.once_timed(WidthMultiple, measure).multiple)
-
-    @property
-    def currency(self) -> str:
-        """What the cuts of all sites save: time, MACs, parameters or activations."""
-        recipe = self.recipe
-        if self.by_time:
-            return "time"
-        if recipe.target_macs is None and recipe.target_parameters is not None:
-            return "parameters"
-        return "activations" if recipe.target_macs is None and recipe.target_memory is not None else "MACs"
 
     @property
     def by_time(self) -> bool:
@@ -523,9 +530,9 @@ class PruningContext:
         return tuple(dict.fromkeys((self.runtime.limit.within(self.runtime.served or SERVED), 1)))
 
     @cached_property
-    def time_price(self) -> TimePrice:
-        """What cuts save in seconds."""
-        return TimePrice(self)
+    def price(self) -> Price:
+        """What cuts save, in what the run spends."""
+        return price_for(self)
 
     # ---- whole networks ----------------------------------------------------------------------------------------------
 
@@ -567,32 +574,18 @@ class PruningContext:
 
     def measured(self, state: NetworkState) -> NetworkState:
         """The same network with its accuracy and loss on the validation set."""
-        whole, loss_fn, device = self.runtime.evaluate, self.runtime.loss_fn, self.runtime.device
-        if whole is None:
-            found = self.evaluate(state.graph, self.validation)
-            return replace(state, accuracy=found.accuracy, loss=found.loss)
-        module = state.graph.module
-        mean = self._batched(lambda batch: loss(module, self.validation, loss_fn=loss_fn, batch=batch, device=device))
-        return replace(state, accuracy=float(whole(state.graph).mean()), loss=mean)
+        accuracy, loss = self.metric.measured(state.graph)
+        return replace(state, accuracy=accuracy, loss=loss)
 
     def measured_to_choose(self, state: NetworkState) -> NetworkState:
         """The same network with its accuracy and loss on images that may choose weights: those that certify may not.
 
         Without any that certify, they are those of the whole validation set, which are not measured again.
         """
-        if self.acceptance_sets.sides is None:
+        if self.metric.sides is None:
             return state
-        held_out = HeldOut(self.held_out_examples.ready(self.dtype), self.runtime.loss_fn)
-        if self.runtime.evaluate is not None:
-            return replace(state, accuracy=self.own_metric(state.graph), loss=self.loss(state.graph, held_out))
-        found = self.evaluate(state.graph, held_out.examples)
-        return replace(state, accuracy=found.accuracy, loss=found.loss)
-
-    def own_metric(self, graph: Graph) -> float:
-        """The mean of what the user's `evaluate` gives for a network, without the values that certify."""
-        whole, sets = self.runtime.evaluate, self.acceptance_sets
-        assert whole is not None
-        return float((whole(graph) if sets.sides is None else sets.side_of(whole(graph), "search")).mean())
+        accuracy, loss = self.metric.to_choose(state.graph, self.held_out_examples.ready(self.dtype))
+        return replace(state, accuracy=accuracy, loss=loss)
 
     @cached_property
     def _glimpsed(self) -> Examples:
@@ -636,29 +629,6 @@ class PruningContext:
             return ()
         return tuple(float(found.values[labels.cpu() == k].mean()) for k in range(len(self.data.classes)))
 
-    def baseline_values(self, graph: Graph) -> BaselineValues | None:
-        """The metric of a network on every acceptance image, to count drops from; None where only means count."""
-        sets = self.acceptance_sets
-        if sets.by_means:
-            return None
-        return BaselineValues(
-            self._values(graph, "search"), None if sets.sides is None else self._values(graph, "certification")
-        )
-
-    def predicted(self, graph: Graph, start: BaselineValues) -> Verdict:
-        """What the search images predict that certification will say of a network; may be asked any number of times."""
-        sets = self.acceptance_sets
-        contract = replace(sets.contract, max_drop=self.drop_of_cuts)
-        return replace(sets, contract=contract).predict(start, self._values(graph, "search"))
-
-    def certified(self, graph: Graph, start: BaselineValues, answers: list[bool]) -> Verdict:
-        """What the certification images say of a network, after `answers`; the caller appends the new answer to them.
-
-        With `deploy = "int8"` they are asked about the file that will run.
-        """
-        found = self._values(graph, "certification") if self.runtime.quantise is None else self._values_in_int8(graph)
-        return self.acceptance_sets.promise(start, answers).certify(found)
-
     @property
     def drop_of_cuts(self) -> float:
         """The drop that the search may spend on cuts: with `deploy = "int8"` a part is left for quantising."""
@@ -677,25 +647,8 @@ class PruningContext:
         return subset(held, min(_CALIBRATED, len(held)), seed=derive(self.recipe.seed, "int8")).ready()
 
     def _values_in_int8(self, graph: Graph) -> Tensor:
+        """The metric of the file that is made of a network, on the images that certify."""
         assert self.runtime.quantise is not None
         classes = self.runtime.loss_fn is cross_entropy
         module = self.runtime.quantise(graph, self.calibration_examples, self.compared_examples, classes)
-        return self.values_of(module, "certification")
-
-    def values_of(self, module: nn.Module, side: Side) -> Tensor:
-        """The metric of a file that runs outside of torch on every acceptance image of one side, float64 (N,)."""
-        sets = self.acceptance_sets
-        if sets.whole is not None:
-            return sets.side_of(sets.whole.of_module(module), side)
-        examples = sets.search if side == "search" else sets.certification
-        assert examples is not None
-        return values(module, examples, sets.metric, batch=self.recipe.batch)
-
-    def _values(self, graph: Graph, side: Side) -> Tensor:
-        """The metric of a network on every acceptance image of one side, float64 (N,)."""
-        sets, device = self.acceptance_sets, self.runtime.device
-        if sets.whole is not None:
-            return sets.side_of(sets.whole(graph), side)
-        examples = sets.search if side == "search" else sets.certification
-        assert examples is not None
-        return self._batched(lambda batch: values(graph.module, examples, sets.metric, batch=batch, device=device))
+        return self.metric.of_file(module, "certify")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from statistics import median
@@ -31,19 +32,19 @@ from secateurs.graph.sites import Site, find_sites
 from secateurs.graph.structure import is_bypassed
 from secateurs.graph.trace import Graph, tensors_in
 from secateurs.pruning.context import PruningContext, Runtime
+from secateurs.pruning.curves import chosen_sites
 from secateurs.pruning.forecast import Phase
 from secateurs.pruning.results import ComparedFrontiers, SiteCurve, Step, Trial
-from secateurs.pruning.run import chosen_sites
 from secateurs.pruning.speeds import BATCHES, LONGEST_PASS
 from secateurs.pruning.time_price import CORRECTIONS, PRICES
 from secateurs.repair.observe import CHUNK_BYTES, GRAM_BYTES, gram_size
 from secateurs.repair.solve import gram_features
 from secateurs.scoring.engine.batches import free_memory
 from secateurs.scoring.ensemble import PILOT, ROUNDS
-from secateurs.speed.engines import at_batch
+from secateurs.speed.engines import TorchEngine, at_batch
 from secateurs.speed.sizes import Sizing
 from secateurs.speed.tables import SECONDS, LatencyModel, TableFile
-from secateurs.speed.timing import LOADS, LONGEST_COMPARED, SHORTEST
+from secateurs.speed.timing import LOADS, LONGEST_COMPARED, MOST_CALLS, SHORTEST
 from secateurs.speed.timing import ROUNDS as TIMED_ROUNDS
 from secateurs.speed.widths import ALL_UP_TO, POINTS
 
@@ -55,11 +56,13 @@ _NETWORKS = 5  # alive together: the original, a smaller one, one that is repair
 _ALIVE = 3  # of the largest activations of a batch, and of a layer's moments
 _SEARCHED, _CERTIFIED = 8, 13  # allocations that are tried: by bisection, and on the way from 0.4 of the saving to the edge
 _TRAINED = 4  # that are trained, of those
-_BUILT = 4  # single cuts that building a whole network takes as long as, with the solutions of its layers
+_BUILT = 3  # single cuts that building a whole network takes as long as, with the solutions of its layers
 _RATES = 3 * 50  # steps of training by which a learning rate is found
-_ROUNDS = (24, 60)  # of a comparison that corrects tables, and of one that judges: as many as their spread takes, often
-_LOADED = 0.5  # seconds of a comparison besides its rounds
+_ROUNDS = (18, 36)  # of a comparison that corrects tables, and of one that judges: as many as their spread takes, often
+_LOADED = {"torch": 0.05}  # seconds of a comparison besides its rounds; in other engines half a second
 _SIZE = 5e-3  # seconds that a layer of one size is timed for in a round, with what it takes to make it
+_SHORT = 0.2  # seconds of surgery that need not be repeated
+_WIDTHS = 1.0  # seconds of the convolution whose widths are timed
 _SOLVED = 0.02  # seconds of the knapsack for a site
 _WRITTEN = 0.3  # seconds: the network, the plan, the report
 _FEWER = (512, 256)  # images, where time is short
@@ -143,12 +146,7 @@ def _currency(context: PruningContext) -> str:
     """What a run spends, and what else it could."""
     recipe, engine = context.recipe, context.runtime.engine
     if not context.by_time or engine is None:
-        by_time = (
-            "for time give a recipe with allocation='global'" if recipe.allocation != "global" else "for time give no size"
-        )
-        return (
-            f"the {context.currency} that they save, not by time; {by_time}, or an engine='torch', 'onnxruntime' or 'compile'"
-        )
+        return f"the {context.price.currency} that they save, not by time: {to_weigh_time(recipe)}"
     if not engine.runs_layers:
         return "the time that they save, as measure() gives it"
     batches = context.planned_batches
@@ -160,8 +158,16 @@ def _currency(context: PruningContext) -> str:
     others += ["deploy='int8'"] * (recipe.deploy is None)
     return (
         f"the time that they save in {names.get(engine.name, engine.name)} {which}; if something else will run the network, "
-        f"give {', '.join(others)}, latency_batch in a recipe, or a size: macs=0.5, parameters=0.5"
+        f"give {', '.join(others)}, latency_batch=1, or a size: macs=0.5, parameters=0.5"
     )
+
+
+def to_weigh_time(recipe: Recipe) -> str:
+    """What to ask for where a run does not weigh time."""
+    if recipe.allocation != "global":
+        return "for time take a recipe with allocation='global', as Recipe() has"
+    leave = "leave out engine='none'" if recipe.engine == "none" else "give no size"
+    return f"for time {leave}, or name the engine that will run the network: engine='torch', 'onnxruntime' or 'compile'"
 
 
 class _Prices:
@@ -190,16 +196,17 @@ class _Prices:
 
     @cached_property
     def cut(self) -> float:
-        """Surgery of one site, with its proofs."""
-        original = self.context.original
-        sites = [site for site in self.sites(self.recipe.shortcuts[0]) if not site.inside]
-        began = time.perf_counter()
-        for site in sites[len(sites) // 2 : len(sites) // 2 + 1]:
-            try:
-                compact(original, {site.name: torch.arange(site.channels) > 0}, verify=False)
-            except EmptyLayer:
+        """Surgery of one site, with its proofs; of short surgery the fastest of three, as the first meets cold caches."""
+        sites = [site for site in self.sites(self.context.positions[0]) if not site.inside]
+        fastest = math.inf if sites else 0.0
+        for _ in range(3 if sites else 0):
+            site, began = sites[len(sites) // 2], time.perf_counter()
+            with suppress(EmptyLayer):
+                compact(self.context.original, {site.name: torch.arange(site.channels) > 0}, verify=False)
+            fastest = min(fastest, time.perf_counter() - began)
+            if fastest > _SHORT:
                 break
-        return time.perf_counter() - began
+        return fastest
 
     def folds(self, sites: Sequence[Site]) -> bool:
         """Whether a branch of a sum may go as a whole."""
@@ -227,7 +234,7 @@ class _Prices:
     def network(self) -> float:
         """A whole network with all cuts made, and repaired."""
         refitted = self.recipe.repair in REFITTED
-        sites = 1 if refitted else len(self.sites(self.recipe.shortcuts[-1]))
+        sites = 1 if refitted else len(self.sites(self.context.positions[-1]))
         return _BUILT * self.cut * sites + self.passes((1 + self.moments) * self.repairs * (1 if refitted else sites))
 
     def training(self, settings: TrainSettings) -> list[float]:
@@ -271,12 +278,19 @@ class _Prices:
         engine.network(self.context.original)()()
         return time.perf_counter() - began
 
+    @cached_property
+    def single(self) -> float:
+        """Seconds of a single example, of which small networks spend most between their layers."""
+        return 1 / _images_a_second(self.context, 1)
+
     def compared(self, batch: int, rounds: int) -> float:
         """Two networks in turns, at a batch."""
         if self.call:
             return self.call * 2 * 7
-        each = 1.2 * max(SHORTEST, self.passes(batch))
-        return _LOADED + min(2 * each * rounds, LONGEST_COMPARED) + 2 * each * 2 * LOADS
+        call, engine = 1.2 * (self.single + self.passes(batch)), self.context.runtime.engine
+        each = max(call, min(SHORTEST, MOST_CALLS * call))
+        loaded = _LOADED.get(TorchEngine.name if engine is None else engine.name, 0.5)
+        return loaded + min(2 * each * rounds, LONGEST_COMPARED) + 2 * each * LOADS
 
     def tables(self, shortcut: Shortcut) -> list[float]:
         """Every kind of layer that the sites of a position narrow, at all its sizes, at every batch; 0 for those known."""
@@ -299,10 +313,10 @@ class _Prices:
 def _together(prices: _Prices) -> Iterator[Phase]:
     """All cuts weighed at once: curves of every position, then whole networks that are tried."""
     context, recipe, journal = prices.context, prices.recipe, prices.journal
-    by_time, refitted, positions = context.by_time, recipe.repair in REFITTED, recipe.shortcuts
+    by_time, refitted, positions = context.by_time, recipe.repair in REFITTED, context.positions
     yield Phase("original", (prices.measured,), "measure")
     if by_time:
-        yield Phase("widths", (0.5 if recipe.round_to == "auto" else 0.0,), "timer")
+        yield Phase("widths", (_WIDTHS if recipe.round_to == "auto" else 0.0,), "table")
     seen = {(curve.site, curve.node) for curve in journal.of(SiteCurve)}
     if recipe.shortcut != "auto":
         seen |= {(site, node) for site, _ in seen for node in [s.node for s in prices.sites(positions[0]) if s.name == site]}
@@ -323,7 +337,7 @@ def _together(prices: _Prices) -> Iterator[Phase]:
             solved, folds = Phase("solve", (_SOLVED * len(sites),), "solve"), prices.folds(sites)
             yield solved
             for number in range(CORRECTIONS):  # the last one is often not needed
-                yield Phase("timed", tuple(each / (1 + number // 2) for each in timed), "timer")
+                yield Phase("timed", tuple(each / (1 + number) for each in timed), "timer")
                 yield solved
             for _ in PRICES if folds else ():
                 yield solved
@@ -341,14 +355,13 @@ def _together(prices: _Prices) -> Iterator[Phase]:
 def _tried(prices: _Prices) -> Iterator[Phase]:
     """Whole networks: on the images that search, trained if the recipe says so, and on those that certify."""
     context, recipe = prices.context, prices.recipe
-    sets = context.acceptance_sets
-    one, done = prices.network + prices.measured / (1 if sets.sides is None else 2), len(prices.journal.of(Trial))
+    one, done = prices.network + prices.measured / (1 if context.metric.sides is None else 2), len(prices.journal.of(Trial))
     yield Phase("divide", (one,) * max(_SEARCHED - done, 1), "trial")
     if recipe.train_trials:
         training = math.fsum(prices.training(recipe.retrain)) if recipe.retrain else 0.0
         training += prices.own_training if context.runtime.finetune else 0.0
         yield Phase("trained", (one + training,) * _TRAINED, "training")
-    if sets.sides is not None:
+    if context.metric.sides is not None:
         yield Phase("certify", (one,) * (3 if recipe.train_trials else _CERTIFIED), "trial")
 
 
@@ -357,7 +370,7 @@ def _in_turn(prices: _Prices) -> Iterator[Phase]:
     context, recipe = prices.context, prices.recipe
     yield Phase("original", (prices.measured,), "measure")
     costs = []
-    for site in prices.sites(recipe.shortcuts[0]):
+    for site in prices.sites(context.positions[0]):
         ranked = prices.passes(_SUFFIX * _ranked(context, recipe, site.channels) + 2 * prices.repairs)
         trials = math.log2(site.channels + 1) + 1
         tried = trials * (prices.passes(_SUFFIX * prices.validation) if context.runtime.evaluate is None else prices.measured)
@@ -392,7 +405,7 @@ def _curve(prices: _Prices, site: Site) -> float:
     context, recipe = prices.context, prices.recipe
     predicted = prices.repairs > 0 and recipe.criterion == "obs" and prices.held_out > len(context.held_out_few.examples)
     points = prices.held_out if predicted else (_CURVE - 1) * prices.held_out
-    return (2 + points / prices.held_out) * prices.cut + prices.passes(
+    return (2 + points / prices.held_out) / 4 * prices.cut + prices.passes(
         _SUFFIX * (points + _ranked(context, recipe, site.channels))
     )
 

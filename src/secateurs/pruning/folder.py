@@ -358,7 +358,7 @@ def load_state(journal: Journal, original: Graph) -> NetworkState:
     state, steps, latest = NetworkState(original), journal.of(Step), _latest_cut(journal)
     if not steps:
         return state
-    if latest is not None and latest.files:
+    if latest is not None:
         network, momentum = _checkpoint(latest.number)
 
         file = f"{network}.safetensors"

@@ -392,6 +392,10 @@ class ClassAccuracies:
         return tuple(Change(*(math.nan if value is None else value for value in pair)) for pair in pairs)
 
 
+_ENGINES = {"torch": "eager mode", "onnxruntime-int8": "ONNX Runtime, both networks in int8"}
+"""Engines in words, where their names say too little."""
+
+
 @dataclass(frozen=True)
 class MeasuredSpeed:
     """How many times faster the smaller network was measured to be, with its 95 % interval."""
@@ -439,7 +443,7 @@ class MeasuredSpeed:
     @property
     def where(self) -> str:
         """The engine, in words."""
-        return "eager mode" if self.engine == "torch" else self.engine
+        return _ENGINES.get(self.engine, self.engine)
 
     @property
     def alignment_outweighs(self) -> bool:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from secateurs.graph.trace import Graph
-from secateurs.pruning.context import PruningContext
-from secateurs.pruning.results import LayerTime, MeasuredSpeed
-from secateurs.speed.engines import Engine, TorchEngine, at_batch, batch_like
+from secateurs.pruning.results import ChosenAllocation, LayerTime, MeasuredSpeed, SiteWidths, SpeedTrial
+from secateurs.selection.allocation import Allocation
+from secateurs.speed.engines import Engine, at_batch, batch_like
 from secateurs.speed.nodes import aligning_share, by_module
-from secateurs.speed.tables import LatencyModel
 from secateurs.speed.timing import COMPARED_ROUNDS, SpeedUp, compare
 
+if TYPE_CHECKING:
+    from secateurs.pruning.context import PruningContext
+    from secateurs.pruning.time_price import TimePrice
+
+_MOST_TIMED = 4  # allocations that are timed against the original network before it is returned as it was
 BATCHES = (1, 64)  # at which results are timed, besides those at which time counts
 LONGEST_PASS = 3.0  # seconds: networks are not timed at batches that take longer
 FINAL_ROUNDS = COMPARED_ROUNDS  # of the result
@@ -31,7 +37,7 @@ def measured_speed(
     else:
         found = compare(loads, rounds=_MEASURED_ROUNDS, shortest=0.0, times_loaded=1, clock=engine.clock)
     (speed,), (original, pruned) = found.speedups, found.medians
-    predicted = original * (1 - saved) if saved is not None and context.by_time else None
+    predicted = context.price.predicted(original, saved)
     aligning = aligning_share(graph, inputs)
     return MeasuredSpeed(
         *(speed.ratio, speed.low, speed.high, engine.batch, aligning, engine.name, original, pruned, predicted), busy=speed.busy
@@ -43,10 +49,7 @@ def measured_speeds(
 ) -> tuple[MeasuredSpeed, ...]:
     """The speed at the batch that is served first, then at single examples and other batches that people have."""
     limit = context.runtime.limit
-    if context.by_time:
-        engines = list(context.time_price.engines)
-    else:
-        engines = [context.runtime.engine or TorchEngine(len(inputs[0]), device=context.runtime.device)]
+    engines = context.price.engines(len(inputs[0]))
     every = [*engines, *(at_batch(engines[0], batch) for batch in BATCHES if engines[0].runs_layers)]
     by_batch = {engine.batch: engine for engine in reversed(every)}  # of two at one batch the first counts
     others = [by_batch[batch] for batch in dict.fromkeys(engine.batch for engine in every[1:]) if batch != every[0].batch]
@@ -61,12 +64,67 @@ def measured_speeds(
     return (first, *rest)
 
 
-def judged(context: PruningContext, graph: Graph) -> dict[int, SpeedUp]:
+def fastest(
+    price: TimePrice,
+    chosen: ChosenAllocation,
+    allocations: Sequence[Allocation],
+    passed: Mapping[int, float | None],
+    network: Callable[[int], Graph],
+) -> ChosenAllocation:
+    """The allocation chosen, if it is faster than the original network; else the next of those that may be lost that is.
+
+    Where none is, nothing is removed, and the note says so: nobody gets a slower network back. `passed` are the allocations
+    that are within the allowed drop, with their bounds.
+    """
+
+    context = price.context
+    if len(allocations) == 1:
+        return _unchanged(price, chosen, "no cut that was weighed saves time in")
+    if not any(chosen.removed.values()):
+        return chosen
+
+    def timed(place: int) -> SpeedTrial:
+        if known := context.journal.of(SpeedTrial, place=place):
+            return known[0]
+        smaller = network(place)  # made by all workers together; the first one times it
+        measure = lambda: SpeedTrial(place, tuple(judged(price, smaller).items()))  # noqa: E731
+        return context.journal.once_timed(SpeedTrial, measure, place=place)
+
+    tried = []
+    smaller = sorted((place for place in passed if 0 < place < chosen.place), reverse=True)
+    for number, place in enumerate([chosen.place, *smaller][:_MOST_TIMED]):
+        context.progress.report("faster", number, number + 1)
+        trial = timed(place)
+        if is_faster(dict(trial.speeds)):
+            if place == chosen.place:
+                return chosen
+            one = allocations[place]
+            return replace(
+                chosen, removed=dict(one.removed), saved=one.saved, loss=one.predicted_loss, bound=passed[place], place=place
+            )
+        tried.append(trial)
+    return _unchanged(price, chosen, "nothing within the allowed drop is measurably faster in", tried[0].summary())
+
+
+def _unchanged(price: TimePrice, chosen: ChosenAllocation, what: str, measured: str = "") -> ChosenAllocation:
+    """Nothing is removed; the note says why, with the sites that no width makes faster, and what to try."""
+    steady = list(dict.fromkeys(widths.site for widths in price.journal.of(SiteWidths) if not widths.widths))
+    still = f"no width is faster at {', '.join(steady[:3])}{', …' * (len(steady) > 3)}" if steady else ""
+    why = "; ".join(filter(None, (measured, still)))
+    more = "allow a larger max_drop, train after the cuts (retrain='gentle'), " if measured else ""
+    engine = "eager mode" if price.engine.name == "torch" else price.engine.name
+    note = (
+        f"{what} {engine}{f' ({why})' * bool(why)}, so the network is returned as it was: {more}name the engine that will run "
+        f"it, or give a target in macs"
+    )
+    return replace(chosen, removed={}, saved=0.0, loss=0.0, bound=None, place=0, note=note)
+
+
+def judged(price: TimePrice, graph: Graph) -> dict[int, SpeedUp]:
     """The speed of a network at the batches at which time counts, in turns with the original one."""
-    price = context.time_price
     return {
         engine.batch: price.compared(place, [price.loads[place], engine.network(graph)], FINAL_ROUNDS).speedups[0]
-        for place, engine in enumerate(price.engines)
+        for place, engine in enumerate(price.timed_in)
     }
 
 
@@ -82,12 +140,8 @@ def layer_times(context: PruningContext, graph: Graph, speed: MeasuredSpeed) -> 
     the seconds of the whole networks.
     """
     whole = (speed.original or 0.0, speed.pruned or 0.0)
-    if speed.engine != TorchEngine.name and context.by_time and isinstance(context.time_price.model, LatencyModel):
-        model, widths = context.time_price.model, dict[str, int]()
-        for name, gone in graph.plan.removed().items():
-            if name in model.sites:
-                widths[name] = sum(channel not in gone for channel in model.sites[name].original)
-        before, after = model.by_layer({}), model.by_layer(widths)
+    if (known := context.price.layer_times(graph, speed)) is not None:
+        before, after = known
     elif context.runtime.engine is None or context.runtime.engine.runs_layers:
         before = by_module(context.original, batch_like(context.original, speed.batch), whole[0])
         after = by_module(graph, batch_like(graph, speed.batch), whole[1])

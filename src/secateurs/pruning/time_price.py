@@ -1,8 +1,9 @@
 """Cuts of all sites weighed by the time that they save: tables, a knapsack, and measured networks that correct both.
 
-The tables add up layers, and sums that align channels; what lies between (memory, other ops) they do not know. So networks are
-compacted and timed in the engine, in turns with the original one: savings are scaled to what was measured, and the allocations
-are solved for again around it, with the layers timed at the sizes they have there.
+The tables add up layers, and sums that align channels; what lies between (activations, norms, pooling) is the rest of the
+network's time, which gets less as channels and branches go. So networks are compacted and timed in the engine, in turns with
+the original one: savings are scaled to what was measured, and the allocations are solved for again around it, with the layers
+timed at the sizes they have there.
 
 Time is weighed at the batch that is served, and watched at single examples: what saves most at the one may not be slower at the
 other.
@@ -20,15 +21,26 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from secateurs.compaction import compact
+from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import RunError
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.pruning.results import SiteCurve, TimedAllocation, TimedBatches, TimeTable
+from secateurs.pruning.results import (
+    ChosenAllocation,
+    MeasuredSpeed,
+    SiteCurve,
+    SiteWidths,
+    TimedAllocation,
+    TimedBatches,
+    TimeTable,
+)
+from secateurs.pruning.speeds import fastest
 from secateurs.selection.allocation import Allocation
 from secateurs.selection.knapsack import ascending, best_allocations
-from secateurs.speed.engines import Engine, at_batch
+from secateurs.speed.engines import Engine, TorchEngine, at_batch, batch_like
+from secateurs.speed.nodes import node_seconds
 from secateurs.speed.sizes import Size, Sizing, Widths
-from secateurs.speed.tables import SECONDS, LatencyModel, NetworkModel, Rounds, Sizes, TableFile
+from secateurs.speed.tables import SECONDS, LatencyModel, NetworkModel, Rounds, Sizes, TableFile, fast_widths
 from secateurs.speed.timing import Compared, Load, compare, in_rounds
 from secateurs.speed.widths import candidates
 
@@ -48,32 +60,59 @@ _FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 
 @dataclass(eq=False)
 class EngineTimes:
-    """The engine at one batch: its tables, and what measured networks taught about them."""
+    """The engine at one batch: its tables, and what measured networks taught about them.
+
+    What the whole network takes beyond its layers is spent between them: on calls, and on the work that they do. A call is gone
+    where a branch is folded; there is less work wherever a channel is gone. How the two share that time is what the first
+    measured network tells; until then all of it is for calls.
+    """
 
     engine: Engine
     model: LatencyModel | NetworkModel
     original: float  # seconds of the whole network
-    scale: float = 1.0  # what a second saved in the tables saves of the whole network
+    scale: float = 1.0  # what a second saved saves of the whole network
+    for_work: float = 0.0  # share of the time between the layers that is for work, not for calls
 
     def saved(self, widths: Widths) -> float:
         """Predicted share of the original network's time that is saved."""
-        return self.scale * (self.model.seconds({}) - self.model.seconds(widths)) / max(self.original, self.model.seconds({}))
+        layers, calls, work = self._saved(widths)
+        return self.scale * (layers + (1 - self.for_work) * calls + self.for_work * work)
 
     def correct(self, timed: TimedAllocation, widths: Widths) -> None:
-        """Scale savings to what was measured."""
-        tables = (self.model.seconds({}) - self.model.seconds(widths)) / max(self.original, self.model.seconds({}))
-        if tables > 0:
-            self.scale = max(1 - timed.seconds / timed.original, 0.0) / tables  # 0: such cuts save nothing, so none is made
+        """Take the share of work, and then the scale of all savings, with which the measured time comes out."""
+        measured = max(1 - timed.seconds / timed.original, 0.0)
+        layers, calls, work = self._saved(widths)
+        if work > calls:
+            self.for_work = min(max((measured - layers - calls) / (work - calls), 0.0), 1.0)
+        predicted = layers + (1 - self.for_work) * calls + self.for_work * work
+        if predicted > 0:
+            self.scale = measured / predicted  # 0: such cuts save nothing, so none is made
+
+    def _saved(self, widths: Widths) -> tuple[float, float, float]:
+        """Shares of the original network's time: saved by layers, and between them, if calls and if work were all it is for."""
+        whole, left = max(self.original, self._full), self.model.left_between(widths)
+        between = 1 - self._full / whole
+        return (self._full - self.model.seconds(widths)) / whole, between * (1 - left.calls), between * (1 - left.work)
+
+    @cached_property
+    def _full(self) -> float:
+        return self.model.seconds({})
 
 
 class TimePrice:
-    """What cuts of the original network save in seconds, and the allocations that save most for what they lose."""
+    """What cuts of the original network save in seconds, and the allocations that save most for what they lose.
+
+    The price of time among those of `pruning.price`.
+    """
+
+    currency = "time"
+    makes_up_for_branches = True
 
     def __init__(self, context: PruningContext) -> None:
         self.context, self.recipe, self.journal = context, context.recipe, context.journal
         assert context.runtime.engine is not None
-        self.engines = [at_batch(context.runtime.engine, batch) for batch in self._batches()]
-        self.engine = self.engines[0]
+        self.timed_in = [at_batch(context.runtime.engine, batch) for batch in self._batches()]
+        self.engine = self.timed_in[0]
 
     # ---- conditions ------------------------------------------------------------------------------------------------------
 
@@ -103,7 +142,7 @@ class TimePrice:
     @cached_property
     def loads(self) -> list[Load]:
         """The original network, prepared for every engine."""
-        return [engine.network(self.context.original) for engine in self.engines]
+        return [engine.network(self.context.original) for engine in self.timed_in]
 
     # ---- tables ----------------------------------------------------------------------------------------------------------
 
@@ -113,10 +152,23 @@ class TimePrice:
         sites = [site for site in self.context.sites(self.context.original) if site.channels > 1]
         widths = {site.name: candidates(site.channels, self.context.round_to(site.name)) for site in sites}
         sizing, found = Sizing(self.context.original, sites), []
-        for place, engine in enumerate(self.engines):
+        if isinstance(self.engine, TorchEngine):
+            sizing.weigh(self._ops())
+        for place, engine in enumerate(self.timed_in):
             model = self._layers(engine, sizing, widths) if engine.runs_layers else self._networks(engine, sites, widths)
             found.append(EngineTimes(engine, model, self._original(place)))
         return found
+
+    def _ops(self) -> dict[str, float]:
+        """Seconds of every node of the original network in eager mode."""
+        module, engine = self.context.original.module, self.engine
+        names = [node.name for node in module.graph.nodes]
+
+        def compute() -> dict[Size, Rounds]:
+            found = node_seconds(module, batch_like(self.context.original, engine.batch))
+            return {(place, 0, 0): (found[node],) for place, node in enumerate(module.graph.nodes)}
+
+        return {names[place]: seconds for (place, _, _), (seconds,) in self._journaled("nodes", (), compute).items()}
 
     @property
     def model(self) -> LatencyModel | NetworkModel:
@@ -143,8 +195,8 @@ class TimePrice:
         """Time layers at these sizes, once."""
 
         def on_layer(done: int, of: int) -> None:
-            before = self.engines.index(engine) * of
-            self.context.progress.report(phase, before + done, len(self.engines) * of)
+            before = self.timed_in.index(engine) * of
+            self.context.progress.report(phase, before + done, len(self.timed_in) * of)
 
         model.measure(
             engine,
@@ -183,13 +235,13 @@ class TimePrice:
 
         def measure() -> TimedAllocation:
             seconds = self.compared(place, [self.loads[place]], _TIMED_ROUNDS).medians[0]
-            return TimedAllocation(0, {}, seconds, seconds, seconds, self.engines[place].batch)
+            return TimedAllocation(0, {}, seconds, seconds, seconds, self.timed_in[place].batch)
 
-        return self.journal.once_timed(TimedAllocation, measure, round=0, batch=self.engines[place].batch).original
+        return self.journal.once_timed(TimedAllocation, measure, round=0, batch=self.timed_in[place].batch).original
 
     def compared(self, place: int, loads: Sequence[Load], rounds: tuple[int, int]) -> Compared:
         """Networks timed in turns in one of the engines."""
-        engine = self.engines[place]
+        engine = self.timed_in[place]
         if not engine.runs_layers:
             return compare(loads, rounds=_MEASURED_ROUNDS, shortest=0.0, times_loaded=1, clock=engine.clock)
         return compare(loads, threads=engine.threads, rounds=rounds, clock=engine.clock)
@@ -200,7 +252,29 @@ class TimePrice:
         """The widths of the sites that lose filters."""
         return {name: self.model.sites[name].channels - m for name, m in removed.items() if m}
 
-    def allocations(self, curves: Mapping[str, SiteCurve]) -> dict[float, tuple[Allocation, ...]]:
+    def prepare(self) -> None:
+        """Measure the tables."""
+        assert self.times
+
+    def widths_of(self, site: Site) -> tuple[int, ...] | None:
+        """The numbers of filters that run fast at a site, measured once."""
+        step = self.context.round_to(site.name)
+
+        def measure() -> SiteWidths:
+            widths, seconds = fast_widths(self.model, site, step)
+            allowed = tuple(width for width in widths if width < site.channels)
+            return SiteWidths(site.name, site.channels, allowed, tuple(seconds.items()), **self.context.at_node(site))
+
+        known = {"site": site.name, "channels": site.channels, **self.context.at_node(site)}
+        return self.journal.once(SiteWidths, measure, **known).widths
+
+    def alone(self, site: Site, ranking: Ranking, counts: Sequence[int]) -> tuple[float, ...]:
+        """What cuts of a site save alone, by the number of filters removed: shares of the layers' time in the tables."""
+        widths = (int(keep.sum()) for keep in cuts_along(ranking.order, counts))
+        seconds = [self.model.seconds({site.name: width}) for width in widths]
+        return tuple((seconds[0] - each) / seconds[0] for each in seconds)
+
+    def frontiers(self, curves: Mapping[str, SiteCurve]) -> dict[float, tuple[Allocation, ...]]:
         """The allocations of least predicted loss for every share of the time saved, from nothing removed on.
 
         By the price of folded branches, by which their losses are multiplied; only 1 if none can be folded. Everything measured
@@ -310,6 +384,36 @@ class TimePrice:
             times.correct(found[-1], widths)
         return found[0]
 
+    # ---- results ---------------------------------------------------------------------------------------------------------
+
+    def paid(
+        self,
+        chosen: ChosenAllocation,
+        allocations: Sequence[Allocation],
+        passed: Mapping[int, float | None],
+        network: Callable[[int], Graph],
+    ) -> ChosenAllocation:
+        """The choice, if it is faster than the original network (see `pruning.speeds`)."""
+        return fastest(self, chosen, allocations, passed, network)
+
+    def engines(self, batch: int) -> list[Engine]:
+        """Those in which time counts."""
+        return list(self.timed_in)
+
+    def predicted(self, original: float, saved: float | None) -> float | None:
+        """Seconds of the result, of the original network's and the share that was predicted to be saved."""
+        return None if saved is None else original * (1 - saved)
+
+    def layer_times(self, graph: Graph, speed: MeasuredSpeed) -> tuple[Mapping[str, float], Mapping[str, float]] | None:
+        """By the tables; eager mode is timed node by node instead."""
+        if speed.engine == TorchEngine.name or not isinstance(self.model, LatencyModel):
+            return None
+        widths = dict[str, int]()
+        for name, gone in graph.plan.removed().items():
+            if name in self.model.sites:
+                widths[name] = sum(channel not in gone for channel in self.model.sites[name].original)
+        return self.model.by_layer({}), self.model.by_layer(widths)
+
 
 def aimed(allocations: Sequence[Allocation], wanted: float | None) -> int:
     """The index of the allocation that reaches the target first; without one, of the one with half of the largest saving."""
@@ -319,5 +423,6 @@ def aimed(allocations: Sequence[Allocation], wanted: float | None) -> int:
 
 def structure(context: PruningContext, masks: Mapping[str | Site, Tensor]) -> Graph:
     """The network without what the masks drop, with room for repairs if the recipe repairs; its weights are not repaired."""
-    names = [site.name if isinstance(site, Site) else site for site in masks]
+    # a site without filters has no consumer left to repair: room for it would be a constant, which not every op can take
+    names = [site.name if isinstance(site, Site) else site for site, keep in masks.items() if bool(keep.any())]
     return compact(context.original if context.recipe.repair == "none" else context.prepared(names), masks, verify=False)

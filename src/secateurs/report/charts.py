@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from secateurs._util.format import SPACE, Metric, percent, plain, plural, removed, short
+from secateurs._util.format import SPACE, MetricName, percent, plain, plural, removed, short
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput, UnknownSite, suggest
 from secateurs.graph.structure import Node
@@ -41,7 +41,7 @@ def importances(step: Step, found: SiteImportances | None) -> Figure | None:
     return plot.figure("Importance of each filter", words)
 
 
-def accuracy(step: Step, metric: Metric, max_drop: float | None) -> Figure | None:
+def accuracy(step: Step, metric: MetricName, max_drop: float | None) -> Figure | None:
     """Accuracy against filters removed, as the search for the cut measured it, with the allowed drop and the chosen number."""
     points = sorted({(0, step.accuracy_before), *step.evaluated})
     allowed = [] if max_drop is None else [step.baseline - max_drop]
@@ -253,7 +253,7 @@ def engine_name(engine: str) -> str:
     return {"torch": "PyTorch, eager", "compile": "torch.compile", "onnxruntime": "ONNX Runtime"}.get(engine, engine)
 
 
-def _metric_axis(metric: Metric, low: float, high: float) -> Axis:
+def _metric_axis(metric: MetricName, low: float, high: float) -> Axis:
     return Axis(low, high, f"{metric.name} on the validation set", metric.value)
 
 

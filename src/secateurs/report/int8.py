@@ -8,6 +8,7 @@ float32 until they do.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,9 +38,9 @@ from secateurs.export.programs import check_packages, feed, onnx_bytes
 from secateurs.export.torchao import ProgramQuantiser
 from secateurs.graph.trace import Graph, tensors_in
 from secateurs.metrics import cross_entropy, evaluate
-from secateurs.pruning.acceptance import BaselineValues, Side
-from secateurs.pruning.budget import AccuracyBudget
 from secateurs.pruning.context import PruningContext
+from secateurs.pruning.judge import Baseline, Certified
+from secateurs.pruning.measure import Side
 from secateurs.report.exports import note_answers, note_exports, read_answers
 from secateurs.selection.contract import Verdict
 from secateurs.speed.engines import on_one_thread
@@ -64,7 +65,7 @@ def export_int8(result: Result, path: Path, *, uncertified: bool = False, compar
     with staged(path, folder=False) as draft:
         draft.touch()  # a place that cannot be written to is refused before the work
         quantiser = quantiser_for(context, graph, program=path.suffix == ".pt2")
-        earlier = [*AccuracyBudget(context).earlier_answers(), *_asked(result)]
+        earlier = [*context.judge().earlier_answers(), *_asked(result)]
         certifier = _Certifier(context, graph, earlier, result.bound, uncertified)
         try:
             file, verdict = certifier.certified(quantiser)
@@ -126,18 +127,20 @@ class _Certifier:
     def __init__(
         self, context: PruningContext, graph: Graph, answers: Sequence[bool], bound: float | None, uncertified: bool
     ) -> None:
-        self.context, self.sets, self.answers = context, context.acceptance_sets, list(answers)
+        self.context, self.judge, self.answers = context, context.judge(), list(answers)
+        self.judge.max_drop = context.recipe.max_drop  # nothing is left for quantising: this is the quantised file
         self.bound = bound if context.recipe.deploy == "int8" else None  # of the file that the run certified
         self.asked: list[bool] = []
-        self.promises = self.sets.sides is not None and not uncertified
+        self.promises = self.judge.certifies and not uncertified
         # with a budget for each site nothing is promised of all of them together: the drop counts from the pruned network
-        start = graph if context.recipe.budget == "site" else context.original
-        known = context.baseline_values(start)
-        self.start = known if known is not None else BaselineValues(_every_value(context, start.module), None)
-        side: Side = "certification" if self.sets.sides is not None else "search"
-        before = self.start.certification if self.sets.sides is not None else self.start.search
-        assert before is not None
-        pruned = context._values(graph, side) if known is not None else _every_value(context, graph.module)
+        start, metric = graph if context.recipe.budget == "site" else context.original, context.metric
+        self.start = self.judge.measured_from(start, math.nan)
+        by_mean = not self.start.values
+        if by_mean:
+            self.start = Baseline(math.nan, {"look": metric.every(start.module)})
+        side: Side = "certify" if self.judge.certifies else "look"
+        before = self.start.values[side]
+        pruned = metric.every(graph.module) if by_mean else metric.values(graph, side)
         self.drop_pruning = float((before - pruned).mean())
 
     def certified(self, quantiser: Quantiser | ProgramQuantiser) -> tuple[Quantised, Verdict]:
@@ -145,7 +148,7 @@ class _Certifier:
         same = self._certified_in_the_run(quantiser)
         if same is not None:
             return same
-        if self.promises and self.sets.contract.chance(self.answers) == 0:
+        if self.promises and self.judge.contract.chance(self.answers) == 0:
             raise Uncertified(
                 f"int8: {self._why_spent(isinstance(quantiser, ProgramQuantiser))} Or export with uncertified=True "
                 f"(--uncertified), which promises nothing."
@@ -163,7 +166,7 @@ class _Certifier:
             )
             if verdict.accepted if self.promises else verdict.by_estimate:
                 return file, verdict
-            if self.promises and self.sets.contract.chance([*self.answers, *self.asked]) == 0:
+            if self.promises and self.judge.contract.chance([*self.answers, *self.asked]) == 0:
                 break
         allowed = f"{100 * self.context.recipe.max_drop:g} points"
         raise Uncertified(
@@ -190,9 +193,9 @@ class _Certifier:
         if self.bound is None or not self.promises or isinstance(quantiser, ProgramQuantiser):
             return None
         file = quantiser.quantised()
-        after = self.context.values_of(file.module(), "certification")
+        after = self.context.metric.of_file(file.module(), "certify")
         for asked in range(len(self.answers) + 1):  # whichever question of the run it was
-            verdict = self.sets.promise(self.start, self.answers[:asked]).certify(after)
+            verdict = self._promised(after, self.answers[:asked])
             if verdict.accepted and abs(verdict.upper - self.bound) < 1e-12:
                 return file, verdict
         return None
@@ -207,25 +210,19 @@ class _Certifier:
             yield quantiser.quantised(floats)
 
     def _predicted(self, module: nn.Module) -> Verdict:
-        if self.start.certification is None:  # all images search, and the estimate decides
-            after = _every_value(self.context, module)
-        else:
-            after = self.context.values_of(module, "search")
-        return self.sets.predict(self.start, after, answers=[*self.answers, *self.asked])
+        metric = self.context.metric
+        after = metric.of_file(module, "look") if self.judge.certifies else metric.every(module)
+        return self.judge.predict(self.start, after, answers=[*self.answers, *self.asked])
+
+    def _promised(self, after: Tensor, answers: Sequence[bool]) -> Verdict:
+        assert isinstance(self.judge, Certified)
+        return self.judge.promise(self.start, answers).certify(after)
 
     def _ask(self, module: nn.Module) -> Verdict:
-        after = self.context.values_of(module, "certification")
-        verdict = self.sets.promise(self.start, [*self.answers, *self.asked]).certify(after)
+        after = self.context.metric.of_file(module, "certify")
+        verdict = self._promised(after, [*self.answers, *self.asked])
         self.asked.append(verdict.accepted)
         return verdict
-
-
-def _every_value(context: PruningContext, module: nn.Module) -> Tensor:
-    """The metric of a network on all validation images (N,), or its mean (1,) where it gives no more."""
-    if context.runtime.evaluate is not None:
-        return context.runtime.evaluate.of_module(module).reshape(-1)
-    found = evaluate(module, context.validation, metric=context.runtime.metric, batch=context.recipe.batch)
-    return torch.tensor([found.accuracy], dtype=torch.float64) if found.values is None else found.values
 
 
 def _agreement(file: Quantised, ready: Prepared) -> Agreement:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from secateurs._util.decode import Malformed, brief
 from secateurs._util.files import is_held
-from secateurs._util.format import Metric, folder_name, plural, removed
+from secateurs._util.format import MetricName, folder_name, plural, removed
 from secateurs._util.journal import TRAINING, changed_files, read_lines, read_tensors, records_of
 from secateurs._util.tensors import Damaged, read_header
 from secateurs.config import Recipe, read_recipe
@@ -149,9 +149,9 @@ class RunReport:
         return str(self.provenance.get("data", {}).get("name", "data"))
 
     @property
-    def metric(self) -> Metric:
+    def metric(self) -> MetricName:
         """The metric under the user's name for it."""
-        return Metric.called(self.provenance.get("measures", {}).get("metric", "accuracy"))
+        return MetricName.called(self.provenance.get("measures", {}).get("metric", "accuracy"))
 
     @property
     def max_drop(self) -> float | None:

@@ -14,7 +14,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
 from secateurs._util import format as texts
 from secateurs._util.files import write_text
-from secateurs._util.format import NOTHING, Metric, count
+from secateurs._util.format import NOTHING, MetricName, count
 from secateurs.config import recipe_fields
 from secateurs.errors import InvalidInput, RunError
 from secateurs.report import charts, verdicts
@@ -90,7 +90,7 @@ def _runs_page(runs: Sequence[RunReport]) -> str:
         "runs.html",
         f"{len(runs)} runs compared",
         runs=runs,
-        metric=metrics[0] if len(metrics) == 1 else Metric("metric"),
+        metric=metrics[0] if len(metrics) == 1 else MetricName("metric"),
         most=max(finished, key=lambda one: one[1])[0] if finished else None,
         best=max(finished, key=lambda one: one[2])[0] if finished and len(metrics) == 1 else None,
         cautions=_cautions(runs),

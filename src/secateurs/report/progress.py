@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from secateurs._util.format import SPACE, Metric
+from secateurs._util.format import SPACE, MetricName
 from secateurs._util.terminal import clock, console, percent, say
 from secateurs.pruning.forecast import left_of
 
@@ -132,7 +132,7 @@ class RunWatcher:
     """Turns the events and steps of a run into what a display shows."""
 
     def __init__(self, shown: Display, recipe: Recipe, steps: Sequence[Step] = (), *, metric: str = "accuracy") -> None:
-        self.shown, self.rounds, self.metric = shown, recipe.rounds, Metric.called(metric)
+        self.shown, self.rounds, self.metric = shown, recipe.rounds, MetricName.called(metric)
         self.together = recipe.allocation == "global"
         self.latest: Step | None = steps[-1] if steps else None
         self.site, self.where = "", ""  # the latest site, and the same with its number

@@ -9,15 +9,19 @@ from typing import Any
 
 from torch import nn
 
+from secateurs._util.journal import records_of
 from secateurs.compaction.in_place import cut_
 from secateurs.compaction.serialization import save
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput
 from secateurs.graph.plan import Plan
 from secateurs.pruning.context import PruningContext
-from secateurs.pruning.results import Change, RunResult, Step, promised_bound
+from secateurs.pruning.estimate import to_weigh_time
+from secateurs.pruning.results import Change, ChosenAllocation, ResultFigures, RunResult, Step, promised_bound
 from secateurs.report.charts import Plots, plots
 from secateurs.report.page import write_report
+
+_FASTER = "Not fast enough? target_latency=0.5, a larger max_drop, retrain='gentle', another engine (engine='onnxruntime')."
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,12 +124,29 @@ class Result(RunResult):
     def __str__(self) -> str:
         kept = f" It is kept in {self.folder}." if self.folder is not None else ""
         lines = [
-            *([f"{first}."] if (first := self.headline()) else []),
-            f"{self.summary()}.",
-            promise(self.recipe, self.steps, self.bound, self.metric),
+            *closing(self, self.recipe, self.records),
             f'Next: result.model, result.save("small.safetensors"), result.export("small.onnx").{kept}',
         ]
         return "\n".join([*lines, *(f"Note: {note}." for note in self.notes)])
+
+
+def closing(figures: ResultFigures, recipe: Recipe, records: Sequence[Any]) -> list[str]:
+    """What came out of a run, in sentences: time first, then sizes and accuracy, what is promised, and what would be faster.
+
+    A network that is slower than the original one, which only a target of another kind can have asked for, is said to be.
+    """
+    sizes, steps = f"{figures.summary()}.", records_of(records, Step)
+    for chosen in records_of(records, ChosenAllocation):
+        if chosen.note:
+            return [f"{chosen.note[:1].upper()}{chosen.note[1:]}.", sizes]
+    promised = promise(recipe, steps, promised_bound(recipe.budget, records), figures.metric)
+    if figures.latency is None:
+        return [sizes, promised]
+    if figures.latency.predicted is not None:
+        return [f"{figures.headline()}.", sizes, promised, _FASTER]
+    slower = any(one.high < 1 for one in (figures.latency, *figures.speeds))
+    by_size = f"the cuts were not chosen by time{', which made the network slower' * slower}; {to_weigh_time(recipe)}"
+    return [f"{figures.headline()}; {by_size}.", sizes, promised]
 
 
 def promise(recipe: Recipe, steps: Sequence[Step], bound: float | None, metric: str) -> str:

@@ -123,6 +123,18 @@ class MeasurementCache:
             raise RunError(f"{self.path}: the store of measured masks: {what}") from error
 
 
+def is_store(path: Path) -> bool:
+    """Whether the file is a store of measurements; it is only read."""
+    try:
+        base = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+        try:
+            return base.execute("select 1 from sqlite_master where type = 'table' and name = 'measured'").fetchone() is not None
+        finally:
+            base.close()
+    except sqlite3.Error:
+        return False
+
+
 def context_of(*parts: str) -> str:
     """One name for everything that a value depends on besides its key."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -90,8 +90,8 @@ def fit_slopes(pairs: MaskedSlopes) -> Importance:
 def per_example_coefficients(pairs: MaskedSlopes) -> Tensor:
     """Each example's estimate of the coefficients, float64 (N, C): their mean is the estimate, their spread its error.
 
-    An example's mean of -slope. Where the coefficients by losses (least squares on the masks, every example with a level of its
-    own) differ from that by more than `_DOUBT` standard errors, the estimate is moved towards them by what is beyond that.
+    An example's mean of -slope. Coefficients fitted to losses, with one intercept per example, correct the slopes by any
+    discrepancy beyond `_DOUBT` standard errors.
     """
     by_slopes = -pairs.slopes.double().mean(1)
     examples, each, channels = pairs.slopes.shape

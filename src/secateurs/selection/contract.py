@@ -14,10 +14,9 @@ A run asks about many networks, and which it asks about depends on earlier answe
   and the bound limits the chance of that. (If it gets a no, another sequence follows: see the next point.) This is
   fixed-sequence testing: a run that stops at its first "no" may spend all of 1 - confidence on every candidate (`reserve` 0).
 - A "no" changes what is asked next, so a run that continues after it opens a new sequence, and every sequence that could have
-  been opened needs its own chance of error. All of them share 1 - confidence: the sequence without a no gets a share of
-  1 - reserve; one with r of them gets (1 - reserve) · reserve^r, divided over all positions at which they could have come by
-  1 / (g (g + 1)) for a no that is the g-th answer since the last one. Added up over all sequences, of any length, this is
-  exactly 1 - confidence. The number of questions need not be known in advance.
+  been opened needs its own chance of error. All of them share ε = 1 - confidence. With ρ = reserve, a sequence after
+  refusals at gaps g₁…g_r (a refusal is the g-th answer since the last one) gets ε (1 - ρ) ρʳ · Π 1 / (gᵢ (gᵢ + 1)). Over all
+  sequences, of any length, these sum to ε. The number of questions need not be known in advance.
 
 Where the drop counts from the untouched network, the promise is about the final network, for any number of sites. Where it
 counts from the start of each site, no site loses more than `max_drop` (with the same probability); the total is not bounded.

@@ -1,4 +1,4 @@
-"""The sizes that cuts leave the layers of a network, and the sums that they make align channels.
+"""The sizes that cuts leave the layers of a network, the sums that they make align channels, and what is left of other ops.
 
 What one cut of one site changes follows from the graph, which takes an analysis of all of it. Cuts of several sites add up:
 their channels are different ones. A knapsack asks for thousands of combinations, so each site is analysed alone, once a width.
@@ -6,6 +6,7 @@ their channels are different ones. A knapsack asks for thousands of combinations
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor, fx, nn
 from secateurs.compaction.nodes import balanced
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
-from secateurs.graph.flow import Join, Layer, analyse, find_flows
+from secateurs.graph.flow import Join, Layer, Moved, Source, analyse, find_flows
 from secateurs.graph.sites import Site, node_masks
 from secateurs.graph.trace import Graph, shape_of
 
@@ -58,6 +59,15 @@ class Narrowing:
 
     layers: Mapping[fx.Node, NarrowedLayer]  # those whose size changes
     sums: Mapping[fx.Node, AlignedSum]  # those that align channels
+    between: Between  # what is gone of ops between the layers
+
+
+@dataclass(frozen=True)
+class Between:
+    """Ops between the layers: activations, norms, pooling, attention, sums."""
+
+    calls: float  # how many are made, or a share of them
+    work: float  # what they do besides, or a share of it: see `Sizing.weigh`
 
 
 class Sizing:
@@ -71,6 +81,21 @@ class Sizing:
         self._nodes = {node.name: node for node in module.graph.nodes}
         self._changes: dict[tuple[str, int], Narrowing] = {}
         self.full, self.sums = self._layers(live := self._live({})), self._sums(live)
+        self._between = {
+            node: float(math.prod(dims))
+            for node, flow in self._flows.of.items()
+            if not isinstance(flow, Layer | Moved | Source)
+            and node.op != "output"
+            and (dims := shape_of(node).dims) is not None
+        }
+
+    def weigh(self, seconds: Mapping[str, float]) -> None:
+        """Count the work of ops between the layers in these seconds, by the name of their nodes, not in numbers written.
+
+        A maximum over windows takes 50 times as long for every number as a ReLU.
+        """
+        self._between = {node: seconds.get(node.name, 0.0) for node in self._between}
+        self._changes.clear()
 
     def change(self, name: str, width: int) -> Narrowing:
         """What changes where the site alone keeps `width` filters, evenly spread."""
@@ -78,7 +103,7 @@ class Sizing:
             live = self._live({name: spread(width, self.sites[name].channels)})
             layers = {node: layer for node, layer in self._layers(live).items() if layer.size != self.full[node].size}
             sums = {node: found for node, found in self._sums(live).items() if found.terms > self.sums[node].terms}
-            self._changes[name, width] = Narrowing(layers, sums)
+            self._changes[name, width] = Narrowing(layers, sums, self._gone_between(live))
         return self._changes[name, width]
 
     def sizes(self, widths: Widths) -> dict[fx.Node, Size]:
@@ -105,6 +130,14 @@ class Sizing:
                 terms = min(one.terms + other.terms, len(self._flows.inputs[node]))
                 found[node] = AlignedSum(terms, min(one.width, other.width))
         return found
+
+    def left_between(self, widths: Widths) -> Between:
+        """The shares that are left of the ops between the layers."""
+        gone, work = [self.change(name, width).between for name, width in self._cut(widths)], math.fsum(self._between.values())
+        return Between(
+            max(1 - math.fsum(one.calls for one in gone) / max(len(self._between), 1), 0.0),
+            max(1 - math.fsum(one.work for one in gone) / work, 0.0) if work else 1.0,
+        )
 
     def _cut(self, widths: Widths) -> list[tuple[str, int]]:
         return [(name, width) for name, width in widths.items() if width < self.sites[name].channels]
@@ -176,6 +209,24 @@ class Sizing:
                 differ = sum(bool(term.any()) and not torch.equal(term, wanted) for term in terms)
                 found[node] = AlignedSum(differ, int(wanted.sum()))
         return found
+
+    def _gone_between(self, live: Callable[[fx.Node, int], Tensor]) -> Between:
+        """What is not computed any more of the ops between the layers."""
+        calls, work = 0, 0.0
+        for node, whole in self._between.items():
+            if self._flows.of[node].axis is not None:
+                width = self._flows.width(node)
+                left = 0 if self._folds(node, live) else int(live(node, width).sum())
+                calls, work = calls + (not left), work + (1 - left / width) * whole
+        return Between(calls, work)
+
+    def _folds(self, node: fx.Node, live: Callable[[fx.Node, int], Tensor]) -> bool:
+        """Whether a sum has a single term left, which then takes its place."""
+        flow, terms = self._flows.of[node], self._flows.inputs[node]
+        if not isinstance(flow, Join) or len(terms) < 2:
+            return False
+        left = [bool(live(i, w).any()) for i, w in zip(terms, flow.widths, strict=True) if w == flow.width]
+        return len(left) == len(terms) and sum(left) < 2
 
 
 def spread(width: int, channels: int) -> Tensor:

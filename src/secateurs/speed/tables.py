@@ -34,7 +34,7 @@ from secateurs.graph.node_info import pass_on_
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph, shape_of, trace
 from secateurs.speed.engines import Engine, at_batch, machine
-from secateurs.speed.sizes import GONE, AlignedSum, NarrowedLayer, Size, Sizing, Widths, spread
+from secateurs.speed.sizes import GONE, AlignedSum, Between, NarrowedLayer, Size, Sizing, Widths, spread
 from secateurs.speed.timing import compare, in_rounds
 from secateurs.speed.widths import PROBED, candidates, edges, multiple_at, preferred
 
@@ -353,6 +353,10 @@ class LatencyModel:
         layers += math.fsum(self.times[self.keys[node]].seconds(size) for node, size in changed.items())
         return layers + math.fsum(self._seconds_aligning(node, one) for node, one in self.sizing.alignments(widths).items())
 
+    def left_between(self, widths: Widths) -> Between:
+        """The shares that the cuts leave of the ops between the layers."""
+        return self.sizing.left_between(widths)
+
     def by_layer(self, widths: Widths) -> dict[str, float]:
         """The seconds of layers, by the path of their modules."""
         sizes, found = self.sizing.sizes(widths), dict[str, float]()
@@ -463,6 +467,10 @@ class NetworkModel:
             width = min(each for each in rounds if each >= kept)
             found += median(rounds[width]) - median(rounds[max(rounds)])
         return found
+
+    def left_between(self, widths: Widths) -> Between:
+        """All: nothing is known of parts of the network."""
+        return Between(1.0, 1.0)
 
     def site_rounds(self, name: str, widths: Iterable[int]) -> dict[int, list[float]]:
         """Seconds of the network by width and round."""

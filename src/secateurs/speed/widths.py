@@ -60,12 +60,13 @@ def candidates(channels: int, multiple: int) -> list[int]:
 def edges(seconds: Mapping[int, Sequence[float]], margin: float = MARGIN) -> tuple[int, ...]:
     """Find the widths that are faster than the widest and than every wider edge, descending: their medians strictly fall.
 
-    `seconds` holds for every width its times in the same rounds. Faster means by more than `margin` standard errors of the
-    difference of two medians. Where nothing is faster than the widest there is no edge: filters removed there would cost
-    accuracy and save no time.
+    `seconds` holds for every width its times in the same rounds, or in fewer of them where it was timed later. Faster means by
+    more than `margin` standard errors of the difference of two medians. Where nothing is faster than the widest there is no
+    edge: filters removed there would cost accuracy and save no time.
     """
     widths = sorted(seconds, reverse=True)
-    times = torch.tensor([tuple(seconds[width]) for width in widths], dtype=torch.float64)
+    rounds = min((len(each) for each in seconds.values()), default=0)
+    times = torch.tensor([tuple(seconds[width][:rounds]) for width in widths], dtype=torch.float64)
     medians, steady = times.quantile(0.5, dim=-1), _without_drift(times.log())
     center, error = steady.quantile(0.5, dim=-1), _standard_errors(steady)
     found, last = [], 0

@@ -28,7 +28,8 @@ _PATIENCE = 600  # seconds: importing torch on a busy machine
 def bfloat16_works() -> bool:
     """Whether this processor trains a small network in bfloat16; tried once, in a process of its own, which may crash."""
     try:
-        done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, check=False, timeout=_PATIENCE)
+        # -P: the current folder, which may be a stranger's run, is not where torch is looked up
+        done = subprocess.run([sys.executable, "-P", "-c", _PROBE], capture_output=True, check=False, timeout=_PATIENCE)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

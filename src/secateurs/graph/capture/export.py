@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import operator
+import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -286,12 +288,16 @@ class _Conversion:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what torch.export warns and logs: a capture that is wrong is found by comparing outputs."""
-    before = logging.root.manager.disable
+    """Hide what torch.export warns and logs, and the program that it prints when it fails.
+
+    A capture that is wrong is found by comparing outputs. What a model itself says on stderr is passed on if it is captured.
+    """
+    before, said = logging.root.manager.disable, io.StringIO()
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(said):
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(before)
+    sys.stderr.write(said.getvalue())
