@@ -14,6 +14,7 @@ from torch import Tensor
 
 from secateurs._util.journal import plain, record_from, records_of
 from secateurs.config import Shortcut
+from secateurs.config.declared import MOST_AT_ONCE
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.cost import Cost
 from secateurs.graph.sites import Site
@@ -28,6 +29,7 @@ from secateurs.training.guard import KeptWeights
 from secateurs.training.state import EpochRecord, RateTrials
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MOST_AT_ONCE)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Files = Mapping[str, str]
 """SHA-256 of the files of the run folder that a record relies on, by name."""
@@ -102,7 +104,7 @@ class SiteWidths:
 class WidthMultiple:
     """What the number of kept filters is a multiple of, as measured (`round_to = "auto"`); fewer at narrow sites."""
 
-    multiple: Count
+    multiple: AtLeastOne
     engine: str
 
 
@@ -119,7 +121,7 @@ class TimeTable:
 class TimedBatches:
     """The batch sizes at which time counts, the one that is served first."""
 
-    batches: tuple[Count, ...]
+    batches: Annotated[tuple[AtLeastOne, ...], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
