@@ -295,7 +295,7 @@ def test_the_paper_recipes_ask_for_what_the_paper_did() -> None:
     # M = 10·C masks, P = 0.3, α of half a point, all training images, filters put back one at a time
     assert (recipe.masks_per_filter, recipe.off, recipe.max_drop, recipe.scoring_examples) == (10, 0.3, 0.005, "all")
     assert (recipe.estimator, recipe.adaptive, recipe.repair, recipe.confidence) == ("losses", False, "none", 0)
-    assert (recipe.direction, recipe.shortcut, recipe.search, recipe.scoring) == ("forward", "before", "paper", "train")
+    assert (recipe.direction, recipe.shortcut, recipe.search) == ("forward", "before", "paper")
     assert recipe.finetune == PAPER_FINETUNE
     assert recipe.finetune.epochs == 10
     assert recipe.retrain == PAPER_RETRAIN

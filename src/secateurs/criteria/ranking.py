@@ -31,7 +31,6 @@ from secateurs.scoring.importance import Importance, PairImportance, order
 from secateurs.scoring.network import RankedSite, score_network
 
 _SHARES = (0.25, 0.5, 0.75)  # of a site's filters: where a portfolio compares orders
-_RIDGE = 1e-6  # of the repairs under an ensemble's masks: choosing one for each would take longer than measuring it
 _EXAMPLES = 1024  # for the registered criteria
 
 if TYPE_CHECKING:
@@ -67,7 +66,6 @@ class Ranker:
     held_out: Examples  # where a portfolio compares
     held_out_loss: Measure
     portfolio: Sequence[str] = PORTFOLIO
-    repaired_masks: bool = False  # the loss under a mask is that after the repair which the mask would get
     seed: int = 0
     sites: Callable[[Graph], Sequence[Site]] = find_sites  # whose masks are drawn together
     networks: list[tuple[Graph, dict[str, RankedSite]]] = field(default_factory=list)  # the latest one that was scored whole
@@ -102,7 +100,7 @@ def rank(
     if name == "ensemble" and ranker.scoring.estimator == "network":
         return _by_network(plain, ranker, on_scored)
     if name in ("ensemble", "pairs"):
-        return _ensemble(name, plain, ranker, reconstruction, step, on_scored)
+        return _ensemble(name, plain, ranker, step, on_scored)
     few = subset(ranker.pool, min(_EXAMPLES, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
     scores = score_filters(name, plain, few, seed=ranker.seed + step)
     return Ranking(short_name(name), order(scores), scores, examples=len(few))
@@ -143,24 +141,10 @@ def _by_network(evaluator: SiteEvaluator, ranker: Ranker, on_scored: OnScored | 
     )
 
 
-def _ensemble(
-    name: str,
-    evaluator: SiteEvaluator,
-    ranker: Ranker,
-    reconstruction: Reconstruction | None,
-    step: int,
-    on_scored: OnScored | None,
-) -> Ranking:
+def _ensemble(name: str, evaluator: SiteEvaluator, ranker: Ranker, step: int, on_scored: OnScored | None) -> Ranking:
     scoring = ranker.scoring
     if name == "pairs":
         scoring = replace(scoring, estimator="losses", model="pairs", masks_per_filter=10, masks=None)
-    if ranker.repaired_masks and reconstruction is not None:
-        evaluator = replace(
-            evaluator,
-            weights=lambda keep: reconstruction.solve(keep, ridge=_RIDGE).weights,
-            unfolded=reconstruction.consumers,
-            variant=f"ridge {_RIDGE}",
-        )
     scored = score_site(evaluator, ranker.pool, scoring, seed=ranker.seed, step=step, on_scored=on_scored)
     found = scored.importance
     return Ranking(

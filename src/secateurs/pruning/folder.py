@@ -41,7 +41,7 @@ from secateurs.training.resumable import CHECKPOINT
 RECIPE, MEASURED, START = "recipe.toml", "measured.sqlite", "checkpoints/start"
 _OURS = {LOCK, JOURNAL, RECIPE, MEASURED, "checkpoints", "data", "ensembles"}  # what a run that was killed early may have left
 _KEPT_MASKS = 20_000  # a larger ensemble, as slopes have, is not worth its place in the folder
-FORMAT = 3  # of the folder: 3 has a journal whose lines are the records of `pruning.results`
+FORMAT = 4  # of the folder: 4 has a recipe without the fields that 3 had (signal, scoring, repaired_masks, …)
 
 
 # ---- provenance ----------------------------------------------------------------------------------------------------------
