@@ -234,7 +234,7 @@ def test_flags_show_the_defaults_and_choices_of_their_fields(
         "--criterion": "or portfolio where one is given or nothing is repaired. [default: obs]",
         "--rounds": "[default: 1]",
         "--finetune-lr": "held-out examples. [choices: auto] [default: 0.01, if any finetune flag is given]",
-        "--retrain": "After all cuts: train, as named. One of gentle, gentle-int8, paper-finetune, paper-retrain.",
+        "--retrain": "After all cuts: train, as named. One of gentle, paper-finetune, paper-retrain.",
         "--no-adaptive": "[default: true]",
         "--target-macs": "Stop when this share of the multiply-accumulates is removed.",
     }.items():

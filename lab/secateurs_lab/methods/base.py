@@ -338,9 +338,16 @@ def opened(
 
 
 def _completed(budget: dict[str, Any]) -> dict[str, Any]:
-    """A recorded budget with the defaults of all settings that the release which recorded it did not have."""
+    """A recorded budget with the defaults of all settings that the release which recorded it did not have.
+
+    A setting that is gone counts only where it was on.
+    """
     every: dict[str, Any] = json.loads(json.dumps(asdict(TrainSettings(distance="kl"))))  # there was no other distance
-    found = {name: every | value if isinstance(value, dict) else value for name, value in budget.items()}
+    found = dict[str, Any]()
+    for name, value in budget.items():
+        if isinstance(value, dict):
+            value = every | {setting: part for setting, part in value.items() if setting in every or part}
+        found[name] = value
     return {"keep_best": False, **found}
 
 
