@@ -156,7 +156,6 @@ GENTLE = TrainSettings(
     distill=1.0,
     temperature=4.0,
     features=25.0,
-    average=0.99,
     augment="auto",
 )
 
