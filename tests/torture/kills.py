@@ -118,7 +118,6 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
     "adaptive masks": (perceptron, _paper(adaptive=True, masks_per_filter=20)),
     "bernoulli masks, log scores": (perceptron, _paper(design="bernoulli", transform="log")),
     "balanced masks, ranks": (perceptron, _paper(design="balanced", transform="rank", off=0.5)),
-    "pairs": (perceptron, _paper(model="pairs", masks=80)),
     "taylor, recalibrated": (
         residual,
         Recipe.fast(round_to=1, max_drop=0.2, confidence=0, criterion="taylor", recalibrate=128),

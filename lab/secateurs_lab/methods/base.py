@@ -146,7 +146,6 @@ class Method(Protocol):
 
 _STATE = "checkpoints/state"
 ROUNDING = 1e-12  # a share that is reached exactly must not be missed by the rounding of a division
-_PAIRS_SEE = 1024  # examples: pairwise terms are fitted to losses, which need a fixed number to be counted
 
 
 @dataclass(frozen=True)
@@ -358,7 +357,6 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
         criterion=criterion,
         repair=repair,
         allocation="global" if repair in REFITTED else "sequential",  # refitting comes after all cuts
-        scoring_examples=_PAIRS_SEE if criterion == "pairs" else None,
         round_to=1,  # methods are compared at equal MACs, which takes single filters
         target_macs=task.target_macs or None,
         shortcut=task.shortcut,

@@ -39,7 +39,6 @@ from secateurs.config.scoring import (
     Design,
     EnsembleSettings,
     Estimator,
-    Model,
     Scoring,
     Transform,
 )
@@ -80,7 +79,6 @@ __all__ = [
     "EnsembleSettings",
     "Estimator",
     "Method",
-    "Model",
     "Optimiser",
     "Precision",
     "Recipe",

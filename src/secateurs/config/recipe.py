@@ -26,7 +26,7 @@ REFITTED: tuple[Repair, ...] = ("every-layer", "whole-network")
 """Repairs that solve every layer again after all cuts."""
 
 CRITERIA = [
-    *("ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio"),
+    *("ensemble", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio"),
 ]
 """The criteria of this package, and those that a program registers; `criterion_names()` has those of other packages too."""
 

@@ -35,7 +35,6 @@ from secateurs.metrics import changed, display_name, fingerprints
 from secateurs.pruning.context import NetworkState, Stopwatch
 from secateurs.pruning.results import KINDS, Count, ResultFigures, Step, Structure, phase_seconds
 from secateurs.scoring.cache import MeasurementCache
-from secateurs.scoring.importance import Importance
 from secateurs.training.resumable import CHECKPOINT
 
 RECIPE, MEASURED, START = "recipe.toml", "measured.sqlite", "checkpoints/start"
@@ -421,10 +420,8 @@ def save_ranking(journal: Journal, name: str, site: Site, ranking: Ranking) -> N
     ensemble, importance = ranking.ensemble, ranking.importance
     if ensemble is not None and len(ensemble.masks) <= _KEPT_MASKS:
         tensors |= {"masks": ensemble.masks, "losses": ensemble.losses}
-    if isinstance(importance, Importance):
+    if importance is not None:
         tensors |= {"coef": importance.coef, "stderr": importance.stderr}
-    elif importance is not None:
-        tensors |= {"coef": importance.linear, "pairs": importance.pairs}
     origin = {"site": site.name, "original": list(site.original)}
     journal.save_tensors(f"ensembles/{name}", tensors, {**origin, "criterion": ranking.criterion, "note": ranking.note})
 
