@@ -519,7 +519,7 @@ def test_a_run_for_int8_certifies_the_file_that_it_exports(
         lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
         return [line for line in lines if line["unit"] == "trial" and line["judge"] == "certifying"]
 
-    retrain = replace(GENTLE, lr=0.01, int8=True) if trains else None
+    retrain = replace(GENTLE, lr=0.01) if trains else None
     recipe = Recipe.best(max_drop=0.08, deploy="int8", retrain=retrain)
     with pytest.raises(Stopped):
         Pruner(trained, digits, recipe=recipe, folder=tmp_path / "run", callback=stop).finish()

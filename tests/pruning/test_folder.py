@@ -384,10 +384,12 @@ def test_provenance_records_what_made_the_run(tmp_path: Path) -> None:
 def test_a_folder_of_another_release_is_not_called_damaged_and_nothing_in_it_changes(tmp_path: Path) -> None:
     started(tmp_path)
     known = json.loads((tmp_path / "provenance.json").read_text())
-    (tmp_path / "provenance.json").write_text(json.dumps({**known, "format": 2}))
+    (tmp_path / "provenance.json").write_text(json.dumps({**known, "format": 3}))
+    recipe = (tmp_path / "recipe.toml").read_text()
+    (tmp_path / "recipe.toml").write_text(f'signal = "loss"\nrepaired_masks = false\n{recipe}')  # fields that are gone
     (tmp_path / "report.html").write_text("of that release")
     for read in (lambda: resume(tmp_path, perceptron(), DATA), lambda: write_report(tmp_path), lambda: read_run(tmp_path)):
-        with pytest.raises(RunError, match="got folder format 2, wanted 3: another release wrote it, and it is whole"):
+        with pytest.raises(RunError, match="got folder format 3, wanted 4: another release wrote it, and it is whole"):
             read()
     assert (tmp_path / "report.html").read_text() == "of that release"
 

@@ -137,18 +137,12 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
     "adaptive masks": (perceptron, _paper(adaptive=True, masks_per_filter=20)),
     "bernoulli masks, log scores": (perceptron, _paper(design="bernoulli", transform="log")),
     "balanced masks, ranks": (perceptron, _paper(design="balanced", transform="rank", off=0.5)),
-    "pairs": (perceptron, _paper(model="pairs", masks=80)),
-    "divergence": (perceptron, Recipe.fast(round_to=1, max_drop=0.1, confidence=0, signal="divergence")),
     "taylor, recalibrated": (
         residual,
         Recipe.fast(round_to=1, max_drop=0.2, confidence=0, criterion="taylor", recalibrate=128),
     ),
     "batchnorm, the paper's search": (residual, _paper(criterion="batchnorm", search="paper")),
     "geometric median, scanned": (residual, _paper(criterion="fpgm", search="scan", round_to=2)),
-    "repaired masks": (
-        perceptron,
-        _paper(repair="least-squares", repair_examples=128, repaired_masks=True, masks_per_filter=3),
-    ),
 }
 
 

@@ -299,20 +299,15 @@ class PruningContext:
 
     @cached_property
     def ranker(self) -> Ranker:
-        """The examples that filters are ranked on, and the loss that goes with them."""
-        recipe, loss_fn = self.recipe, self.runtime.loss_fn
-        pool = self.data.train if recipe.scoring == "train" else self.metric.free
-        if recipe.signal == "divergence":
-            pool, loss_fn = self._answered(pool), divergence
+        """What ranks filters: on the training examples, by the loss."""
         return Ranker(
-            pool,
-            loss_fn,
-            recipe.ensemble_settings(),
+            self.data.train,
+            self.runtime.loss_fn,
+            self.recipe.ensemble_settings(),
             held_out=self.held_out.examples,
             held_out_loss=self.held_out.loss_fn,
-            portfolio=recipe.portfolio,
-            repaired_masks=recipe.repaired_masks,
-            seed=recipe.seed,
+            portfolio=self.recipe.portfolio,
+            seed=self.recipe.seed,
             sites=self.sites,
         )
 
