@@ -41,7 +41,7 @@ ALLOCATED = Recipe.fast(
     repair="least-squares",
     repair_examples=128,
     round_to=1,
-    retrain=replace(GENTLE, epochs=4, batch=32, optimiser="adamw"),
+    retrain=replace(GENTLE, epochs=4, batch=32, optimiser="adamw", average=0.99),
 )
 RECIPES = {"paper": RECIPE, "allocated": ALLOCATED}
 

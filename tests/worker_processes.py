@@ -103,7 +103,7 @@ TRAINED = Recipe.fast(
     confidence=0.0,
     criterion="l1",
     finetune=TrainSettings(epochs=1, batch=33, lr=0.02),
-    retrain=replace(GENTLE, epochs=1, batch=64),
+    retrain=replace(GENTLE, epochs=1, batch=64, average=0.99),
 )
 
 

@@ -78,6 +78,11 @@ class Surgery:
     )  # the same in train mode and after it; None for a network that is random in train mode, or fails there
     effect: float  # between masked and uncut, relative to the largest output: 0 would make the comparison empty
 
+    @property
+    def largest(self) -> float:
+        """The largest difference that was measured."""
+        return max(self.difference, self.again, self.training or 0.0)
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -366,8 +371,8 @@ def verdict(row: Row) -> str:
         return next((outcome for outcome in ("crash", "too slow") if row.failure.startswith(outcome)), "refused")
     if not all(d <= EQUAL[row.dtype] for d in differences(row)):  # a NaN is wrong too
         return "wrong"
-    if any(done.sites and not done.effect > 1e3 * EQUAL[row.dtype] for done in row.done):
-        return "no effect"
+    if any(done.sites and not done.effect > 1e3 * max(EQUAL["float64"], done.largest) for done in row.done):
+        return "no effect"  # or too small a one beside the difference to say that they are equal
     return "equal" if any(done.sites for done in row.done) else "no sites"
 
 

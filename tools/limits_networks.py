@@ -34,7 +34,7 @@ TIMM = {  # pixels of a square input: names
         "efficientnet_es tf_efficientnet_b0 mixnet_s hardcorenas_a lcnet_035 semnasnet_050 mobilenet_edgetpu_v2_xs rexnet_100 "
         "selecsls42 tresnet_m xception41 inception_next_atto nf_resnet26 nfnet_f0 eca_nfnet_l0 "
         "convnext_atto convnextv2_atto convmixer_768_32 poolformer_s12 poolformerv2_s12 convformer_s18 caformer_s18 hgnetv2_b0 "
-        "starnet_s050 regnetv_040 regnety_002 efficientvit_b0 edgenext_xx_small swiftformer_xs lambda_resnet26t sehalonet33ts "
+        "starnet_s050 regnetv_040 regnety_002 efficientvit_b0 edgenext_xx_small swiftformer_xs lambda_resnet26t "
         "efficientvim_m1 lowformer_b0 iformer_t pvt_v2_b0 mobilevit_xxs mobilevitv2_050 test_resnet test_byobnet test_nfnet "
         "test_mambaout mambaout_femto resnet50_clip gernet_s regnetz_b16 convnext_zepto_rms fasternet_t0 lcnetv2_small "
         "ghostnetv3_050 mobilenetv5_base efficientvit_l1 cpubone_nano rdnet_tiny csatv2 legacy_xception hgnet_tiny"
@@ -57,7 +57,7 @@ TIMM = {  # pixels of a square input: names
         "swinv2_tiny_window8_256 eca_botnext26ts_256 mobilenetv4_hybrid_medium vit_small_patch16_dinov3 "
         "vit_wee_patch16_reg1_gap_256 hieradet_small naflexvit_base_patch16_gap naflexvit_base_patch16_map "
         "naflexvit_base_patch16_par_gap vit_pe_core_tiny_patch16_384 "
-        "qwen3_vit_88m gemma4_vit_167m"
+        "qwen3_vit_88m gemma4_vit_167m sehalonet33ts"
     ),
 }
 TIMM_SIZES = {name: size for size, names in TIMM.items() for name in names.split()}

@@ -8,9 +8,8 @@ MobileNet-like network have random weights and uniform cuts: times and bytes onl
 Networks and rows are kept (`~/.cache/secateurs/bench/int8`, lab/benchmarks/results/int8.jsonl); `--networks` takes some. A
 search continues where it was stopped, so what it times can be measured on an idle core: `--until tables`, then `--until
 curves` on a busy one, then `--until times`, then without. `--file` quantises a network of `benchmarks.faster` instead.
-`--time` only times the files again, `--profile` only shows where the time of the int8 files goes, `--train IMAGES` only
-trains the pruned network through int8 rounding and without, `--torchao` only quantises by torchao, `--render` only writes
-lab/notes/performance.md.
+`--time` only times the files again, `--profile` only shows where the time of the int8 files goes, `--torchao` only quantises
+by torchao, `--render` only writes lab/notes/performance.md.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import io
 import json
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,6 @@ from secateurs import Graph, Pruner, Recipe, compact, cost, find_sites, load, re
 from secateurs._util.download import home
 from secateurs._util.files import write_bytes, write_text
 from secateurs.cli.inputs import build_model
-from secateurs.cli.inputs import load_data as load_split
-from secateurs.config import GENTLE
 from secateurs.data import Data, subset
 from secateurs.export.deliver import prepared
 from secateurs.export.int8 import Quantised, Quantiser, in_int8
@@ -49,7 +45,6 @@ from secateurs.pruning.frontiers import frontiers_of, joined
 from secateurs.report.int8 import stage_times
 from secateurs.speed.engines import cpu_flags
 from secateurs.speed.timing import in_rounds, timed
-from secateurs.training import train_
 
 ROWS = Path(__file__).parent / "results" / "int8.jsonl"
 FOLDER = home() / "bench" / "int8"
@@ -225,22 +220,6 @@ def time_all(network: str, rounds: int) -> None:
     keep({**row, "flags": flags, "conditions": conditions().sentence()})
 
 
-def train(network: str, images: int) -> None:
-    """Train the pruned network by distillation, through int8 rounding and without, and measure the file of each."""
-    given, whole = data(known_as(network), IMAGES[network]), load_split(origin(known_as(network)))
-    dense, chosen = dense_model(network), subset(whole.train, images, seed=2)
-    assert given.test is not None
-    for rounds in (False, True):
-        graph, began = load(dense_model(network), FOLDER / f"{network}.safetensors"), time.process_time()
-        train_(graph.module, chosen, replace(GENTLE, int8=rounds, lr=0.01), teacher=dense)
-        seconds, file = round(time.process_time() - began), quantised_by(graph, given)
-        accuracy = [evaluate(each, given.test, batch=64).accuracy for each in (graph.module, file.module())]
-        words = "int8" if rounds else "float32"
-        figures = {"training": words, "images": images, "float32": accuracy[0], "int8": accuracy[1]}
-        divergence = {"divergence": file.how.divergence, "seconds": seconds, "conditions": conditions().sentence()}
-        keep({"kind": "trained", "network": f"{network}, trained in {words}", **figures, **divergence})
-
-
 def by_torchao(network: str, rounds: int) -> None:
     """Quantise both networks by torchao; their accuracy, and their times compiled, beside the float networks compiled."""
     from secateurs.export.torchao import ProgramQuantiser
@@ -336,9 +315,8 @@ def page() -> str:
         f"{row['divergence']:.4f} ({row['images']:,} images, {row['seconds']} s of one core)."
         for row in rows("trained")
     ]
-    after = (
-        ["", "Trained after pruning, by distillation, in float32 or through int8 rounding:", "", *trained] if trained else []
-    )
+    said = "Trained after pruning, by distillation, in float32 or through int8 rounding (`--train` of commit 46e21a9):"
+    after = ["", said, "", *trained] if trained else []
     for row in rows("torchao"):
         after += ["", f"{row['network']} by torchao, compiled by inductor, one thread (2,048 test images):", ""]
         after += [
@@ -358,7 +336,6 @@ def main() -> None:
     parser.add_argument("--make", action="store_true", help="only make the networks: do not time them")
     parser.add_argument("--time", action="store_true", help="only time the networks that are there")
     parser.add_argument("--profile", action="store_true", help="only show where the time of the int8 files goes")
-    parser.add_argument("--train", type=int, metavar="IMAGES", help="only train the pruned network on that many images")
     parser.add_argument("--torchao", action="store_true", help="only quantise by torchao, which is to be installed")
     parser.add_argument("--render", action="store_true", help="only write the page")
     parser.add_argument("--rounds", type=int, default=15)
@@ -368,8 +345,6 @@ def main() -> None:
             profile(network)
         elif options.torchao:
             by_torchao(network, options.rounds)
-        elif options.train:
-            train(network, options.train)
         else:
             if options.file:
                 from_faster(network, options.file)

@@ -126,7 +126,7 @@ def small_run(folder: Path, kind: str) -> None:
     answers.WORTH_KEEPING = 0.0  # tickets of milliseconds are kept, too
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    training = replace(GENTLE, epochs=2, batch=64, optimiser="sgd", lr=0.01)
+    training = replace(GENTLE, epochs=2, batch=64, optimiser="sgd", lr=0.01, average=0.99)
     if kind == "best":
         recipe = Recipe.best(max_drop=0.1, confidence=0.9, repair_examples=256, batch=64, round_to=1, retrain=training)
     else:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -20,25 +21,73 @@ from torch import Tensor
 
 from benchmarks.conditions import conditions
 from benchmarks.render import with_part
-from benchmarks.signals import COMPARED, SHARES, SITES, Setting, percent, remaining, setting
-from secateurs import find_sites, fit_importance, sample_masks, scores
+from secateurs import Graph, Recipe, find_sites, fit_importance, sample_masks, scores, trace
 from secateurs._util.download import home
 from secateurs._util.files import write_text
 from secateurs.criteria import score_filters
-from secateurs.data import subset
+from secateurs.criteria.ranking import cuts_along
+from secateurs.data import Data, Examples, load, split, subset
 from secateurs.data.dataset import derive, generator_for
 from secateurs.graph.sites import Site
-from secateurs.metrics import cross_entropy
+from secateurs.metrics import correct, cross_entropy
+from secateurs.models import example_input, load_public
+from secateurs.pruning.context import PreparedSite, PruningContext, Runtime
 from secateurs.scoring.cache import MeasurementCache
+from secateurs.scoring.engine import split_for
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.scoring.importance import fit_pairs, order
 
 RESULT = Path(__file__).parent / "results" / "pairs.json"
 PAGE = Path(__file__).parents[2] / "lab" / "notes" / "quality.md"
 PART = "python -m benchmarks.pairs"
+SITES = tuple(f"layer{stage}.1.conv{place}" for stage in (1, 2, 3) for place in (1, 2))
+SHARES = (0.25, 0.5, 0.75)
+COMPARED = 1_000  # search images, of the half that ranks nothing
+REPAIRED = 512  # training images that repairs are solved on
 IMAGES = 256  # training images that all masks share
 EACH = (2, 5, 10, 20)  # masks for each filter
 RANDOM = 5  # orders
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """The network, the data with one half of the search images, and the other half."""
+
+    graph: Graph
+    data: Data
+    compare: Examples
+    store: MeasurementCache
+    seed: int
+
+    def context(self, *, repaired: bool) -> PruningContext:
+        recipe = Recipe.fast(
+            criterion="ensemble",
+            repair="least-squares" if repaired else "none",
+            repair_examples=REPAIRED,
+            confidence=0,
+            round_to=1,
+            seed=self.seed,
+        )
+        return PruningContext(self.graph, self.data, recipe, Runtime(cross_entropy, correct, None, self.store, None))
+
+
+def setting(store: MeasurementCache, seed: int) -> Setting:
+    data = load("cifar10", split="public", download=False)
+    ranking, comparing = split(data.search, (len(data.search) // 2, len(data.search) - len(data.search) // 2), seed=seed)
+    graph = trace(load_public(20), example_input("resnet20"))
+    return Setting(graph, replace(data, search=ranking), subset(comparing, COMPARED, seed=seed), store, seed)
+
+
+def remaining(place: PreparedSite, examples: Examples, orders: Sequence[Tensor]) -> Tensor:
+    """Accuracy (orders, shares) of the network without a share of the site's filters, repaired if it can be."""
+    counts = [round(share * place.site.channels) for share in SHARES]
+    masks = torch.cat([cuts_along(order, counts) for order in orders])
+    different, back = torch.unique(masks, dim=0, return_inverse=True)
+    repair = place.reconstruction
+    network = split_for(place.graph, place.site, examples, unfolded=() if repair is None else repair.consumers)
+    weights = None if repair is None else lambda keep: repair.solve(keep).weights
+    found = network.measure(different, [correct], weights=weights)
+    return found[back].view(len(orders), len(SHARES))
 
 
 def orders(given: Setting, site: Site) -> Iterator[tuple[str, Tensor]]:
@@ -64,7 +113,7 @@ def measure_site(given: Setting, name: str) -> list[dict[str, Any]]:
     rows = []
     for repaired in (False, True):
         place = given.context(repaired=repaired).prepare(given.graph, site)
-        left = remaining(place, given.compare, [one for _, one in found])[:, :, 1]
+        left = remaining(place, given.compare, [one for _, one in found])
         for called in dict.fromkeys(called for called, _ in found):
             own = torch.stack([figures for (one, _), figures in zip(found, left, strict=True) if one == called])
             rows.append({"site": name, "order": called, "repair": repaired, "accuracies": own.mean(0).tolist()})
@@ -89,6 +138,11 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {shown} | {' | '.join(percent(figures) for figures in own)} | {percent(means)} |")
         lines.append("")
     return "\n".join(lines).rstrip()
+
+
+def percent(values: Sequence[float]) -> str:
+    """Fractions as per cent, side by side."""
+    return " / ".join(f"{100 * value:.1f}" for value in values)
 
 
 def main() -> int:

@@ -293,8 +293,8 @@ def with_answers(examples: Examples, module: nn.Module, *, batch: int = 256, dev
     def probabilities(logits: Tensor) -> Tensor:
         if logits.ndim < 2 or not logits.is_floating_point():
             raise InvalidInput(
-                f"the signal 'divergence' compares class logits (N, K, …); this network gives {_described(logits)}. "
-                f'Use signal = "loss" with a loss of your own.'
+                f"the divergence from the original network's answers compares class logits (N, K, …); this network gives "
+                f"{_described(logits)}. Give a loss of your own: loss=…."
             )
         return functional.softmax(logits, 1)
 

@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an unknown criterion": (
         lambda path: prune(criterion="l3"),
-        "criterion = 'l3': wanted one of ensemble, pairs, .* Did you mean",
+        "criterion = 'l3': wanted one of ensemble, obs, .* Did you mean",
     ),
     "weights for a network": (
         lambda path: sc.prune(weights_only(), *loaders()),

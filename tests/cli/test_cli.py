@@ -234,7 +234,7 @@ def test_flags_show_the_defaults_and_choices_of_their_fields(
         "--criterion": "or portfolio where one is given or nothing is repaired. [default: obs]",
         "--rounds": "[default: 1]",
         "--finetune-lr": "held-out examples. [choices: auto] [default: 0.01, if any finetune flag is given]",
-        "--retrain": "After all cuts: train, as named. One of gentle, gentle-int8, paper-finetune, paper-retrain.",
+        "--retrain": "After all cuts: train, as named. One of gentle, paper-finetune, paper-retrain.",
         "--no-adaptive": "[default: true]",
         "--target-macs": "Stop when this share of the multiply-accumulates is removed.",
     }.items():
@@ -295,7 +295,7 @@ def test_the_paper_recipes_ask_for_what_the_paper_did() -> None:
     # M = 10·C masks, P = 0.3, α of half a point, all training images, filters put back one at a time
     assert (recipe.masks_per_filter, recipe.off, recipe.max_drop, recipe.scoring_examples) == (10, 0.3, 0.005, "all")
     assert (recipe.estimator, recipe.adaptive, recipe.repair, recipe.confidence) == ("losses", False, "none", 0)
-    assert (recipe.direction, recipe.shortcut, recipe.search, recipe.scoring) == ("forward", "before", "paper", "train")
+    assert (recipe.direction, recipe.shortcut, recipe.search) == ("forward", "before", "paper")
     assert recipe.finetune == PAPER_FINETUNE
     assert recipe.finetune.epochs == 10
     assert recipe.retrain == PAPER_RETRAIN

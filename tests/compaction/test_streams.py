@@ -349,7 +349,7 @@ def test_a_network_whose_first_axis_is_not_the_examples_has_losses_and_no_slopes
 def test_every_criterion_ranks_the_channels_of_a_stream(name: str) -> None:
     graph, examples = graph_of(name), Examples(X, torch.tensor([0, 1, 2, 0]))
     site = next(s for s in find_sites(graph, "stream") if "stream" in s.name)
-    for criterion in (name for name in criterion_names() if name not in ("ensemble", "pairs", "obs", "portfolio")):
+    for criterion in (name for name in criterion_names() if name not in ("ensemble", "obs", "portfolio")):
         if (criterion == "batchnorm" and name != "option A") or criterion.startswith("maxplus"):
             continue  # without such layers these two refuse a site
         if criterion.startswith("thinet") and name != "option A":

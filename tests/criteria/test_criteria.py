@@ -24,7 +24,7 @@ from torture.runs import few_digits, perceptron
 
 NOTHING = Examples(torch.zeros(0, 1), torch.zeros(0, dtype=torch.long))  # norms of weights look at no data
 
-SCORED = [name for name in criterion_names() if name not in ("ensemble", "pairs", "obs", "portfolio")]
+SCORED = [name for name in criterion_names() if name not in ("ensemble", "obs", "portfolio")]
 
 
 def coefs(name: str, graph: Graph, site: str, data: Examples = NOTHING, **options: Any) -> list[float]:
@@ -343,4 +343,4 @@ def test_a_function_without_a_module_is_a_criterion(monkeypatch: pytest.MonkeyPa
 
 def test_every_criterion_that_a_recipe_may_name_exists() -> None:
     assert [name for name in criterion_names() if user_function(name) is not None] == []
-    assert {*CRITERIA, "ensemble", "pairs", "obs", "portfolio"} == set(criterion_names())
+    assert {*CRITERIA, "ensemble", "obs", "portfolio"} == set(criterion_names())

@@ -371,10 +371,8 @@ def test_a_certified_file_gives_its_accuracy_in_a_fresh_process(finished: Result
     done = subprocess.run([sys.executable, "-c", script, str(path), str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(done.stdout) == round(figures["accuracy"] * len(certifying))
     total = figures["drop_pruning"] + figures["drop_quantising"]
-    before = finished.context.baseline_values(finished.context.original)
-    assert before is not None
-    assert before.certification is not None
-    assert total == pytest.approx(float(before.certification.mean()) - figures["accuracy"])
+    before = finished.context.metric.values(finished.context.original, "certify")
+    assert total == pytest.approx(float(before.mean()) - figures["accuracy"])
     from secateurs.report import write_report
 
     text = write_report(finished.folder).read_text()
@@ -521,7 +519,7 @@ def test_a_run_for_int8_certifies_the_file_that_it_exports(
         lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
         return [line for line in lines if line["unit"] == "trial" and line["judge"] == "certifying"]
 
-    retrain = replace(GENTLE, lr=0.01, int8=True) if trains else None
+    retrain = replace(GENTLE, lr=0.01) if trains else None
     recipe = Recipe.best(max_drop=0.08, deploy="int8", retrain=retrain)
     with pytest.raises(Stopped):
         Pruner(trained, digits, recipe=recipe, folder=tmp_path / "run", callback=stop).finish()

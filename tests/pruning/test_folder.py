@@ -337,6 +337,16 @@ def test_a_journal_line_of_an_allocation_without_a_field_is_named(tmp_path: Path
         resume(tmp_path, perceptron(), DATA)
 
 
+@pytest.mark.parametrize(("field", "value"), [("batches", []), ("batches", [0]), ("multiple", 0)])
+def test_a_measured_condition_that_cannot_be_is_named(tmp_path: Path, field: str, value: Any) -> None:
+    """Nothing is served in batches of no example, or of none at all; no width is a multiple of 0."""
+    recipe = Recipe.fast(max_drop=0.2, confidence=0, criterion="l1", allocation="global")
+    Pruner(perceptron(), DATA, recipe=recipe, folder=tmp_path).finish()
+    write_entries(tmp_path, [{**e, field: value} if e["unit"] == field else e for e in entries_of(tmp_path)])
+    with pytest.raises(RunError, match=rf"journal\.jsonl, line \d+: damaged \('{field}': "):
+        resume(tmp_path, perceptron(), DATA)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_an_unwritable_folder_is_an_error(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
@@ -374,10 +384,12 @@ def test_provenance_records_what_made_the_run(tmp_path: Path) -> None:
 def test_a_folder_of_another_release_is_not_called_damaged_and_nothing_in_it_changes(tmp_path: Path) -> None:
     started(tmp_path)
     known = json.loads((tmp_path / "provenance.json").read_text())
-    (tmp_path / "provenance.json").write_text(json.dumps({**known, "format": 2}))
+    (tmp_path / "provenance.json").write_text(json.dumps({**known, "format": 3}))
+    recipe = (tmp_path / "recipe.toml").read_text()
+    (tmp_path / "recipe.toml").write_text(f'signal = "loss"\nrepaired_masks = false\n{recipe}')  # fields that are gone
     (tmp_path / "report.html").write_text("of that release")
     for read in (lambda: resume(tmp_path, perceptron(), DATA), lambda: write_report(tmp_path), lambda: read_run(tmp_path)):
-        with pytest.raises(RunError, match="got folder format 2, wanted 3: another release wrote it, and it is whole"):
+        with pytest.raises(RunError, match="got folder format 3, wanted 4: another release wrote it, and it is whole"):
             read()
     assert (tmp_path / "report.html").read_text() == "of that release"
 

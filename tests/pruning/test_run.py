@@ -209,11 +209,6 @@ def test_several_outputs_with_an_own_loss_and_metric() -> None:
     assert [tuple(o.shape) for o in outcome.graph.module(x)] == [(120, 3), (120, 2)]
 
 
-def test_pairwise_model_drives_a_run() -> None:
-    steps = list(Pruner(perceptron(), DATA, recipe=replace(QUICK, model="pairs", masks=120)))
-    assert all(math.isfinite(step.r2_held_out) for step in steps)
-
-
 # ---- what a run says must be true ----------------------------------------------------------------------------------------
 
 

@@ -38,7 +38,6 @@ from secateurs.report.exports import note_exports
 from secateurs.report.load import Measured, SiteImportances
 from secateurs.report.svg import Figure, el, ticks
 from secateurs.report.verdicts import run_warnings, step_warnings, verdict
-from secateurs.scoring.importance import fit_pairs
 from secateurs.speed.nodes import aligning_share
 from secateurs.training import EpochRecord
 from torture.journals import entries_of, write_entries
@@ -191,14 +190,6 @@ def test_importances_and_predicted_scores_are_those_of_least_squares(finished: P
     predicted, measured = torch.tensor(found.agreement, dtype=torch.float64).T
     torch.testing.assert_close(measured, s, rtol=0, atol=1e-12)  # few masks: all of them are shown
     torch.testing.assert_close(predicted, z @ expected + s.mean(), rtol=0, atol=1e-8)
-
-
-def test_scores_predicted_with_pairs_of_filters_are_those_of_the_fit(tmp_path: Path) -> None:
-    digits_pruner(tmp_path / "run", sites=("conv1",), model="pairs", ridge=1e-3, finetune=None).finish()
-    predicted, measured = torch.tensor(read_run(tmp_path / "run").importances[1].agreement, dtype=torch.float64).T
-    tensors, _ = parse((tmp_path / "run" / "ensembles" / "0001.safetensors").read_bytes())
-    fit = fit_pairs(tensors["masks"], measured, ridge=1e-3)
-    torch.testing.assert_close(predicted, fit.predict(tensors["masks"]), rtol=0, atol=1e-8)
 
 
 def test_slopes_predict_the_rise_of_the_loss(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from nets import seeded
 from secateurs import find_sites, trace
 from secateurs.data.dataset import Examples, generator_for
 from secateurs.errors import NonFinite
-from secateurs.metrics import cross_entropy, divergence, log_odds, with_answers
+from secateurs.metrics import cross_entropy, log_odds
 from secateurs.scoring.importance import order_by_sets
 from secateurs.scoring.masks import sample_masks
 from secateurs.scoring.network import network_slopes, score_network
@@ -107,18 +105,6 @@ def test_scores_do_not_depend_on_the_batch_and_are_the_same_again() -> None:
         torch.testing.assert_close(ranked.importance.coef, parts[name].importance.coef, rtol=0, atol=1e-12)
         torch.testing.assert_close(ranked.importance.split_half, parts[name].importance.split_half)
         assert ranked.order.tolist() == again[name].order.tolist() == parts[name].order.tolist()
-
-
-def test_without_labels_the_networks_own_answers_are_the_right_ones() -> None:
-    model, data = small()
-    graph = trace(model, torch.randn(2, 4, dtype=torch.float64))
-    answered, sites = with_answers(data, model), find_sites(graph)
-    assert isinstance(answered.targets, Tensor)
-    labelled = replace(data, targets=answered.targets.argmax(1))
-    one = score_network(graph, sites, answered, divergence)
-    two = score_network(graph, sites, labelled, cross_entropy)
-    for name, ranked in one.items():
-        assert torch.equal(ranked.importance.coef, two[name].importance.coef)
 
 
 def test_slopes_of_other_losses_are_their_own() -> None:

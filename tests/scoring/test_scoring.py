@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nets import seeded
-from secateurs import Graph, Site, find_sites, fit_importance, fit_pairs, sample_masks, score_masks, scores, trace
+from secateurs import Graph, Site, find_sites, fit_importance, sample_masks, score_masks, scores, trace
 from secateurs.config import FAST, PAPER, Scoring
 from secateurs.data import Examples, load_cifar10, subset
 from secateurs.data.dataset import derive, generator_for
@@ -22,7 +22,7 @@ from secateurs.models import example_input, load_public
 from secateurs.scoring import EnsembleResult, score_site
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.evaluator import SiteEvaluator
-from secateurs.scoring.importance import Importance, PairImportance, rank_correlation
+from secateurs.scoring.importance import Importance, rank_correlation
 
 CHANNELS = 12
 LOSSES = Scoring(estimator="losses", masks_per_filter=20, design="balanced", examples=64)
@@ -99,12 +99,11 @@ def test_a_fixed_number_of_examples_is_the_stratified_subset(problem: tuple[Grap
     torch.testing.assert_close(found.ensemble.losses, wanted, rtol=1e-6, atol=0)
 
 
-def test_pairs_and_transforms_are_those_of_importance(problem: tuple[Graph, Site, Examples]) -> None:
+def test_transforms_are_those_of_importance(problem: tuple[Graph, Site, Examples]) -> None:
     graph, site, pool = problem
-    found = scored(graph, site, pool, replace(PAPER, model="pairs", transform="log", ridge=1e-3, examples=64))
-    assert isinstance(found.importance, PairImportance)
-    wanted = fit_pairs(found.ensemble.masks, scores(found.ensemble.losses, "log"), ridge=1e-3)
-    assert torch.equal(found.importance.pairs, wanted.pairs)
+    found = scored(graph, site, pool, replace(PAPER, transform="log", ridge=1e-3, examples=64))
+    wanted = fit_importance(found.ensemble.masks, scores(found.ensemble.losses, "log"), ridge=1e-3)
+    assert torch.equal(found.importance.coef, wanted.coef)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +202,6 @@ def test_a_small_pool_gives_its_examples_more_masks(problem: tuple[Graph, Site, 
     ("wrong", "message"),
     [
         ({"estimator": "gradients"}, "Did you mean 'gradient'"),
-        ({"model": "pairs"}, "belong to estimator='losses'"),
         ({"transform": "log"}, "belong to estimator='losses'"),
         ({"examples": 1}, "examples = 1: wanted 2 to"),
         ({"agreement": 0.0}, "agreement = 0.0: wanted a number above 0 and at most 1"),

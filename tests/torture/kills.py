@@ -1,7 +1,9 @@
 """Runs of every kind of recipe that are killed, interrupted, or meet a full disk, again and again until they are done.
 
 Each must end like the run that was left alone: the same plan, the same pruned file byte for byte, the same journal but for
-times. A worker imports torch once and forks a child for every attempt, so that a kill costs a fraction of a second.
+times. A run that weighs time ends as its own measurements say, and no two measure the same: it must keep all that was in its
+journal when it was stopped, so that nothing is measured again. A worker imports torch once and forks a child for every
+attempt, so that a kill costs a fraction of a second.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sqlite3
@@ -68,6 +71,7 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
             criterion="portfolio",
             repair="every-layer",
             allocation="global",
+            engine="none",
             repair_examples=128,
         ),
     ),
@@ -80,15 +84,23 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
             criterion="obs",
             repair="every-layer",
             allocation="global",
+            engine="none",
             repair_examples=128,
         ),
     ),
     "whole network": (
         residual,
         Recipe.fast(
-            max_drop=0.3, confidence=0, criterion="l1", repair="whole-network", allocation="global", repair_examples=128
+            max_drop=0.3,
+            confidence=0,
+            criterion="l1",
+            repair="whole-network",
+            allocation="global",
+            engine="none",
+            repair_examples=128,
         ),
     ),
+    "by time": (residual, Recipe.fast(max_drop=0.3, confidence=0, criterion="l1", allocation="global", repair_examples=128)),
     "two rounds with fine-tuning": (perceptron, _paper(rounds=2, finetune=_SHORT)),
     "fine-tuning with the budget of the run": (residual, _paper(budget="run", finetune=_SHORT, recalibrate=128)),
     "global, with a target": (
@@ -98,7 +110,14 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
     "global, trained": (
         perceptron,
         Recipe.fast(
-            round_to=1, max_drop=0.2, confidence=0, allocation="global", criterion="l1", finetune=_SHORT, retrain=_SHORT
+            round_to=1,
+            max_drop=0.2,
+            confidence=0,
+            allocation="global",
+            engine="none",
+            criterion="l1",
+            finetune=_SHORT,
+            retrain=_SHORT,
         ),
     ),
     "leave one out": (perceptron, Recipe.fast(round_to=1, max_drop=0.1, confidence=0, criterion="leave-one-out")),
@@ -118,18 +137,12 @@ RECIPES: dict[str, tuple[Callable[[], nn.Module], Recipe]] = {
     "adaptive masks": (perceptron, _paper(adaptive=True, masks_per_filter=20)),
     "bernoulli masks, log scores": (perceptron, _paper(design="bernoulli", transform="log")),
     "balanced masks, ranks": (perceptron, _paper(design="balanced", transform="rank", off=0.5)),
-    "pairs": (perceptron, _paper(model="pairs", masks=80)),
-    "divergence": (perceptron, Recipe.fast(round_to=1, max_drop=0.1, confidence=0, signal="divergence")),
     "taylor, recalibrated": (
         residual,
         Recipe.fast(round_to=1, max_drop=0.2, confidence=0, criterion="taylor", recalibrate=128),
     ),
     "batchnorm, the paper's search": (residual, _paper(criterion="batchnorm", search="paper")),
     "geometric median, scanned": (residual, _paper(criterion="fpgm", search="scan", round_to=2)),
-    "repaired masks": (
-        perceptron,
-        _paper(repair="least-squares", repair_examples=128, repaired_masks=True, masks_per_filter=3),
-    ),
 }
 
 
@@ -138,6 +151,14 @@ def difference(whole: Path, other: Path) -> str:
     if name := differing_file(whole, other):
         return f"{name} differs"
     return "" if without_times(whole) == without_times(other) else "journal differs"
+
+
+def journal_of(folder: Path) -> bytes:
+    """The lines of a run that can be resumed, without one that is being written; nothing for one that starts again."""
+    path = folder / "journal.jsonl"
+    if not path.exists() or not (folder / "checkpoints" / "start.safetensors").exists():
+        return b""
+    return path.read_bytes().rpartition(b"\n")[0]
 
 
 # ---- one attempt, in a child -------------------------------------------------------------------------------------------
@@ -233,6 +254,7 @@ class Worker:
     stops: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
+    known: list[bytes] = field(default_factory=list)  # what the journal of a disturbed run said whenever it was stopped
 
     def child(self, attempt: Callable[..., None], *args: Any) -> int:
         """A forked child that makes the attempt; it leaves the traceback of an error behind."""
@@ -270,7 +292,9 @@ class Worker:
         self.outcomes[f"FAILED {what}"] += 1
         if self.traces is not None:
             self.traces.mkdir(parents=True, exist_ok=True)
-            (self.traces / f"kills_{os.getpid()}_{len(self.failures)}.txt").write_text(f"{name}: {what}\n{trace}\n")
+            (self.traces / f"kills_{re.sub('[^a-z]+', '_', name)}_{len(self.failures)}.txt").write_text(
+                f"{name}: {what}\n{trace}\n"
+            )
         self.failures.append(f"{name}: {what} {text}".strip())
         error.unlink(missing_ok=True)
 
@@ -282,9 +306,17 @@ class Worker:
             return None
         return time.monotonic() - began
 
+    def wrong(self, name: str, folder: Path) -> str:
+        """What is wrong with a disturbed run that is done; empty if nothing is."""
+        if not RECIPES[name][1].weighs_time:
+            return difference(self.root / "whole", folder)
+        final = journal_of(folder)
+        return "" if all(final.startswith(lines) for lines in self.known) else "lines of the journal are gone"
+
     def disturbed(self, name: str, took: float) -> None:
         """Run the recipe once, killed or interrupted again and again."""
         folder = self.root / "disturbed"
+        self.known.clear()
         same_process = self.draw.random() < 0.15
         attempt = finish_after_interrupt if same_process else finish
         stops = 0
@@ -301,7 +333,7 @@ class Worker:
                 pid = self.child(attempt, folder, name)
                 continue
             if status == 0:
-                found = difference(self.root / "whole", folder)
+                found = self.wrong(name, folder)
                 self.fail(name, found) if found else self.outcomes.update(["runs that end like the undisturbed one"])
                 break
             if status != -1:
@@ -316,6 +348,7 @@ class Worker:
             if same_process:
                 continue
             code = self.wait(pid)
+            self.known.append(journal_of(folder))
             if interrupt and code not in (130, 0):
                 self.fail(name, f"an interrupt ends with exit code {code}")
                 break
@@ -325,15 +358,17 @@ class Worker:
     def full(self, name: str) -> None:
         """Run the recipe into a full disk at ever later writes, then to its end."""
         folder, first = self.root / "disturbed", self.draw.randrange(1, 4)
+        self.known.clear()
         for _ in range(6):
             if self.wait(self.child(meet_full_disk, folder, name, first)) != 0:
                 self.fail(name, "a full disk:")
                 break
+            self.known.append(journal_of(folder))
             self.outcomes["full disks"] += 1
             first += self.draw.randrange(1, 25)
         if self.wait(self.child(finish, folder, name)) != 0:
             self.fail(name, "after a full disk the run cannot go on:")
-        elif found := difference(self.root / "whole", folder):
+        elif found := self.wrong(name, folder):
             self.fail(name, f"after a full disk: {found}")
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -146,7 +146,6 @@ class Method(Protocol):
 
 _STATE = "checkpoints/state"
 ROUNDING = 1e-12  # a share that is reached exactly must not be missed by the rounding of a division
-_PAIRS_SEE = 1024  # examples: pairwise terms are fitted to losses, which need a fixed number to be counted
 
 
 @dataclass(frozen=True)
@@ -338,9 +337,16 @@ def opened(
 
 
 def _completed(budget: dict[str, Any]) -> dict[str, Any]:
-    """A recorded budget with the defaults of all settings that the release which recorded it did not have."""
+    """A recorded budget with the defaults of all settings that the release which recorded it did not have.
+
+    A setting that is gone counts only where it was on.
+    """
     every: dict[str, Any] = json.loads(json.dumps(asdict(TrainSettings(distance="kl"))))  # there was no other distance
-    found = {name: every | value if isinstance(value, dict) else value for name, value in budget.items()}
+    found = dict[str, Any]()
+    for name, value in budget.items():
+        if isinstance(value, dict):
+            value = every | {setting: part for setting, part in value.items() if setting in every or part}
+        found[name] = value
     return {"keep_best": False, **found}
 
 
@@ -351,7 +357,6 @@ def recipe_for(task: Task, criterion: str, *, repair: Repair = "none") -> Recipe
         criterion=criterion,
         repair=repair,
         allocation="global" if repair in REFITTED else "sequential",  # refitting comes after all cuts
-        scoring_examples=_PAIRS_SEE if criterion == "pairs" else None,
         round_to=1,  # methods are compared at equal MACs, which takes single filters
         target_macs=task.target_macs or None,
         shortcut=task.shortcut,

@@ -21,6 +21,7 @@ from torch import Tensor
 from secateurs._util.journal import plain, record_from
 from secateurs.compaction import compact
 from secateurs.config import NETWORK_WIDE, REFITTED, Repair
+from secateurs.criteria import passes_of
 from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.data.dataset import derive
 from secateurs.data.splits import subset
@@ -178,7 +179,9 @@ def ranked(run: MethodRun, prepared: PreparedSite, number: int) -> tuple[Ranking
         return ranking, ranking.examples
     if recipe.criterion == "leave-one-out":
         return ranking, (prepared.site.channels + 1) * ranking.examples
-    if recipe.criterion == "pairs" or recipe.estimator == "losses":
+    if recipe.criterion == "pairs":
+        return ranking, passes_of("pairs", prepared.site.channels, 0) * ranking.examples
+    if recipe.estimator == "losses":
         return ranking, scored * ranking.examples
     comparing = len(ranking.compared) * _COMPARED_AT * len(run.context.held_out.examples) if ranking.compared else 0
     return ranking, _THERE_AND_BACK * scored + comparing  # by slopes, every mask has an image of its own

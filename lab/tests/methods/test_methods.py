@@ -270,12 +270,13 @@ def test_all_targets_and_budgets_of_a_method_share_what_it_finds_at_the_sites(
         method(name)(task(target_macs=0.5, seed=1, store=store))
 
 
-def test_a_folder_of_a_release_with_fewer_settings_goes_on_and_another_budget_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_a_release_with_other_settings_goes_on_and_another_budget_is_refused(tmp_path: Path) -> None:
     asked = task(budget=BUDGET, folder=tmp_path)
     expected = method("l1:uniform")(asked)
     first, *_ = entries_of(tmp_path)
     budget = first["asked"]["budget"]
     assert budget["after"].pop("mixup") == 0.0
+    budget["after"]["int8"] = False  # a setting that is gone
     del budget["keep_best"]
     shutil.rmtree(tmp_path / "checkpoints")  # killed before anything was found
     write_entries(tmp_path, [first])
@@ -283,6 +284,10 @@ def test_a_folder_of_a_release_with_fewer_settings_goes_on_and_another_budget_is
     assert_same_bits(expected.graph.module.state_dict(), again.graph.module.state_dict())
     with pytest.raises(RunError, match="was started with another budget"):
         method("l1:uniform")(replace(asked, budget=replace(BUDGET, keep_best=True)))
+    budget["after"]["int8"] = True
+    write_entries(tmp_path, [first])
+    with pytest.raises(RunError, match="was started with another budget"):
+        method("l1:uniform")(asked)
 
 
 # ---- names and mistakes --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ Kind = Literal["commands", "criteria", "models", "data", "downloads"]
 INSTALL_LAB = "pip install ./lab, in a checkout of secateurs"
 LAB: Mapping[Kind, tuple[str, ...]] = {
     "commands": ("compare", "reproduce"),
-    "criteria": ("obd", "thinet", "thinet-pursuit", "maxplus", "maxplus-threshold"),
+    "criteria": ("obd", "thinet", "thinet-pursuit", "maxplus", "maxplus-threshold", "pairs"),
     "models": (
         *("fcn3", "fcn10", "vgg16", "lenet300", "lenet5", "maxplus", "mlp", "cnn1d"),
         *("densenet-small", "mobilenet-small", "resnext-small", "split-small", "unet-small"),

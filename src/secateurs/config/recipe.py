@@ -17,8 +17,6 @@ ShortcutChoice = Literal["before", "after", "stream", "coupled", "auto"]
 Method = Literal["bisect", "paper", "scan"]
 Direction = Literal["forward", "backward"]
 Budget = Literal["site", "run"]
-Pool = Literal["train", "search"]
-Signal = Literal["loss", "divergence"]
 Repair = Literal["none", "least-squares", "every-layer", "whole-network"]
 Allocation = Literal["sequential", "global"]
 EngineName = Literal["auto", "torch", "compile", "onnxruntime", "none"]
@@ -28,7 +26,7 @@ REFITTED: tuple[Repair, ...] = ("every-layer", "whole-network")
 """Repairs that solve every layer again after all cuts."""
 
 CRITERIA = [
-    *("ensemble", "pairs", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio"),
+    *("ensemble", "obs", "random", "l1", "l2", "fpgm", "batchnorm", "taylor", "leave-one-out", "portfolio"),
 ]
 """The criteria of this package, and those that a program registers; `criterion_names()` has those of other packages too."""
 
@@ -110,15 +108,9 @@ class Recipe(EnsembleSettings):
     portfolio: tuple[str, ...] = setting(
         None, f"The criteria that criterion 'portfolio' compares, by default {', '.join(PORTFOLIO)}."
     )
-    signal: Signal = setting(
-        "loss",
-        "Score masks by the loss, or by the divergence from the unpruned network's outputs, which needs no labels.",
-        "scoring",
-    )
-    scoring: Pool = setting("train", "Set that masks are scored on; search is the validation set.", "scoring")
     scoring_examples: int | Literal["all"] | None = setting(
         None,
-        "Number of its examples, a stratified subset; by default as many as the noise requires.",
+        "Number of training examples that masks are scored on, a stratified subset; by default as many as the noise requires.",
         "scoring",
         low=2,
         high=MOST_EXAMPLES,
@@ -137,7 +129,6 @@ class Recipe(EnsembleSettings):
         low=2,
         high=MOST_EXAMPLES,
     )
-    repaired_masks: bool = setting(False, "Score masks after repair too, with one solution for each.")
     search: Method = setting(
         "bisect",
         "How the number of filters to remove is found: by bisection, one by one upwards, or downwards (paper).",
@@ -295,8 +286,6 @@ class Recipe(EnsembleSettings):
             )
         if self.train_trials and self.repair == "whole-network":
             raise RecipeError("train_trials = true: a training follows every repair: set repair = 'every-layer'.")
-        if self.repaired_masks and (self.repair == "none" or self.estimator != "losses"):
-            raise RecipeError("repaired_masks = true: set repair = 'least-squares' and estimator = 'losses'.")
 
     def _ranks_in_network(self) -> bool:
         """Whether ensembles rank all sites in one network, with nothing said about how."""

@@ -12,7 +12,6 @@ from secateurs.errors import RecipeError
 Transform = Literal["linear", "log", "rank"]
 Design = Literal["exact", "bernoulli", "balanced"]
 Estimator = Literal["losses", "gradient", "network"]
-Model = Literal["linear", "pairs"]
 
 MOST_PAIRS = 16_384  # of masks and examples, unless `masks` is given: a slope covers all filters, so wide layers need no more
 
@@ -49,7 +48,6 @@ class EnsembleSettings(Checked):
         "exact", "How masks are drawn: exactly the share off, each filter by chance, or every filter off equally often."
     )
     transform: Transform = setting("linear", "Transform of the losses before the fit; not for slopes.")
-    model: Model = setting("linear", "The model of the scores: linear, or with terms for pairs of filters.")
     ridge: float = setting(0.0, "Ridge penalty of the fit.", low=0, high=1e9)
 
     def __post_init__(self) -> None:
@@ -63,10 +61,10 @@ class EnsembleSettings(Checked):
                 f"masks = {self.masks} with estimator = 'network', where every example has one mask at all sites: set "
                 f"scoring_examples."
             )
-        if self.estimator != "losses" and (self.model, self.transform, self.ridge) != ("linear", "linear", 0.0):
+        if self.estimator != "losses" and (self.transform, self.ridge) != ("linear", 0.0):
             raise RecipeError(
-                f"estimator {self.estimator!r} fits the linear model to slopes of the loss: model={self.model!r}, "
-                f"transform={self.transform!r}, ridge={self.ridge:g} belong to estimator='losses'."
+                f"estimator {self.estimator!r} fits the linear model to slopes of the loss: transform={self.transform!r}, "
+                f"ridge={self.ridge:g} belong to estimator='losses'."
             )
 
 

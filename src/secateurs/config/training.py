@@ -3,7 +3,6 @@
 # ruff: noqa: RUF009 - `setting` returns a dataclasses.field
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,7 +86,6 @@ class TrainSettings(Checked):
     precision: Precision = setting(
         "float32", "Precision of the forward pass; weights keep theirs. bfloat16 only on processors that can."
     )
-    int8: bool = setting(False, "Round weights and inputs of layers as an int8 file does, straight-through.", "training")
     channels_last: bool = setting(False, "Compute with channels last in memory.")
     seed: int = setting(0, "Seed of everything random, the first weights included.", "training", **SEEDS)
 
@@ -158,13 +156,11 @@ GENTLE = TrainSettings(
     distill=1.0,
     temperature=4.0,
     features=25.0,
-    average=0.99,
     augment="auto",
 )
 
 NAMED_SETTINGS = {
     "gentle": GENTLE,
-    "gentle-int8": dataclasses.replace(GENTLE, int8=True),
     "paper-finetune": PAPER_FINETUNE,
     "paper-retrain": PAPER_RETRAIN,
 }

@@ -1,6 +1,6 @@
 """Ranks a site's filters by a named criterion and gives their ids, least important first.
 
-Besides the registered criteria there are ensembles ("ensemble", "pairs"), the order of structured OBS ("obs"), and "portfolio".
+Besides the registered criteria there are ensembles ("ensemble"), the order of structured OBS ("obs"), and "portfolio".
 The portfolio measures the network that each of several criteria would leave, repaired if the run repairs, at the same numbers
 of filters, on held-out examples: a memorised training example has no loss left to tell orders apart.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,17 +27,11 @@ from secateurs.repair.survey import Curvature
 from secateurs.scoring import OnScored, score_site
 from secateurs.scoring.ensemble import Ensemble
 from secateurs.scoring.evaluator import SiteEvaluator
-from secateurs.scoring.importance import Importance, PairImportance, order
+from secateurs.scoring.importance import order
 from secateurs.scoring.network import RankedSite, score_network
 
 _SHARES = (0.25, 0.5, 0.75)  # of a site's filters: where a portfolio compares orders
-_RIDGE = 1e-6  # of the repairs under an ensemble's masks: choosing one for each would take longer than measuring it
 _EXAMPLES = 1024  # for the registered criteria
-
-if TYPE_CHECKING:
-    Fitted = Importance | PairImportance | None
-else:
-    Fitted = Any  # a record that is read back from a file has no union of two dataclasses
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +40,7 @@ class Ranking:
 
     criterion: str
     order: Tensor  # (C,) filter ids, least important first
-    importance: Fitted = field(default=None, metadata={"journal": False})
+    importance: Any = field(default=None, metadata={"journal": False})  # Importance, or None if read back
     ensemble: Ensemble | None = field(default=None, metadata={"journal": False})
     masks: int = 0
     examples: int = 0
@@ -67,7 +61,6 @@ class Ranker:
     held_out: Examples  # where a portfolio compares
     held_out_loss: Measure
     portfolio: Sequence[str] = PORTFOLIO
-    repaired_masks: bool = False  # the loss under a mask is that after the repair which the mask would get
     seed: int = 0
     sites: Callable[[Graph], Sequence[Site]] = find_sites  # whose masks are drawn together
     networks: list[tuple[Graph, dict[str, RankedSite]]] = field(default_factory=list)  # the latest one that was scored whole
@@ -101,8 +94,8 @@ def rank(
     plain = evaluator.unrepaired(ranker.loss_fn)
     if name == "ensemble" and ranker.scoring.estimator == "network":
         return _by_network(plain, ranker, on_scored)
-    if name in ("ensemble", "pairs"):
-        return _ensemble(name, plain, ranker, reconstruction, step, on_scored)
+    if name == "ensemble":
+        return _ensemble(plain, ranker, step, on_scored)
     few = subset(ranker.pool, min(_EXAMPLES, len(ranker.pool)), seed=derive(ranker.seed, "scoring"))
     scores = score_filters(name, plain, few, seed=ranker.seed + step)
     return Ranking(short_name(name), order(scores), scores, examples=len(few))
@@ -143,28 +136,11 @@ def _by_network(evaluator: SiteEvaluator, ranker: Ranker, on_scored: OnScored | 
     )
 
 
-def _ensemble(
-    name: str,
-    evaluator: SiteEvaluator,
-    ranker: Ranker,
-    reconstruction: Reconstruction | None,
-    step: int,
-    on_scored: OnScored | None,
-) -> Ranking:
-    scoring = ranker.scoring
-    if name == "pairs":
-        scoring = replace(scoring, estimator="losses", model="pairs", masks_per_filter=10, masks=None)
-    if ranker.repaired_masks and reconstruction is not None:
-        evaluator = replace(
-            evaluator,
-            weights=lambda keep: reconstruction.solve(keep, ridge=_RIDGE).weights,
-            unfolded=reconstruction.consumers,
-            variant=f"ridge {_RIDGE}",
-        )
-    scored = score_site(evaluator, ranker.pool, scoring, seed=ranker.seed, step=step, on_scored=on_scored)
+def _ensemble(evaluator: SiteEvaluator, ranker: Ranker, step: int, on_scored: OnScored | None) -> Ranking:
+    scored = score_site(evaluator, ranker.pool, ranker.scoring, seed=ranker.seed, step=step, on_scored=on_scored)
     found = scored.importance
     return Ranking(
-        name,
+        "ensemble",
         order(found),
         found,
         scored.ensemble,
@@ -172,7 +148,7 @@ def _ensemble(
         examples=scored.examples,
         note=scored.note,
         r2_held_out=float(found.r2_held_out),
-        split_half=float(found.split_half) if isinstance(found, Importance) else math.nan,
+        split_half=float(found.split_half),
     )
 
 

@@ -171,6 +171,7 @@ class PruningContext:
     progress: ProgressReporter = field(default_factory=ProgressReporter)
     clock: Stopwatch = field(default_factory=Stopwatch)
     position: Shortcut | None = None  # of those that `shortcut = "auto"` compares
+    trained_trials: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # weights by place, for runs without a folder
 
     # ---- examples ----------------------------------------------------------------------------------------------------
 
@@ -283,11 +284,6 @@ class PruningContext:
             )
         )
 
-    @cached_property
-    def trained_trials(self) -> dict[int, dict[str, Tensor]]:
-        """Weights of trials after their training, by their place on the frontier; in the folder where there is one."""
-        return {}
-
     def prepared(self, names: Iterable[str]) -> Graph:
         """The original network, with all that repairs of these sites set; not to be changed, as it is kept."""
         key = tuple(names)
@@ -303,20 +299,15 @@ class PruningContext:
 
     @cached_property
     def ranker(self) -> Ranker:
-        """The examples that filters are ranked on, and the loss that goes with them."""
-        recipe, loss_fn = self.recipe, self.runtime.loss_fn
-        pool = self.data.train if recipe.scoring == "train" else self.metric.free
-        if recipe.signal == "divergence":
-            pool, loss_fn = self._answered(pool), divergence
+        """What ranks filters: on the training examples, by the loss."""
         return Ranker(
-            pool,
-            loss_fn,
-            recipe.ensemble_settings(),
+            self.data.train,
+            self.runtime.loss_fn,
+            self.recipe.ensemble_settings(),
             held_out=self.held_out.examples,
             held_out_loss=self.held_out.loss_fn,
-            portfolio=recipe.portfolio,
-            repaired_masks=recipe.repaired_masks,
-            seed=recipe.seed,
+            portfolio=self.recipe.portfolio,
+            seed=self.recipe.seed,
             sites=self.sites,
         )
 

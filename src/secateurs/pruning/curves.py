@@ -82,6 +82,8 @@ class Curves:
         """The curves of these sites, from the journal or measured now."""
         context, progress = self.context, self.context.progress
         found, shared = dict[str, SiteCurve](), dict[str, SiteCurve]()
+        every = [context.site(context.original, name) for name in names]
+        self._prepare([site for site in every if site is not None and not self._is_known(site)])
         for number, name in enumerate(names, 1):
             progress.number, progress.sites = number, len(names)
             site = context.site(context.original, name)
@@ -116,7 +118,6 @@ class Curves:
         sites = [site for site in found if site is not None and not self._is_known(site)]
         if not sites:
             return {}
-        self._prepare(sites)
         numbers = {name: number + place for place, name in enumerate(names)}
         curves = self.workers.map(
             f"curves, {context.shortcut}",
@@ -127,15 +128,15 @@ class Curves:
         return {site.name: curve_from(tensors) for site, tensors in zip(sites, curves, strict=True)}
 
     def _prepare(self, sites: Sequence[Site]) -> None:
-        """What all sites need, and what is journaled: all workers together, before each measures some sites alone."""
+        """What all sites need, and what is journaled: by all workers together, before each measures some sites alone."""
         context, recipe = self.context, self.context.recipe
         for site in sites:
             context.round_to(site.name)
             context.price.widths_of(site)
-        if context.survey is not None:
+        if context.survey is not None and sites:
             context.loss_of_few  # noqa: B018  # computed on the first request
         criteria = recipe.portfolio if recipe.criterion == "portfolio" else (recipe.criterion,)
-        if "ensemble" in criteria and recipe.estimator == "network":  # one scoring ranks all sites
+        if sites and "ensemble" in criteria and recipe.estimator == "network":  # one scoring ranks all sites
             self.run.rank(context.prepare(context.original, sites[0]), 1, context)
 
     def _is_known(self, site: Site) -> bool:

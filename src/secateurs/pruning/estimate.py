@@ -438,10 +438,10 @@ def _ranking_passes(context: PruningContext, name: str, channels: int, pool: int
     settings = context.recipe.ensemble_settings()
     if name == "ensemble" and settings.estimator == "network":  # of all sites at once, which share it
         return _BACK * min(1024, pool) / max(len(chosen_sites(context.recipe, context.original)), 1)
-    if name not in ("ensemble", "pairs"):
+    if name != "ensemble":
         return float(passes_of(name, channels, len(context.data.classes)) * min(1024, pool))
     masks = settings.masks or settings.masks_per_filter * channels
-    if settings.estimator == "gradient" and name == "ensemble":
+    if settings.estimator == "gradient":
         return _BACK * (settings.masks or MOST_PAIRS)
     return float(masks) * (settings.examples if isinstance(settings.examples, int) else pool)
 

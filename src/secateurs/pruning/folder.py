@@ -35,13 +35,12 @@ from secateurs.metrics import changed, display_name, fingerprints
 from secateurs.pruning.context import NetworkState, Stopwatch
 from secateurs.pruning.results import KINDS, Count, ResultFigures, Step, Structure, phase_seconds
 from secateurs.scoring.cache import MeasurementCache
-from secateurs.scoring.importance import Importance
 from secateurs.training.resumable import CHECKPOINT
 
 RECIPE, MEASURED, START = "recipe.toml", "measured.sqlite", "checkpoints/start"
 _OURS = {LOCK, JOURNAL, RECIPE, MEASURED, "checkpoints", "data", "ensembles"}  # what a run that was killed early may have left
 _KEPT_MASKS = 20_000  # a larger ensemble, as slopes have, is not worth its place in the folder
-FORMAT = 3  # of the folder: 3 has a journal whose lines are the records of `pruning.results`
+FORMAT = 4  # of the folder: 4 has a recipe without the fields that 3 had (signal, scoring, repaired_masks, …)
 
 
 # ---- provenance ----------------------------------------------------------------------------------------------------------
@@ -421,10 +420,8 @@ def save_ranking(journal: Journal, name: str, site: Site, ranking: Ranking) -> N
     ensemble, importance = ranking.ensemble, ranking.importance
     if ensemble is not None and len(ensemble.masks) <= _KEPT_MASKS:
         tensors |= {"masks": ensemble.masks, "losses": ensemble.losses}
-    if isinstance(importance, Importance):
+    if importance is not None:
         tensors |= {"coef": importance.coef, "stderr": importance.stderr}
-    elif importance is not None:
-        tensors |= {"coef": importance.linear, "pairs": importance.pairs}
     origin = {"site": site.name, "original": list(site.original)}
     journal.save_tensors(f"ensembles/{name}", tensors, {**origin, "criterion": ranking.criterion, "note": ranking.note})
 

@@ -132,7 +132,7 @@ class Judge:
         *,
         visited: float,
         trains: bool,
-        on_trial: Callable[[], None],
+        on_trial: Callable[[], None] = lambda: None,
         **how: Any,
     ) -> Cut:
         """The most of the least important filters, along `order`, that may be removed at a site.

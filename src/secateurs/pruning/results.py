@@ -14,13 +14,14 @@ from torch import Tensor
 
 from secateurs._util.journal import plain, record_from, records_of
 from secateurs.config import Shortcut
+from secateurs.config.declared import MOST_AT_ONCE
 from secateurs.criteria.ranking import Ranking
 from secateurs.graph.cost import Cost
 from secateurs.graph.sites import Site
 from secateurs.graph.structure import Node
 from secateurs.graph.trace import Graph
 from secateurs.scoring.ensemble import Ensemble
-from secateurs.scoring.importance import Importance, PairImportance
+from secateurs.scoring.importance import Importance
 from secateurs.selection.allocation import Curve
 from secateurs.selection.search import Cut
 from secateurs.speed.timing import SpeedUp
@@ -28,11 +29,10 @@ from secateurs.training.guard import KeptWeights
 from secateurs.training.state import EpochRecord, RateTrials
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=MOST_AT_ONCE)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Files = Mapping[str, str]
 """SHA-256 of the files of the run folder that a record relies on, by name."""
-
-_FITTED: tuple[type[Any], ...] = (Importance, PairImportance)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class SiteWidths:
 class WidthMultiple:
     """What the number of kept filters is a multiple of, as measured (`round_to = "auto"`); fewer at narrow sites."""
 
-    multiple: Count
+    multiple: AtLeastOne
     engine: str
 
 
@@ -119,7 +119,7 @@ class TimeTable:
 class TimedBatches:
     """The batch sizes at which time counts, the one that is served first."""
 
-    batches: tuple[Count, ...]
+    batches: Annotated[tuple[AtLeastOne, ...], msgspec.Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Step:
     training_seconds: Seconds = 0.0  # of `seconds`
     noun: str = "filters"  # what one calls the channels of the site, such as heads
     files: Files = field(default_factory=dict)
-    importance: Any = field(default=None, metadata={"journal": False})  # Importance, PairImportance, or None if read back
+    importance: Any = field(default=None, metadata={"journal": False})  # Importance, or None if read back
 
     @property
     def kept(self) -> int:
@@ -328,20 +328,19 @@ def curve_tensors(found: SiteCurve) -> list[Tensor]:
     """A curve as tensors, with the evidence of its ranking, as one worker sends it to the others."""
     ranking = found.ranking
     evidence, ensemble = ranking.importance, ranking.ensemble
-    kind = 0 if evidence is None else 1 + _FITTED.index(type(evidence))
     bare = plain(replace(found, ranking=replace(ranking, importance=None, ensemble=None)))
     text = torch.frombuffer(bytearray(json.dumps(bare).encode()), dtype=torch.uint8)
-    tensors = [torch.tensor([kind, ensemble is not None]), text]
+    tensors = [torch.tensor([evidence is not None, ensemble is not None]), text]
     tensors += [] if evidence is None else [getattr(evidence, each.name) for each in fields(evidence)]
     return tensors + ([] if ensemble is None else [ensemble.masks, ensemble.losses])
 
 
 def curve_from(tensors: Sequence[Tensor]) -> SiteCurve:
     """The curve that `curve_tensors` was given."""
-    (kind, drawn), text, *rest = tensors
+    (fitted, drawn), text, *rest = tensors
     found: SiteCurve = record_from(json.loads(text.numpy().tobytes()), SiteCurve)
     ensemble = Ensemble(found.site, *rest[-2:]) if drawn else None
-    evidence = _FITTED[int(kind) - 1](*rest[: len(rest) - 2 * int(drawn)]) if kind else None
+    evidence = Importance(*rest[: len(rest) - 2 * int(drawn)]) if fitted else None
     return replace(found, ranking=replace(found.ranking, importance=evidence, ensemble=ensemble))
 
 

@@ -40,7 +40,7 @@ from secateurs.pruning.results import (
     promised_bound,
 )
 from secateurs.report.exports import read_exports
-from secateurs.scoring.importance import Importance, PairImportance, scores
+from secateurs.scoring.importance import Importance, scores
 from secateurs.selection.allocation import Curve
 from secateurs.training import EpochRecord, KeptWeights, RateTrials
 
@@ -235,8 +235,6 @@ def run_in_memory(records: Sequence[Any], recipe: Recipe | None = None) -> RunRe
         found, ids = step.importance, tuple(range(step.channels))
         if isinstance(found, Importance):
             importances[step.number] = SiteImportances(ids, tuple(found.coef.tolist()), tuple(found.stderr.tolist()))
-        elif isinstance(found, PairImportance):
-            importances[step.number] = SiteImportances(ids, tuple(found.linear.tolist()), ())
     return _report(records, None, recipe, {}, importances, [])
 
 
@@ -315,8 +313,6 @@ def _agreement(tensors: Mapping[str, Tensor], recipe: Recipe) -> tuple[tuple[flo
         return ()
     masks, measured = tensors["masks"].double(), scores(tensors["losses"], recipe.transform)
     predicted = masks @ tensors["coef"].double()
-    if "pairs" in tensors:
-        predicted += ((masks @ tensors["pairs"].double()) * masks).sum(-1) / 2
     predicted += (measured - predicted).mean()  # the intercept of least squares makes the mean of the residuals zero
     chosen = torch.linspace(0, len(masks) - 1, min(_SHOWN, len(masks))).round().long()
     return tuple(zip(predicted[chosen].tolist(), measured[chosen].tolist(), strict=True))

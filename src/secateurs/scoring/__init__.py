@@ -6,7 +6,7 @@ its own and takes the slope of its loss along them, in rounds, until the set of 
 
 from __future__ import annotations
 
-from secateurs.config import FAST, PAPER, Estimator, Model, Scoring
+from secateurs.config import FAST, PAPER, Estimator, Scoring
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput
 from secateurs.scoring.ensemble import EnsembleJob, EnsembleResult, OnScored, by_fixed_masks, by_rounds
@@ -18,7 +18,6 @@ __all__ = [
     "PAPER",
     "EnsembleResult",
     "Estimator",
-    "Model",
     "OnScored",
     "Scoring",
     "score_site",

@@ -23,7 +23,7 @@ from secateurs.metrics import Measure, cross_entropy
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.convergence import agreement, has_converged, required_examples, resampled_fits
 from secateurs.scoring.evaluator import SiteEvaluator
-from secateurs.scoring.importance import Importance, PairImportance, fit_importance, fit_pairs, scores
+from secateurs.scoring.importance import Importance, fit_importance, scores
 from secateurs.scoring.masks import sample_masks
 
 ROUNDS = 16  # of masks in an adaptive ensemble, at most
@@ -68,7 +68,7 @@ def score_masks(
 class EnsembleResult:
     """The fitted model of a site's filters, its ensemble, and the effort behind it."""
 
-    importance: Importance | PairImportance
+    importance: Importance
     ensemble: Ensemble  # by slopes, every loss is that of one example under its own mask
     used: int  # masks
     bound: int
@@ -164,7 +164,7 @@ def by_rounds(job: EnsembleJob) -> EnsembleResult:
 
 
 def _agreement(job: EnsembleJob, masks: Tensor, losses: Tensor, number: int) -> float:
-    """Stability of the linear model; with pairwise terms too, since its order is the main part of theirs."""
+    """Stability of the linear model."""
     score, ridge = partial(scores, transform=job.scoring.transform), job.scoring.ridge
     coef = fit_importance(masks, score(losses.double().mean(1)), ridge=ridge).coef
     return agreement(coef, resampled_fits(masks, losses, score, ridge=ridge, generator=job.bootstrap_generator(number)))
@@ -182,9 +182,6 @@ def _shared_examples(job: EnsembleJob) -> Examples:
     return job.subset(max(needed, PILOT))
 
 
-def _fit(scoring: Scoring, ensemble: Ensemble) -> Importance | PairImportance:
-    """The linear model mask → score (Eq. 3), or the one with pairwise terms."""
-    scored = scores(ensemble.losses, scoring.transform)
-    if scoring.model == "pairs":
-        return fit_pairs(ensemble.masks, scored, ridge=scoring.ridge or 1e-4)
-    return fit_importance(ensemble.masks, scored, ridge=scoring.ridge)
+def _fit(scoring: Scoring, ensemble: Ensemble) -> Importance:
+    """The linear model mask → score (Eq. 3)."""
+    return fit_importance(ensemble.masks, scores(ensemble.losses, scoring.transform), ridge=scoring.ridge)

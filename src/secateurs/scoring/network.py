@@ -26,7 +26,7 @@ from secateurs.graph.masking import copy_module, multiply_
 from secateurs.graph.node_info import values_of_an_example
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
-from secateurs.metrics import Measure, cross_entropy, divergence, log_odds
+from secateurs.metrics import Measure, cross_entropy, log_odds
 from secateurs.scoring.importance import Importance, order_by_sets, rank_correlation
 from secateurs.scoring.masks import sample_masks
 
@@ -55,10 +55,10 @@ def score_network(
 ) -> dict[str, RankedSite]:
     """Rank the filters of each site by the slopes of single examples' log odds along them, under masks of all sites.
 
-    With a loss other than cross-entropy and divergence its own slopes count. There is no linear model of a mean, so that the
+    With a loss other than cross-entropy its own slopes count. There is no linear model of a mean, so that the
     intercept and r² are NaN.
     """
-    measure = log_odds if loss_fn in (cross_entropy, divergence) else loss_fn
+    measure = log_odds if loss_fn is cross_entropy else loss_fn
     options: dict[str, Any] = {"off": off, "batch": batch, "device": device, "seed": seed}
     batches = [slopes for _, slopes in network_slopes(graph, sites, examples, measure, **options)]
     found = {site.name: torch.cat([slopes[site.name] for slopes in batches]) for site in sites}

@@ -30,7 +30,6 @@ from secateurs.training.checks import (
     single_value_explained,
     train_mode,
 )
-from secateurs.training.fake_int8 import fake_int8
 from secateurs.training.objective import Objective, Penalty, held_out_means, judge_for, objective_for
 from secateurs.training.parallel import average_statistics_, own_part, summed, synchronised, wrapped
 from secateurs.training.precision import usable_precision
@@ -141,8 +140,7 @@ def train_(
         loop = _Loop(module, examples, settings, objective, pairs, counted, place, on_step)
         records = loop.start(resume, momentum)
         while loop.step < loop.planned:
-            with fake_int8(module) if settings.int8 else nullcontext():  # ranges begin anew: a resumed epoch ends the same
-                record = loop.epoch(len(records), measure)
+            record = loop.epoch(len(records), measure)
             records.append(record)
             if save is not None:
                 save(loop.state(records))
