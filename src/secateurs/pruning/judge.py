@@ -187,7 +187,7 @@ class ByValues(Judge):
 
 
 class Certified(ByValues):
-    """Decides by images that chose nothing: the drop is within the contract with its confidence."""
+    """Decides by the certification images: the drop is within the contract with its confidence."""
 
     certifies = True
 
