@@ -142,7 +142,7 @@ class Recipe(EnsembleSettings):
     )
     round_to: int | Literal["auto"] = setting(
         "auto",
-        "Keep a multiple of this number of filters; auto: of 8 or 16, by a short measurement of the engine, of fewer at narrow sites.",
+        "Keep a multiple of this number; auto: of 8 or 16, by a short measurement of the engine, of fewer at narrow sites.",
         "pruning",
         low=1,
         high=65_536,
