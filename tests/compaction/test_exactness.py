@@ -32,7 +32,7 @@ from nets import (
     without,
 )
 from secateurs import compact, find_sites, load, masked, replay, rule, save, trace, verify
-from secateurs.errors import InvalidInput, NotEqual, SecateursError, Unproved, Untraceable
+from secateurs.errors import EmptyLayer, InvalidInput, NotEqual, SecateursError, Unproved, Untraceable
 from secateurs.graph.flow import Flow, Op, channelwise
 from secateurs.graph.flow.table import RULES
 from secateurs.graph.trace import RULED
@@ -667,3 +667,41 @@ def test_a_pruned_module_can_be_pickled_and_copied() -> None:
     again = torch.load(file, weights_only=False)  # our own bytes: whole modules are pickles
     assert_same(run(again, *graph.example), run(masked(graph, {"0": KEEP}), *graph.example))
     assert_same(run(copy.deepcopy(smaller.module), *graph.example), run(smaller.module, *graph.example), atol=0)
+
+
+class ExpandedTable(nn.Module):
+    """A table with a value for each pixel, brought to the shape of a convolution's output and added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 1, bias=False)
+        self.register_buffer("table", torch.rand(1, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        return self.table.expand_as(y) + y  # type: ignore[operator]
+
+
+def test_a_table_that_is_expanded_to_an_emptied_output_is_refused_as_an_empty_layer() -> None:
+    graph = trace(ExpandedTable().double().eval(), torch.rand(2, 3, 8, 8, dtype=torch.float64))
+    (site,) = find_sites(graph, "before")
+    with pytest.raises(EmptyLayer):
+        compact(graph, {site.name: torch.zeros(site.channels, dtype=torch.bool)})
+
+
+def test_batch_norm_over_six_axes_is_traced_and_left_alone() -> None:
+    class Six(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv3d(2, 4, 1)
+            self.register_buffer("mean", torch.rand(4))
+            self.register_buffer("var", torch.rand(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.nn.functional.batch_norm(self.conv(x).unsqueeze(3), self.mean, self.var, training=self.training)
+
+    example = torch.rand(2, 2, 3, 3, 3)
+    model = Six().eval()
+    graph = trace(model, example)
+    torch.testing.assert_close(graph.module(example), model(example))
+    assert not find_sites(graph)

@@ -85,7 +85,10 @@ def _combined(state: Rewriting, node: fx.Node, held: dict[fx.Node, Tensor]) -> T
     state.emptied_by[node] = state.emptied_by.get(first, str(first.target))
     values = {i: held[i] if i in held else state.constants.get(i, _zero(state, i)) for i in inputs}
     args = fx.map_arg(node.args, values.__getitem__)
-    result = getattr(args[0], node.target)(*args[1:]) if isinstance(node.target, str) else node.target(*args)
+    try:
+        result = getattr(args[0], node.target)(*args[1:]) if isinstance(node.target, str) else node.target(*args)
+    except RuntimeError:  # a tensor with a value for each place, brought to the shape of one without
+        result = None
     if node.kwargs or not isinstance(result, Tensor) or list(result.shape) != _thin(state, node):
         raise state.empty(first, node)
     return result

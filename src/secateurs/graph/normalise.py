@@ -468,7 +468,9 @@ def _build_batch_norm(module: fx.GraphModule, node: fx.Node) -> nn.Module | None
         if options["training"] or held["running_mean"] is None or held["running_var"] is None:
             return None  # no module updates statistics in eval mode
         return FrozenNorm(options["eps"], **held)  # type: ignore[arg-type]  # statistics were found above
-    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}[len(shape)]
+    kind = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}.get(len(shape))
+    if kind is None:
+        return None  # torch has no module for tensors of more axes
     affine = held["weight"] is not None
     layer = kind(shape[1], options["eps"], options["momentum"], affine, track_running_stats=not batch_only, device="meta")
     if layer.num_batches_tracked is not None and held["running_mean"] is not None:
