@@ -7,6 +7,7 @@ import ast
 import inspect
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -166,15 +167,8 @@ def test_nothing_is_unpickled(path: Path) -> None:
         assert "weights_only=True" in call
 
 
-def test_a_run_calls_the_steps_of_algorithm_1_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every site: masks are drawn (3), the masked network is measured (4), importances are fitted (5), the cut is
-    searched (6), the network is compacted (7) and trained (8)."""
-    from secateurs import Pruner, Recipe, TrainSettings
-    from secateurs.pruning import context, judge
-    from secateurs.scoring import ensemble, evaluator
-    from secateurs.training import resumable
-    from torture.runs import few_digits, perceptron
-
+def spying(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], Callable[[Any, str, str], None]]:
+    """The steps that were called, in order, and a function that watches one: (owner, name, what the step is called here)."""
     calls: list[str] = []
 
     def spy(owner: Any, name: str, step: str) -> None:
@@ -186,6 +180,19 @@ def test_a_run_calls_the_steps_of_algorithm_1_in_their_order(monkeypatch: pytest
 
         monkeypatch.setattr(owner, name, wrapped)
 
+    return calls, spy
+
+
+def test_a_run_calls_the_steps_of_algorithm_1_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every site: masks are drawn (3), the masked network is measured (4), importances are fitted (5), the cut is
+    searched (6), the network is compacted (7) and trained (8)."""
+    from secateurs import Pruner, Recipe, TrainSettings
+    from secateurs.pruning import context, judge
+    from secateurs.scoring import ensemble, evaluator
+    from secateurs.training import resumable
+    from torture.runs import few_digits, perceptron
+
+    calls, spy = spying(monkeypatch)
     spy(ensemble, "sample_masks", "3 masks")
     spy(evaluator.CachedEvaluator, "means", "4 losses")
     spy(ensemble, "fit_importance", "5 importance")
@@ -209,17 +216,7 @@ def test_a_run_weighs_all_sites_together_by_default(monkeypatch: pytest.MonkeyPa
     from secateurs.pruning.run import Run
     from torture.runs import few_digits, perceptron
 
-    calls: list[str] = []
-
-    def spy(owner: Any, name: str, step: str) -> None:
-        real = getattr(owner, name)
-
-        def wrapped(*args: Any, **options: Any) -> Any:
-            calls.append(step)
-            return real(*args, **options)
-
-        monkeypatch.setattr(owner, name, wrapped)
-
+    calls, spy = spying(monkeypatch)
     spy(Run, "measure_original", "1 original")
     spy(curves, "measure_curve", "2 curve")
     spy(frontiers, "_up_to_target", "3 frontier")
