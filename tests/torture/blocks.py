@@ -26,6 +26,8 @@ def conv(w: Writer) -> str:
 
 def _conv_part(w: Writer, v: str, out: int | None = None, same_size: bool = False) -> str:
     d, into = _rank(w, v), w.shape(v)[1]
+    if d > 3:  # torch convolves at most three dimensions
+        raise NotFitting
     groups = w.pick([g for g in (1, 1, 1, 2, 3, into) if into % g == 0])
     out = out or groups * w.pick((1, 2, 3) if groups > 1 else (1, 2, 3, 4, 5, 6, 8))
     if out % groups:
