@@ -18,6 +18,8 @@ from secateurs.pruning.judge import Judge
 from secateurs.pruning.results import ChosenAllocation, Trial, TriedNetwork
 from secateurs.pruning.trials import forget_trials, load_trial, train_trial
 
+_KEPT = 2  # networks: the last one that was certified is timed when the next one has been refused
+
 
 def choose(judge: Judge, found: Sequence[Frontier]) -> ChosenAllocation:
     """Choose how many filters each site loses: the most that is within the contract, or enough for the target.
@@ -45,7 +47,8 @@ def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> Chos
 
     def network(index: int) -> Graph:
         if index not in networks:
-            networks.clear()  # one at a time: they are as large as the user's
+            for oldest in list(networks)[: 1 - _KEPT]:
+                del networks[oldest]
             networks[index] = best.network(index)
         return networks[index]
 
@@ -81,8 +84,11 @@ def _choose(context: PruningContext, judge: Judge, best: JoinedFrontier) -> Chos
                 return None  # such as a training that diverged: a refusal here would end the questions
         return once("certifying", index, lambda: ask(index, answers))
 
+    # where certification decides, the search only has to come near: its networks need not be what is returned
+    looked_at = best.rough_network if judge.certifies else network
+
     def search(index: int) -> Trial:
-        return once("steering", index, lambda: measure("steering", index, network(index)))
+        return once("steering", index, lambda: measure("steering", index, looked_at(index)))
 
     chosen = choose_allocation(
         allocations,

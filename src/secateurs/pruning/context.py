@@ -69,6 +69,7 @@ _PREPARED = 3  # networks with room for repairs that are kept
 _CALIBRATED = 256  # examples for int8 ranges, and to compare int8 files on
 LEFT_FOR_INT8 = 0.2  # of the allowed drop, with `deploy = "int8"`
 _FEW = 512  # examples for a figure between cuts
+_COMPARED_ON = 256  # training examples that networks are refitted on which are compared with each other, and thrown away
 
 
 @dataclass(frozen=True)
@@ -326,6 +327,12 @@ class PruningContext:
         count = min(self.recipe.repair_examples, len(self.data.train))
         return subset(self.data.train, count, seed=derive(self.recipe.seed, "repair")).ready(self.dtype)
 
+    @cached_property
+    def few_repair_examples(self) -> Examples:
+        """Some of them: for networks that are compared with each other, and thrown away."""
+        few = min(_COMPARED_ON, len(self.repair_examples))
+        return subset(self.repair_examples, few, seed=derive(self.recipe.seed, "compare"), stratified=False)
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not count the time that passes: it is the caller's own."""
@@ -475,15 +482,16 @@ class PruningContext:
         masks: dict[str | Site, Tensor] = {prepared.site.name: keep}
         return compact(graph, masks, verify=verify), repair
 
-    def refit(self, graph: Graph, layers: Collection[str] | None = None) -> Graph:
+    def refit(self, graph: Graph, layers: Collection[str] | None = None, examples: Examples | None = None) -> Graph:
         """The network with every layer, or those named, solved against the original, if the recipe wants it; else `graph`."""
         if self.recipe.repair not in REFITTED:
             return graph
         seed, device = derive(self.recipe.seed, "refit"), self.runtime.device
+        seen = self.repair_examples if examples is None else examples
 
         def refit(batch: int) -> Graph:
             fresh = copied(graph)
-            refit_(fresh, self.original, self.repair_examples, layers=layers, batch=batch, device=device, seed=seed)
+            refit_(fresh, self.original, seen, layers=layers, batch=batch, device=device, seed=seed)
             return fresh
 
         return self._batched(refit)

@@ -229,4 +229,4 @@ def _folded_loss(context: PruningContext, site: Site, held_out: HeldOut) -> floa
     before, left = ([consumer.module for consumer, _ in find_layers(graph)] for graph in (context.original, folded))
     gone = [place for place, name in enumerate(before) if name not in left]
     behind = [name for name in before[max(gone, default=len(before)) + 1 :] if name in left]
-    return context.loss(context.refit(folded, behind[:_REFITTED_BEHIND]), held_out)
+    return context.loss(context.refit(folded, behind[:_REFITTED_BEHIND], context.few_repair_examples), held_out)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from secateurs.compaction import compact
 from secateurs.config import REFITTED
+from secateurs.data.dataset import Examples
 from secateurs.graph.masking import copied
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
@@ -46,16 +47,24 @@ class CutsTogether:
 
 
 def apply_allocation(
-    context: PruningContext, curves: Mapping[str, SiteCurve], allocation: Allocation, *, verify: bool = False
+    context: PruningContext,
+    curves: Mapping[str, SiteCurve],
+    allocation: Allocation,
+    *,
+    verify: bool = False,
+    examples: Examples | None = None,
 ) -> Graph:
-    """The original network with all cuts of an allocation made, repaired, and refitted if the recipe wants that."""
+    """The original network with all cuts of an allocation made, repaired, and refitted if the recipe wants that.
+
+    The refit reads all examples for repairs, or those given.
+    """
     together = CutsTogether(context, curves, allocation.removed)
     if together.possible:
-        return context.refit(together.up_to(list(together.masks)[-1], verify=verify))
+        return context.refit(together.up_to(list(together.masks)[-1], verify=verify), examples=examples)
     graph = context.original
     for name, curve in curves.items():  # in network order, each repaired after those before it
         m = allocation.removed.get(name, 0)
         site = context.site(graph, name) if m else None
         if site is not None:
             graph, _ = context.compacted(context.prepare(graph, site), curve.keep(m, site), verify=verify)
-    return context.refit(graph) if any(allocation.removed.values()) else graph
+    return context.refit(graph, examples=examples) if any(allocation.removed.values()) else graph

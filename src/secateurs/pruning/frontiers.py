@@ -38,6 +38,10 @@ class Frontier:
         """The network with all cuts of an allocation made and repaired."""
         return apply_allocation(self.context, self.curves, allocation)
 
+    def rough_network(self, allocation: Allocation) -> Graph:
+        """The same, refitted on few examples: to be compared with others like it."""
+        return apply_allocation(self.context, self.curves, allocation, examples=self.context.few_repair_examples)
+
 
 def frontiers_of(context: PruningContext, curves: Mapping[str, SiteCurve]) -> list[Frontier]:
     """The frontiers of the context's position: one, or where time counts and branches can be folded, one for each price."""
@@ -91,6 +95,10 @@ class JoinedFrontier:
         """The network of the allocation with that index."""
         return self.sources[index].network(self.allocations[index])
 
+    def rough_network(self, index: int) -> Graph:
+        """The same, refitted on few examples."""
+        return self.sources[index].rough_network(self.allocations[index])
+
 
 def joined(found: Sequence[Frontier]) -> JoinedFrontier:
     """The best allocations of all frontiers.
@@ -141,7 +149,7 @@ def _compared(found: Sequence[Frontier]) -> ComparedFrontiers:
             name = f"{context.shortcut} {sorted(chosen.removed.items())}"
             if name not in known:
                 start = context.loss(context.original, context.held_out)
-                known[name] = context.loss(each.network(chosen), context.held_out) - start
+                known[name] = context.loss(each.rough_network(chosen), context.held_out) - start
             tried.append(FrontierTrial(context.shortcut, each.price, chosen.saved, chosen.predicted_loss, known[name]))
         return ComparedFrontiers(tuple(tried))
 

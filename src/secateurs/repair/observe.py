@@ -25,9 +25,10 @@ from secateurs.graph.node_info import dims_of, shape_of
 from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
 from secateurs.repair.reconstruction import LayerFit, Reconstruction, SumFit
-from secateurs.repair.solve import Moments, feature_source, gram_features, groups_of, matrix_of, patches, target_rows
+from secateurs.repair.solve import Moments, feature_source, gram, gram_features, groups_of, matrix_of, patches, target_rows
 
-ROWS = 2**16  # places of a consumer's output that are used
+ROWS = 2**16  # places of a consumer's output that are used, at most
+EACH_FEATURE = 128  # of them for each feature that it reads: more change its weights by less than other images would
 GRAM_BYTES = 2**31  # that the Gram matrices of one layer may take
 CHUNK_BYTES = 2**25  # of features in float64 that are computed at once
 SHARED_BYTES = 2**28  # of a batch's terms that a worker may send to the others
@@ -37,13 +38,14 @@ HELD = 3  # every third example is held back to choose a ridge
 class LayerTally:
     """Moments of a layer's features, and of its targets if they are given, over all examples and over those held back.
 
-    With more than `rows` places in `examples` examples, the same number is drawn from each example, from a seed: the batch size
-    changes nothing.
+    With more than `rows` places in `examples` examples, or than so many features need, the same number is drawn from each
+    example, from a seed: the batch size changes nothing.
     """
 
     def __init__(self, layer: Any, *, examples: int, rows: int | None, seed: int) -> None:
         self.layer = layer
-        self.each = None if rows is None else math.ceil(rows / max(examples, 1))
+        enough = None if rows is None else min(rows, EACH_FEATURE * gram_features(layer))
+        self.each = None if enough is None else math.ceil(enough / max(examples, 1))
         self.generator = torch.Generator().manual_seed(seed)
         self.seen = 0  # examples whose places are drawn
         self.sums: list[list[Tensor]] = [[], []]  # over all examples, over those held back
@@ -62,7 +64,7 @@ class LayerTally:
             for part in torch.split(chosen, self.chunk):
                 image, place = images[part].to(x.device), places[part].to(x.device)
                 features = patched.rows(image, place)
-                found = [features.mT @ features]
+                found = [gram(features)]
                 if y is not None:
                     targets = target_rows(self.layer, y, image, place)
                     found += [features.mT @ targets, (targets**2).sum(1)]

@@ -18,6 +18,8 @@ from secateurs._util.modules import accumulation_dtype
 from secateurs.graph.channels import ids
 from secateurs.graph.flow import ELSEWHERE
 
+_WHOLE = 160  # features whose Gram matrix is one product
+
 
 @dataclass(frozen=True)
 class Patches:
@@ -29,7 +31,20 @@ class Patches:
     def rows(self, images: Tensor, places: Tensor) -> Tensor:
         """Return the features at flat place numbers in images, each (R,): (G, R, p) in the device's finest type."""
         found = self.view[(images, *torch.unravel_index(places, self.places))] if self.places else self.view[images]
-        return F.pad(found.flatten(2).transpose(0, 1).to(accumulation_dtype(found.device)), (0, 1), value=1.0)
+        found = found.flatten(2).transpose(0, 1)
+        rows = found.new_ones((*found.shape[:2], found.shape[2] + 1), dtype=accumulation_dtype(found.device))
+        rows[..., :-1] = found
+        return rows
+
+
+def gram(features: Tensor) -> Tensor:
+    """Return the Gram matrices (G, p, p) of rows (G, R, p): what is right of the diagonal is not computed a second time."""
+    p = features.shape[-1]
+    if p <= _WHOLE:
+        return features.mT @ features
+    left, right = features[..., : p // 2], features[..., p // 2 :]
+    across = left.mT @ right
+    return torch.cat([torch.cat([gram(left), across], -1), torch.cat([across.mT, gram(right)], -1)], -2)
 
 
 def patches(layer: Any, x: Tensor) -> Patches:
