@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from secateurs.pruning.climb import COARSE, choose_allocation, to_certify
+from secateurs.pruning.climb import COARSE, FINE, choose_allocation, to_certify
 from secateurs.pruning.results import Trial
 from secateurs.selection.allocation import Allocation
 
@@ -69,7 +69,7 @@ def test_the_largest_saving_within_the_drop_on_the_validation_images_is_one_that
     assert round(1000 * found.by_estimate) == max(i for i in tried if i <= 260)
 
 
-@pytest.mark.parametrize(("growth", "most"), [(1.06, 30), (COARSE, 8)])
+@pytest.mark.parametrize(("growth", "most"), [(FINE, 16), (COARSE, 8)])
 def test_trials_grow_by_their_factor_up_to_the_largest(growth: float, most: int) -> None:
     trials = to_certify(allocations(1000), 500, growth)
     assert trials[0] == 200

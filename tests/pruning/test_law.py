@@ -191,3 +191,25 @@ def test_where_the_deepest_cut_is_slower_one_that_is_less_deep_is_taken() -> Non
     assert trials[0].speeds != trials[-1].speeds  # each network is timed itself
     assert engine.whole(result.model, 64) < 0.9 * engine.full[64]
     assert engine.whole(result.model, 1) < 0.9 * engine.full[1]
+
+
+class Int8(RandomEngine):
+    """In int8 narrow networks gain nothing, and the dense one is already four times as fast as in float."""
+
+    name = "onnxruntime-int8"
+
+    def whole(self, module: nn.Module, batch: int) -> float:
+        return 0.25 * super().whole(Net(24, (16, 16), residual=False, depthwise=False), batch)
+
+
+def test_in_int8_the_dense_network_in_int8_is_what_is_to_be_beaten() -> None:
+    torch.manual_seed(0)
+    network = Net(24, (16, 16), residual=False, depthwise=False)
+    engine = Int8((1, 1), call=0.0, work=0.3, align=0.0, between=1.0, rest=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("secateurs.api.engine_for", lambda *given: engine)
+        asked = Recipe(max_drop=1.0, confidence=0.0, criterion="l1", repair_examples=64, curve_examples=32, deploy="int8")
+        run = Pruner(network.eval(), DATA, recipe=asked)
+        run.finish()
+    assert run._result.macs.removed == 0
+    assert "so the network is returned as it was" in str(run._result).splitlines()[0]

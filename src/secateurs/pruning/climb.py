@@ -10,7 +10,7 @@ from secateurs.selection.allocation import Allocation
 
 _TINY = 1e-12  # sums of shares are rounded
 _FIRST = (0.4, 0.5)  # of the saving at the predicted edge: the first allocations that are certified
-FINE = 1.06  # saving of the next allocation that is certified, relative to the one before
+FINE = 1.12  # saving of the next allocation that is certified, relative to the one before
 COARSE = 1.3  # the same where training follows, which a refusal makes harder to certify
 _TRAINED_FROM, _TRAINED_STEP = 0.7, 1.1  # of the saving at the edge before training: where trained trials begin; their steps
 
