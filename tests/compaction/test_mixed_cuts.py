@@ -116,3 +116,36 @@ def test_a_sum_with_the_input_is_cut_again_at_every_position(first: Shortcut) ->
             assert_compact_is_masked(graph, {site: torch.arange(site.channels) > 0}, (X,))
     # the filters of b are joined with the input, of which none can go
     assert {layer for site in sc.find_sites(graph, "coupled") for layer in site.layers} == {"a", "c"}
+
+
+def assert_same_at_once(whole: sc.Graph, smaller: sc.Graph) -> None:
+    """The ids that the plan says are removed are those of the uncut network: masked there, they give the same."""
+    removed = smaller.plan.removed()
+    sites = {name: sc.find_site(whole, name) for name in removed}
+    masks = {name: ~torch.isin(torch.tensor(site.original), torch.tensor(removed[name])) for name, site in sites.items()}
+    assert all(set(removed[name]) <= set(site.original) for name, site in sites.items())
+    torch.testing.assert_close(smaller.module(X), sc.masked(whole, masks)(X), rtol=0, atol=1e-12)
+
+
+SLICED = {
+    "an activation": lambda net, x: net.out(torch.relu(net.wide(x)[:, 1:])),
+    "a norm over channels": lambda net, x: net.out(torch.relu(net.norm(net.wide(x)[:, 1:]))),
+    "a depthwise layer": lambda net, x: net.out(torch.relu(net.depthwise(net.wide(x)[:, 1:]))),
+    "a sum": lambda net, x: net.out(torch.relu((net.wide(x) + x.mean(1, keepdim=True))[:, 1:])),
+    "a sum of a stream": lambda net, x: net.out(torch.relu((net.wide(x) + net.narrow(torch.relu(net.wide(x))))[:, 1:])),
+}
+
+
+@pytest.mark.parametrize("position", POSITIONS[:3])
+@pytest.mark.parametrize("form", SLICED)
+def test_channels_keep_their_numbers_where_a_cut_leaves_a_slice_nothing_to_take_away(form: str, position: Shortcut) -> None:
+    """The slice is erased, and what is behind it has other numbers than what is before it: a site does not move there."""
+    layers = {"wide": conv(3, 4, 1), "narrow": conv(4, 4, 1), "out": conv(3, 5, 1)}
+    layers |= {"norm": nn.GroupNorm(1, 3), "depthwise": conv(3, 3, groups=3, bias=False)}
+    whole = traced(Net(SLICED[form], **layers), X)
+    for site in [site for site in sc.find_sites(whole, position) if site.channels == 4]:
+        smaller = sc.compact(whole, {site: without(4, 0)})
+        again = sc.find_site(smaller, site.name)
+        assert (again.original, again.original_channels) == ((1, 2, 3), 4)
+        for each in sc.find_sites(smaller, position):
+            assert_same_at_once(whole, assert_compact_is_masked(smaller, {each.name: without(each.channels, 0)}, (X,)))

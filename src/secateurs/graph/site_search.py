@@ -201,7 +201,7 @@ class _Search:
         if meeting is not None and (joined or joins):
             return self._best(self._candidates(self._chain(meeting)), norms=norms)
         user, flow = self._only_user(chain[-1])
-        if norms and user is not None and isinstance(flow, Norm):
+        if norms and user is not None and isinstance(flow, Norm) and keeps_numbers(self.flows, user, self._numbers):
             return self._best([user], norms=True)
         place, reason = self._best(self._candidates(chain), norms=norms)
         if meeting is not None and (place is None or self._revivals(place).points):
@@ -263,17 +263,18 @@ class _Search:
     def _chain(self, start: fx.Node) -> list[fx.Node]:
         """Return `start` and the ops behind it that treat each channel alone, up to the first value with several consumers.
 
-        Depthwise layers with one filter for each channel belong to the chain. So do alignments of earlier cuts, but not in the
-        place of a shuffle or a part: channels have other numbers behind those.
+        Depthwise layers with one filter for each channel belong to the chain. So do alignments of earlier cuts. Nothing behind
+        a shuffle or a part does, though a cut may have erased that: channels have other numbers there.
         """
         chain = [start]
         while True:
             user, flow = self._only_user(chain[-1])
             if user is None or not (
-                isinstance(flow, Channelwise)
-                or self._joins(user)
-                or self._is_depthwise(user)
-                or (isinstance(flow, Moved) and flow.added and keeps_numbers(self.flows, user, self._numbers))
+                self._joins(user)
+                or (
+                    (isinstance(flow, Channelwise) or self._is_depthwise(user) or (isinstance(flow, Moved) and flow.added))
+                    and keeps_numbers(self.flows, user, self._numbers)
+                )
             ):
                 return chain
             chain.append(user)
