@@ -149,3 +149,20 @@ def test_channels_keep_their_numbers_where_a_cut_leaves_a_slice_nothing_to_take_
         assert (again.original, again.original_channels) == ((1, 2, 3), 4)
         for each in sc.find_sites(smaller, position):
             assert_same_at_once(whole, assert_compact_is_masked(smaller, {each.name: without(each.channels, 0)}, (X,)))
+
+
+@pytest.mark.parametrize(("groups", "units"), [(3, 3), (2, 3)], ids=["whole groups", "one channel of each group"])
+def test_the_last_unit_of_a_group_norm_stays_one(groups: int, units: int) -> None:
+    """With one group left, or one channel of each, any channel could go, but the uncut network has no numbers for it."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        wide = net.wide(x)
+        out: Tensor = wide - net.norm(net.depthwise(wide))
+        return out
+
+    whole = traced(Net(forward, wide=conv(3, 6), depthwise=conv(6, 6, groups=6), norm=nn.GroupNorm(groups, 6)), X)
+    assert sc.find_site(whole, "depthwise").original_channels == units
+    smaller = sc.compact(whole, {"depthwise": without(units, 1, 2)})
+    last = sc.find_site(smaller, "depthwise")
+    assert (last.original, last.original_channels) == ((0,), units)
+    assert_same_at_once(whole, assert_compact_is_masked(smaller, {"depthwise": without(1, 0)}, (X,)))

@@ -512,7 +512,10 @@ class _Search:
         starts = {place: torch.searchsorted(original, kept) for place, kept in own.items()}
         found = find_revivals(self.flows, starts, norms=norms)
         wide = max(map(self._original, places))
-        if not found.obstacle or not found.grouped:
+        whole = not any(
+            "norm_groups" in info(node) for node in found.grouped
+        )  # else an earlier cut went by units: so do later ones
+        if not found.grouped or (whole and not found.obstacle):
             return _Followed(original, wide, starts, found)
         units = self._units(found.grouped, original)
         if units is None or not bool(units.any()):
