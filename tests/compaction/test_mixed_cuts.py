@@ -166,3 +166,25 @@ def test_the_last_unit_of_a_group_norm_stays_one(groups: int, units: int) -> Non
     last = sc.find_site(smaller, "depthwise")
     assert (last.original, last.original_channels) == ((0,), units)
     assert_same_at_once(whole, assert_compact_is_masked(smaller, {"depthwise": without(1, 0)}, (X,)))
+
+
+def test_channels_that_a_cut_couples_with_others_have_no_coupled_site() -> None:
+    """The grouped layer reads 0, 1 | 5, 6, 7 of 0-3 | 4-7: by place 0 goes with 5 now, but the uncut network has 0 with 4."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        wide = net.wide(x)
+        out: Tensor = net.out((wide - net.back(net.grouped(wide))).mean((2, 3)))
+        return out
+
+    layers = {"wide": conv(3, 8), "grouped": conv(8, 6, groups=2), "back": conv(6, 8), "out": nn.Linear(8, 3)}
+    whole = traced(Net(forward, **layers), X)
+    assert [(site.name, site.original) for site in sc.find_sites(whole, "coupled")] == [
+        ("wide.coupled", (0, 1, 2, 3)),
+        ("grouped.coupled", (0, 1, 2)),
+    ]
+    smaller = sc.compact(whole, {"wide": without(8, 2, 3, 4), "grouped": without(6, 1, 4)})
+    (site,) = found = sc.find_sites(smaller, "coupled")
+    assert (site.name, site.original) == ("grouped.coupled", (0, 2))
+    reasons = {each.name: each.reason for each in found.unprunable}
+    assert reasons["wide"] == "earlier cuts have joined it with channels that it did not go with"
+    assert_same_at_once(whole, assert_compact_is_masked(smaller, {site.name: without(2, 1)}, (X,)))

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class NodeInfo(TypedDict, total=False):
     follows_mode: bool  # the call was made with `training=self.training`
     original_channels: int  # channels in the uncut network, once a cut has removed some
     channel_axis: int  # of the output, once a cut has removed channels
+    classes: Tensor  # of the channels in the uncut network: equal numbers go together, as the model's own code ties them
     features: tuple[
         tuple[int, ...], int
     ]  # within heads: ids in the uncut network of those left, once a cut has removed some, of how many

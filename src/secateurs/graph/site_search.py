@@ -72,7 +72,7 @@ def search_sites(graph: Graph, shortcut: Position) -> Sites:
             macs[str(node.target)] += _macs(weight.shape, node, flow.transposed)
     sites = search.streams() if shortcut == "stream" else []
     reasons: dict[str, str]
-    classes = find_classes(flows) if shortcut == "coupled" else None
+    classes = find_classes(flows, graph.ids) if shortcut == "coupled" else None
     if classes is not None:
         coupled, reasons = find_groups(classes)
         tried = [(group.layers, search.coupled(classes, group)) for group in coupled]
@@ -401,8 +401,7 @@ class _Search:
                 places.setdefault(node)
         starts = {place: group.sources(classes.of(place)) for place in sorted(places, key=self.order.__getitem__)}
         first = next(iter(starts))
-        own = self.graph.ids.get(first.name, torch.arange(self.flows.width(first)))
-        original = torch.tensor(channels_of(first, classes, group, own.tolist()))
+        original = torch.tensor(channels_of(first, classes, group, self.graph.ids))
         whole = len(starts) == 1 and len(original) == self._original(first)
         named = partial(self.name_of, group.layers[0], whole=whole)
         followed = _Followed(original, max(map(self._original, starts)), starts, find_revivals(self.flows, starts, norms=True))
