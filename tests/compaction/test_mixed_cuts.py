@@ -188,3 +188,19 @@ def test_channels_that_a_cut_couples_with_others_have_no_coupled_site() -> None:
     reasons = {each.name: each.reason for each in found.unprunable}
     assert reasons["wide"] == "earlier cuts have joined it with channels that it did not go with"
     assert_same_at_once(whole, assert_compact_is_masked(smaller, {site.name: without(2, 1)}, (X,)))
+
+
+def test_what_a_part_of_the_channels_leaves_unread_stays_after_a_cut() -> None:
+    """A gather comes in the place of the part that is read; the size is still that of the tensor of which nothing else is."""
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        wide = net.wide(x)
+        whole = torch.cat([wide, wide, net.table.expand(wide.size(0), -1, -1, -1)], 1)
+        out: Tensor = net.out(torch.relu(net.narrow(whole.chunk(3, 1)[2] + x.mean(1, keepdim=True))))
+        return out
+
+    layers = {"wide": conv(3, 4), "narrow": conv(4, 5), "out": conv(5, 2)}
+    whole = traced(Net(forward, table=torch.rand(1, 4, 6, 6, dtype=X.dtype), **layers), X)
+    smaller = assert_compact_is_masked(whole, {"wide": without(4, 0, 2, 3)}, (X,))
+    sc.verify(smaller, {"wide": without(1)})
+    assert_same_at_once(whole, assert_compact_is_masked(smaller, {"narrow": without(5, 1)}, (X,)))

@@ -43,6 +43,7 @@ class NodeInfo(TypedDict, total=False):
         tuple[int, ...], int
     ]  # within heads: ids in the uncut network of those left, once a cut has removed some, of how many
     ends_site: bool  # a gather of an earlier cut: the site ends behind it
+    part: bool  # an alignment in the place of a slice or a part of the model's own
     site_names: dict[str, str]  # name of the site at this node in the uncut network, by shortcut position
     alignment: bool  # in an exported network: the op is part of an alignment
     follows_mode_at: int | str  # in an exported network: the argument that is `self.training` in source, False elsewhere
