@@ -313,7 +313,7 @@ def concatenation(op: Op) -> Flow:
 
 @rule(Align)
 def align(op: Op) -> Flow:
-    """An alignment that an earlier cut inserted; in the place of a slice of the model's it leaves channels unread as that did."""
+    """An alignment that an earlier cut inserted; in the place of a slice of the model's own it leaves channels unread, too."""
     layer: Any = op.module
     if op.axis not in (None, layer.axis):
         return opaque(op, "aligns another axis than the channels'")
