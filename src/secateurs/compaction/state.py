@@ -173,8 +173,8 @@ class Rewriting:
         if node.op in ("call_method", "call_function") and node.target in (*KEPT_SHAPES, *RESHAPES):
             source, *sizes = node.args
             listed = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-            if not isinstance(source, fx.Node) or node.kwargs or shape_of(source).dims is None:
-                return False
+            if not isinstance(source, fx.Node) or source not in self.flows.of or node.kwargs or shape_of(source).dims is None:
+                return False  # among others an alignment of this cut, which gives no parameter
             if node.target in RESHAPES:
                 wide = [dim for dim, n in enumerate(dims_of(source)) if n > 1]
                 sized = node.target in ("view", "reshape", torch.reshape)
