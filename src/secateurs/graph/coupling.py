@@ -125,7 +125,7 @@ def find_classes(flows: Flows, ids: Mapping[str, Tensor]) -> Classes:
     for node in flows.of:
         for source, channels, reason in _locks(flows, node):
             found.lock(found.of(source)[channels], reason)
-    found.lock(_mixed(found, ids), "earlier cuts have joined it with channels that it did not go with")
+    found.lock(_changed(found, ids), "earlier cuts have changed which channels it goes with")
     found.apart = frozenset(
         each for node, flow in flows.of.items() if isinstance(flow, Recurrent) for each in found.of(node).tolist()
     )
@@ -145,20 +145,23 @@ def remember_classes_(flows: Flows) -> None:
     if any(isinstance(flow, Moved) or (isinstance(flow, Layer | Norm) and flow.groups > 1) for flow in flows.of.values()):
         found = find_classes(flows, {})
         for node in found.start:
-            info(node)["classes"] = found.of(node)
+            info(node)["classes"] = flows.of[node].axis, found.of(node)
 
 
-def _mixed(found: Classes, ids: Mapping[str, Tensor]) -> Tensor:
-    """Return the classes with channels of several classes of the uncut network: they have no number there.
+def _changed(found: Classes, ids: Mapping[str, Tensor]) -> Tensor:
+    """Return the classes that are not what is left of one class of the uncut network: they have no number there.
 
-    Where groups of a layer have lost different channels, the first one left in each goes with the first of the others.
+    Where groups of a layer have lost different channels, the first one left in each goes with the first of the others; where
+    an op is gone that only tied channels, these go alone.
     """
-    known = [(node, info(node)["classes"]) for node in found.start if "classes" in info(node)]
-    both = [torch.stack([found.of(node), before[ids.get(node.name, slice(None))]]) for node, before in known]
-    if not both:
-        return torch.zeros(0, dtype=torch.long)
-    now: Tensor = torch.unique(torch.cat(both, 1), dim=1)[0]  # of each pair once, in order
-    return now[1:][now[1:] == now[:-1]]
+    pairs = [torch.zeros(2, 0, dtype=torch.long)]
+    for node in found.start:
+        axis, before = info(node).get("classes", (None, None))
+        if before is not None and axis == found.flows.of[node].axis:
+            pairs.append(torch.stack([found.of(node), before[ids.get(node.name, slice(None))]]))
+    now, then = torch.unique(torch.cat(pairs, 1), dim=1).unbind()
+    changed: Tensor = now[(torch.bincount(now)[now] > 1) | (torch.bincount(then)[then] > 1)]
+    return changed
 
 
 def _is_inside_attention(node: fx.Node) -> bool:
@@ -392,8 +395,8 @@ def channels_of(place: fx.Node, found: Classes, group: Group, ids: Mapping[str, 
     """Return for each class of the group the number, in the uncut network, of its first channel there at `place`."""
     sources, width = group.sources(found.of(place)), found.flows.width(place)
     own = ids.get(place.name, torch.arange(width))
-    before = info(place).get("classes")
-    if before is not None:
+    if "classes" in info(place):
+        _, before = info(place)["classes"]
         own = (before == before[own][:, None]).int().argmax(1)  # a cut may have removed the first
     first = {source: channel for channel, source in reversed(list(zip(own.tolist(), sources.tolist(), strict=True)))}
     return [first[each] for each in range(len(group.classes))]

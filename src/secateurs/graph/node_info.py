@@ -38,7 +38,9 @@ class NodeInfo(TypedDict, total=False):
     follows_mode: bool  # the call was made with `training=self.training`
     original_channels: int  # channels in the uncut network, once a cut has removed some
     channel_axis: int  # of the output, once a cut has removed channels
-    classes: Tensor  # of the channels in the uncut network: equal numbers go together, as the model's own code ties them
+    classes: tuple[
+        int | None, Tensor
+    ]  # in the uncut network: the channel axis, and equal numbers for channels that go together
     features: tuple[
         tuple[int, ...], int
     ]  # within heads: ids in the uncut network of those left, once a cut has removed some, of how many
