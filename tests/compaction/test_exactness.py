@@ -705,3 +705,33 @@ def test_batch_norm_over_six_axes_is_traced_and_left_alone() -> None:
     graph = trace(model, example)
     torch.testing.assert_close(graph.module(example), model(example))
     assert not find_sites(graph)
+
+
+def test_a_shortcut_that_takes_every_other_pixel_reads_the_padded_output_of_a_grouped_layer() -> None:
+    """Where groups lose different numbers of filters, an alignment drops those that stay for the others: the slice reads it."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        wide = net.grouped(net.first(x))
+        out: Tensor = net.down(wide) + F.pad(wide[:, :, ::2, ::2], (0, 0, 0, 0, 2, 0))
+        return net.out(out)
+
+    layers = {
+        "first": conv(3, 4, 1, groups=1),
+        "grouped": conv(4, 8, groups=4),
+        "down": conv(8, 10, stride=2),
+        "out": conv(10, 2),
+    }
+    graph = traced(Net(body, **layers), random_tensor(2, 3, 7, 7))
+    masks = {"first": without(4, 3), "grouped": without(8, 1, 3), "add": ~without(10, 6)}
+    assert_compact_is_masked(graph, masks, (random_tensor(1, 3, 9, 9),))
+
+
+def test_a_proof_leaves_out_the_single_value_that_torchs_group_norm_refuses() -> None:
+    """Of one example, one channel in a group is one value: torch has no statistics of it, in eval mode either."""
+    graph = traced(nn.Sequential(nn.Linear(3, 3), nn.GroupNorm(1, 3), nn.Linear(3, 4)), random_tensor(2, 3))
+    (site,) = find_sites(graph, "stream")
+    keep = {site.name: without(3, 0, 1)}
+    smaller = assert_compact_is_masked(graph, keep, (random_tensor(5, 3),))
+    with pytest.raises(ValueError, match="Expected more than 1 value"):
+        run(smaller.module, random_tensor(1, 3))
+    assert verify(graph, keep, smaller).conclusive

@@ -19,7 +19,7 @@ from secateurs.graph.layers import Offset
 from secateurs.graph.masking import copy_module, insert_behind_
 from secateurs.graph.node_info import pass_on_
 from secateurs.graph.plan import PlannedCut
-from secateurs.graph.sites import Site, remember_names_
+from secateurs.graph.sites import Site, remember_sites_
 from secateurs.graph.trace import Graph, dtype_of
 
 
@@ -31,7 +31,7 @@ def with_additions(graph: Graph, sites: Mapping[str, Site], additions: Sequence[
     """
     module, plan = copy_module(graph), graph.plan
     if not graph.plan.steps:
-        remember_names_(graph, module)
+        remember_sites_(graph, module)
     remaining = dict(graph.ids)
     for cut in additions:
         site = sites[cut.site]

@@ -346,6 +346,7 @@ def _moved(flow: Moved, node: fx.Node, state: Rewriting) -> None:
         state.replaced_by[node] = current
         if aligned:
             state.inserted[current] = node, wanted
+            info(current)["part"] = not flow.added
             if info(node).get("ends_site"):
                 _end_site_at(node, current)
     else:

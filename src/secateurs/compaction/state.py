@@ -133,10 +133,11 @@ class Rewriting:
                 raise self.empty(source, user)
             current = found
         take = positions(carried, wanted)
-        earlier = self._alignment_at(current, axis)
+        earlier, part = self._alignment_at(current, axis), False
         # two alignments in a row are one, but a site keeps its own, and so do several readers: a stream may enter there
         if earlier is not None and not info(current).get("ends_site") and len(self.flows.users[source]) == 1:
             take = torch.where(take < 0, -1, torch.tensor(earlier.take)[take])
+            part = info(current).get("part", False)
             (current,) = current.all_input_nodes
         constant = called_module(self.module, current)
         if isinstance(constant, Constant) and len(current.users) == 1 and bool((take >= 0).all()):
@@ -151,6 +152,7 @@ class Rewriting:
             return
         with self.module.graph.inserting_before(user):
             aligned = self.insert(name_of_alignment(source, user), Align(take, axis), (current,))
+        info(aligned)["part"] = part
         self.inserted[aligned] = source, wanted
         user.replace_input_with(source, aligned)
 
@@ -171,8 +173,8 @@ class Rewriting:
         if node.op in ("call_method", "call_function") and node.target in (*KEPT_SHAPES, *RESHAPES):
             source, *sizes = node.args
             listed = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-            if not isinstance(source, fx.Node) or node.kwargs or shape_of(source).dims is None:
-                return False
+            if not isinstance(source, fx.Node) or source not in self.flows.of or node.kwargs or shape_of(source).dims is None:
+                return False  # among others an alignment of this cut, which gives no parameter
             if node.target in RESHAPES:
                 wide = [dim for dim, n in enumerate(dims_of(source)) if n > 1]
                 sized = node.target in ("view", "reshape", torch.reshape)

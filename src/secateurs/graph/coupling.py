@@ -7,7 +7,7 @@ group. Channels that such an op ties to one another form a class; the classes th
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -106,8 +106,8 @@ class Classes:
             self.locked.setdefault(each, reason)
 
 
-def find_classes(flows: Flows) -> Classes:
-    """Divide the channels of all nodes into classes that go together."""
+def find_classes(flows: Flows, ids: Mapping[str, Tensor]) -> Classes:
+    """Divide the channels of all nodes into classes that go together; `ids` are those of channels that earlier cuts left."""
     from scipy.sparse import coo_array  # a quarter of a second: only where channels are tied
     from scipy.sparse.csgraph import connected_components
 
@@ -125,6 +125,7 @@ def find_classes(flows: Flows) -> Classes:
     for node in flows.of:
         for source, channels, reason in _locks(flows, node):
             found.lock(found.of(source)[channels], reason)
+    found.lock(_changed(found, ids), "earlier cuts have changed which channels it goes with")
     found.apart = frozenset(
         each for node, flow in flows.of.items() if isinstance(flow, Recurrent) for each in found.of(node).tolist()
     )
@@ -137,6 +138,30 @@ def find_classes(flows: Flows) -> Classes:
             for node in {source, user} & found.start.keys():
                 found.lock(found.of(node), f"{label_of(user)} takes its size from {label_of(source)}, which has other channels")
     return found
+
+
+def remember_classes_(flows: Flows) -> None:
+    """Record at the nodes of an uncut network which channels go together, if some do by their place: a cut moves them."""
+    if any(isinstance(flow, Moved) or (isinstance(flow, Layer | Norm) and flow.groups > 1) for flow in flows.of.values()):
+        found = find_classes(flows, {})
+        for node in found.start:
+            info(node)["classes"] = flows.of[node].axis, found.of(node)
+
+
+def _changed(found: Classes, ids: Mapping[str, Tensor]) -> Tensor:
+    """Return the classes that are not what is left of one class of the uncut network: they have no number there.
+
+    Where groups of a layer have lost different channels, the first one left in each goes with the first of the others; where
+    an op is gone that only tied channels, these go alone.
+    """
+    pairs = [torch.zeros(2, 0, dtype=torch.long)]
+    for node in found.start:
+        axis, before = info(node).get("classes", (None, None))
+        if before is not None and axis == found.flows.of[node].axis:
+            pairs.append(torch.stack([found.of(node), before[ids.get(node.name, slice(None))]]))
+    now, then = torch.unique(torch.cat(pairs, 1), dim=1).unbind()
+    changed: Tensor = now[(torch.bincount(now)[now] > 1) | (torch.bincount(then)[then] > 1)]
+    return changed
 
 
 def _is_inside_attention(node: fx.Node) -> bool:
@@ -366,8 +391,12 @@ def find_groups(found: Classes) -> tuple[list[Group], dict[str, str]]:
     return groups, reasons
 
 
-def channels_of(place: fx.Node, found: Classes, group: Group, original: Sequence[int]) -> list[int]:
-    """Return for each class of the group the id, among `original`, of its first channel at `place`."""
-    sources = group.sources(found.of(place)).tolist()
-    first = {source: channel for channel, source in reversed(list(zip(original, sources, strict=True)))}
+def channels_of(place: fx.Node, found: Classes, group: Group, ids: Mapping[str, Tensor]) -> list[int]:
+    """Return for each class of the group the number, in the uncut network, of its first channel there at `place`."""
+    sources, width = group.sources(found.of(place)), found.flows.width(place)
+    own = ids.get(place.name, torch.arange(width))
+    if "classes" in info(place):
+        _, before = info(place)["classes"]
+        own = (before == before[own][:, None]).int().argmax(1)  # a cut may have removed the first
+    first = {source: channel for channel, source in reversed(list(zip(own.tolist(), sources.tolist(), strict=True)))}
     return [first[each] for each in range(len(group.classes))]

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypedDict, cast
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,14 @@ class NodeInfo(TypedDict, total=False):
     follows_mode: bool  # the call was made with `training=self.training`
     original_channels: int  # channels in the uncut network, once a cut has removed some
     channel_axis: int  # of the output, once a cut has removed channels
+    classes: tuple[
+        int | None, Tensor
+    ]  # in the uncut network: the channel axis, and equal numbers for channels that go together
     features: tuple[
         tuple[int, ...], int
     ]  # within heads: ids in the uncut network of those left, once a cut has removed some, of how many
     ends_site: bool  # a gather of an earlier cut: the site ends behind it
+    part: bool  # an alignment in the place of a slice or a part of the model's own
     site_names: dict[str, str]  # name of the site at this node in the uncut network, by shortcut position
     alignment: bool  # in an exported network: the op is part of an alignment
     follows_mode_at: int | str  # in an exported network: the argument that is `self.training` in source, False elsewhere

@@ -72,7 +72,7 @@ def search_sites(graph: Graph, shortcut: Position) -> Sites:
             macs[str(node.target)] += _macs(weight.shape, node, flow.transposed)
     sites = search.streams() if shortcut == "stream" else []
     reasons: dict[str, str]
-    classes = find_classes(flows) if shortcut == "coupled" else None
+    classes = find_classes(flows, graph.ids) if shortcut == "coupled" else None
     if classes is not None:
         coupled, reasons = find_groups(classes)
         tried = [(group.layers, search.coupled(classes, group)) for group in coupled]
@@ -201,7 +201,7 @@ class _Search:
         if meeting is not None and (joined or joins):
             return self._best(self._candidates(self._chain(meeting)), norms=norms)
         user, flow = self._only_user(chain[-1])
-        if norms and user is not None and isinstance(flow, Norm):
+        if norms and user is not None and isinstance(flow, Norm) and keeps_numbers(self.flows, user, self._numbers):
             return self._best([user], norms=True)
         place, reason = self._best(self._candidates(chain), norms=norms)
         if meeting is not None and (place is None or self._revivals(place).points):
@@ -263,17 +263,18 @@ class _Search:
     def _chain(self, start: fx.Node) -> list[fx.Node]:
         """Return `start` and the ops behind it that treat each channel alone, up to the first value with several consumers.
 
-        Depthwise layers with one filter for each channel belong to the chain. So do alignments of earlier cuts, but not in the
-        place of a shuffle or a part: channels have other numbers behind those.
+        Depthwise layers with one filter for each channel belong to the chain. So do alignments of earlier cuts. Nothing behind
+        a shuffle or a part does, though a cut may have erased that: channels have other numbers there.
         """
         chain = [start]
         while True:
             user, flow = self._only_user(chain[-1])
             if user is None or not (
-                isinstance(flow, Channelwise)
-                or self._joins(user)
-                or self._is_depthwise(user)
-                or (isinstance(flow, Moved) and flow.added and keeps_numbers(self.flows, user, self._numbers))
+                self._joins(user)
+                or (
+                    (isinstance(flow, Channelwise) or self._is_depthwise(user) or (isinstance(flow, Moved) and flow.added))
+                    and keeps_numbers(self.flows, user, self._numbers)
+                )
             ):
                 return chain
             chain.append(user)
@@ -400,8 +401,7 @@ class _Search:
                 places.setdefault(node)
         starts = {place: group.sources(classes.of(place)) for place in sorted(places, key=self.order.__getitem__)}
         first = next(iter(starts))
-        own = self.graph.ids.get(first.name, torch.arange(self.flows.width(first)))
-        original = torch.tensor(channels_of(first, classes, group, own.tolist()))
+        original = torch.tensor(channels_of(first, classes, group, self.graph.ids))
         whole = len(starts) == 1 and len(original) == self._original(first)
         named = partial(self.name_of, group.layers[0], whole=whole)
         followed = _Followed(original, max(map(self._original, starts)), starts, find_revivals(self.flows, starts, norms=True))
@@ -511,7 +511,10 @@ class _Search:
         starts = {place: torch.searchsorted(original, kept) for place, kept in own.items()}
         found = find_revivals(self.flows, starts, norms=norms)
         wide = max(map(self._original, places))
-        if not found.obstacle or not found.grouped:
+        whole = not any(
+            "norm_groups" in info(node) for node in found.grouped
+        )  # else an earlier cut went by units: so do later ones
+        if not found.grouped or (whole and not found.obstacle):
             return _Followed(original, wide, starts, found)
         units = self._units(found.grouped, original)
         if units is None or not bool(units.any()):

@@ -19,6 +19,8 @@ from torch import Tensor, fx, nn
 from secateurs._util.modules import with_real_tensors
 from secateurs.config import Shortcut
 from secateurs.errors import InvalidInput, InvalidMask, UnknownSite, suggest
+from secateurs.graph.coupling import remember_classes_
+from secateurs.graph.flow import find_flows
 from secateurs.graph.node_info import info
 from secateurs.graph.site import MaskPoint, Site, Sites, Unprunable, node_masks
 from secateurs.graph.site_search import Position, search_sites
@@ -33,7 +35,7 @@ __all__ = [
     "find_site",
     "find_sites",
     "node_masks",
-    "remember_names_",
+    "remember_sites_",
     "resolve",
     "share_sites",
 ]
@@ -89,15 +91,17 @@ def share_sites(source: Graph, target: Graph) -> None:
     _KNOWN[target] = dict(_KNOWN.get(source, {}))
 
 
-def remember_names_(graph: Graph, module: fx.GraphModule) -> None:
-    """Record the names of the sites in `module`, a copy of the uncut network: a cut may remove the layer that they name.
+def remember_sites_(graph: Graph, module: fx.GraphModule) -> None:
+    """Record the names of the sites in `module`, a copy of the uncut network, and which channels are coupled.
 
-    Those of the paper's two positions: the others name their sites by what there is at the time.
+    A cut may remove the layer that a site names. The names are those of the paper's two positions: the others name their sites
+    by what there is at the time.
     """
     nodes = {node.name: node for node in module.graph.nodes}
     for shortcut in get_args(Shortcut)[:2]:
         for site in find_sites(graph, shortcut):
             info(nodes[site.node]).setdefault("site_names", {})[shortcut] = site.name
+    remember_classes_(find_flows(module))
 
 
 def find_site(graph: Graph, name: str) -> Site:

@@ -72,12 +72,18 @@ def find_streams(flows: Flows, numbers: Numbers) -> list[ResidualStream]:
 
 
 def keeps_numbers(flows: Flows, node: fx.Node, numbers: Numbers) -> bool:
-    """Whether an op that moves channels gives each the number in the uncut network that it had before, or zeros."""
-    flow, (source,) = flows.of[node], dict.fromkeys(flows.inputs[node])
-    if not isinstance(flow, Moved) or flows.of[source].axis is None:
+    """Whether an op on single channels, or one that moves them, gives each the number in the uncut network that it had before.
+
+    Where a slice of the model's took nothing away any more, a cut has erased it, and the ops behind it number channels anew.
+    """
+    flow, source = flows.of[node], flows.inputs[node][0]
+    if flows.of[source].axis is None:
         return False
-    (ids, wide), (theirs, there), present = numbers(node), numbers(source), flow.index >= 0
-    return wide == there and torch.equal(theirs[flow.index[present]], ids[present])
+    (ids, wide), (theirs, there) = numbers(node), numbers(source)
+    if isinstance(flow, Moved):
+        present = flow.index >= 0  # the others are zeros
+        ids, theirs = ids[present], theirs[flow.index[present]]
+    return wide == there and torch.equal(theirs, ids)
 
 
 def depending_on_inputs(flows: Flows) -> set[fx.Node]:
@@ -100,13 +106,8 @@ def _wide(flows: Flows, node: fx.Node) -> set[fx.Node]:
 def _same_channels(flows: Flows, node: fx.Node, numbers: Numbers) -> list[fx.Node]:
     """The inputs of which channel i becomes, or is part of, channel i of `node`."""
     flow, found = flows.of[node], set[fx.Node]()
-    if isinstance(flow, Channelwise | Norm):
-        source = flows.inputs[node][0]
-        if flows.of[source].axis is not None:
-            (ids, wide), (theirs, there) = numbers(node), numbers(source)
-            found = {source} if wide == there and torch.equal(ids, theirs) else set()  # a pad of channels that a cut took back
-    elif isinstance(flow, Moved) and flow.added and keeps_numbers(flows, node, numbers):
-        found = set(flows.inputs[node])
+    if isinstance(flow, Channelwise | Norm) or (isinstance(flow, Moved) and flow.added):
+        found = {flows.inputs[node][0]} if keeps_numbers(flows, node, numbers) else set()
     elif isinstance(flow, Join) and flow.zero_if != "third" and not _multiplies_matrices(flows, node):
         found = _wide(flows, node) if flow.zero_if in ("all", "any") else {flows.inputs[node][0]}
         found = {s for s in found if flows.of[s].axis is None or numbers(s)[1] == numbers(node)[1]}  # one of one channel is not
@@ -127,6 +128,7 @@ def _behind(flows: Flows, joins: list[fx.Node], group: set[fx.Node]) -> Iterator
     """The places behind the sums, except for those that only another sum of the stream reads."""
     for node in joins:
         place = activation_behind(flows, node)
+        place = place if place in group else node  # its channels may have other numbers
         users = flows.users.get(place, ())
         while len(users) == 1 and isinstance(flows.of[users[0]], Channelwise):
             users = flows.users.get(users[0], ())

@@ -338,7 +338,7 @@ class Revivals:
     `points` has for each such node the sources of its channels: the channel of the site whose mask has to be applied again, or
     `ELSEWHERE`. `filtered` are channels of the site of which each depthwise layer on the way reads one at least. `obstacle`
     says why the channels cannot be followed; it is empty if they can. `grouped` has the sources of the channels of each
-    GroupNorm on the way, whose groups must stay equally large.
+    GroupNorm on the way, whose groups must stay equally large; in the uncut network it had several.
     """
 
     points: Mapping[fx.Node, Tensor]
@@ -362,7 +362,7 @@ def find_revivals(flows: Flows, starts: Mapping[fx.Node, Tensor], *, norms: bool
             assert source is not None
             if not norms or flows.calls(node) > 1:
                 return Revivals({}, flow.reason)
-            if flow.groups > 1:
+            if info(node).get("norm_groups", flow.groups) > 1:
                 grouped.append(node)
             points[node] = sources[node] = source
             zero[node] = source != ELSEWHERE

@@ -15,6 +15,7 @@ from secateurs.graph.channels import call_word
 from secateurs.graph.flow.kinds import Channelwise, Concat, Contracted, Flow, Join, Moved, Opaque, ZeroIf
 from secateurs.graph.flow.table import RULES, Op, call_on, channelwise, opaque, rule
 from secateurs.graph.layers import Align, Offset
+from secateurs.graph.node_info import info
 from secateurs.graph.normalise import FollowsMode
 
 ACTIVATIONS = (
@@ -312,8 +313,9 @@ def concatenation(op: Op) -> Flow:
 
 @rule(Align)
 def align(op: Op) -> Flow:
-    """An alignment that an earlier cut inserted."""
+    """An alignment that an earlier cut inserted; in the place of a slice of the model's own it leaves channels unread, too."""
     layer: Any = op.module
     if op.axis not in (None, layer.axis):
         return opaque(op, "aligns another axis than the channels'")
-    return Moved(layer.axis, layer.axis, op.shapes[0][layer.axis], torch.tensor(layer.take), "gather", added=True)
+    added = not info(op.node).get("part")
+    return Moved(layer.axis, layer.axis, op.shapes[0][layer.axis], torch.tensor(layer.take), "gather", added=added)
