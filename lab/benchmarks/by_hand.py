@@ -11,6 +11,7 @@ import argparse
 import torch
 from torch import Tensor, nn
 
+from benchmarks.conditions import keep_pages
 from secateurs import Graph, compact, find_sites, latency, trace
 from secateurs.config import Shortcut
 from secateurs.models import example_input
@@ -47,6 +48,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=56)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_pages()
     torch.manual_seed(0)
     graph = trace(resnet(options.depth).eval(), example_input("resnet56"))
     images = torch.randn(64, 3, 32, 32)

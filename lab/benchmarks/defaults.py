@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import secateurs as sc
-from benchmarks.conditions import conditions
+from benchmarks.conditions import conditions, keep_pages
 from benchmarks.defaults_networks import BATCH, RUNS, SUBJECTS, Loaders, NotInstalled, Subject
 from benchmarks.render import PAGE, with_part
 from secateurs import Graph
@@ -380,6 +380,7 @@ def main() -> int:
     parser.add_argument("--render", action="store_true", help="only write the page")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_pages()
     until = monotonic() + 60 * options.minutes
     for name in SUBJECTS if not options.render else ():
         if name in options.networks and monotonic() < until:

@@ -178,7 +178,7 @@ class Cliff(RandomEngine):
 
     def whole(self, module: nn.Module, batch: int) -> float:
         found = super().whole(module, batch)
-        return found if found > 0.35 * self.full[batch] else 2 * self.full[batch]
+        return found if found > 0.12 * self.full[batch] else 2 * self.full[batch]
 
 
 def test_where_the_deepest_cut_is_slower_one_that_is_less_deep_is_taken() -> None:

@@ -36,7 +36,7 @@ from secateurs.pruning.curves import chosen_sites
 from secateurs.pruning.forecast import Phase
 from secateurs.pruning.results import ComparedFrontiers, SiteCurve, Step, Trial
 from secateurs.pruning.speeds import BATCHES, LONGEST_PASS
-from secateurs.pruning.time_price import CORRECTIONS, PRICES
+from secateurs.pruning.time_price import AIMS, PRICES
 from secateurs.repair.observe import CHUNK_BYTES, GRAM_BYTES, gram_size
 from secateurs.repair.solve import gram_features
 from secateurs.scoring.engine.batches import free_memory
@@ -336,7 +336,7 @@ def _together(prices: _Prices) -> Iterator[Phase]:
             timed = tuple(prices.compared(batch, _ROUNDS[0]) for batch in prices.context.planned_batches)
             solved, folds = Phase("solve", (_SOLVED * len(sites),), "solve"), prices.folds(sites)
             yield solved
-            for number in range(CORRECTIONS):  # the last one is often not needed
+            for number in range(len(AIMS)):  # the last one is often not needed
                 yield Phase("timed", tuple(each / (1 + number) for each in timed), "timer")
                 yield solved
             for _ in PRICES if folds else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from secateurs.compaction import compact
 from secateurs.config import REFITTED
-from secateurs.errors import RunError
+from secateurs.errors import EmptyLayer, RunError
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.pruning.context import PruningContext
@@ -121,6 +122,16 @@ def joined(found: Sequence[Frontier]) -> JoinedFrontier:
     return JoinedFrontier(best, tuple(source[id(one)] for one in best))
 
 
+def _rise(frontier: Frontier, one: Allocation) -> float:
+    """What the loss of an allocation's network is above the original's; infinite where nothing of the input is left in it."""
+    context = frontier.context
+    try:
+        smaller = frontier.rough_network(one)
+    except EmptyLayer:
+        return math.inf
+    return context.loss(smaller, context.held_out) - context.loss(context.original, context.held_out)
+
+
 def _factor(one: FrontierTrial) -> float:
     """What a frontier's predicted losses are multiplied by."""
     if one.predicted <= 0:
@@ -148,8 +159,7 @@ def _compared(found: Sequence[Frontier]) -> ComparedFrontiers:
             chosen = next((one for one in allocations if one.saved >= wanted - _TINY), allocations[-1])
             name = f"{context.shortcut} {sorted(chosen.removed.items())}"
             if name not in known:
-                start = context.loss(context.original, context.held_out)
-                known[name] = context.loss(each.rough_network(chosen), context.held_out) - start
+                known[name] = _rise(each, chosen)
             tried.append(FrontierTrial(context.shortcut, each.price, chosen.saved, chosen.predicted_loss, known[name]))
         return ComparedFrontiers(tuple(tried))
 

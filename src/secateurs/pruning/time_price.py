@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from statistics import median
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from secateurs.compaction import compact
 from secateurs.criteria.ranking import Ranking, cuts_along
-from secateurs.errors import RunError
+from secateurs.errors import EmptyLayer, RunError
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
 from secateurs.pruning.results import (
@@ -37,6 +37,7 @@ from secateurs.pruning.results import (
 from secateurs.pruning.speeds import fastest
 from secateurs.selection.allocation import Allocation
 from secateurs.selection.knapsack import ascending, best_allocations
+from secateurs.speed.correction import Correction
 from secateurs.speed.engines import Engine, TorchEngine, at_batch, batch_like
 from secateurs.speed.nodes import node_seconds
 from secateurs.speed.sizes import Size, Sizing, Widths
@@ -47,7 +48,7 @@ from secateurs.speed.widths import candidates
 if TYPE_CHECKING:
     from secateurs.pruning.context import PruningContext
 
-CORRECTIONS = 3  # networks that are compacted and timed before an allocation is chosen
+AIMS = (0.5, 0.85, 0.5)  # of the largest saving: what networks save that are timed before an allocation is chosen
 PRICES = (2.0, 5.0)  # of folded branches, besides 1
 CLOSE = 0.02  # relative error of the predicted time at which the tables are correct enough
 WATCHED = (0.0, 0.5, 1.0)  # weights of single examples, until what saves time at the served batch takes none of theirs
@@ -72,25 +73,21 @@ class EngineTimes:
     model: LatencyModel | NetworkModel
     original: float  # seconds of the whole network
     for_work: float = 0.0  # share of the time between the layers that is for work, not for calls
-    scale: float = 1.0  # what a second saved saves of the whole network, where that is less than a second
-    power: float = 1.0  # of the share of time that is left, where more is saved: however much that is, some time is left
+    timed: list[tuple[Widths, float]] = field(default_factory=list)  # networks, and what they were measured to save
+    correction: Correction = field(default_factory=Correction)
 
     def saved(self, widths: Widths) -> float:
         """Predicted share of the original network's time that is saved."""
-        found = self._uncorrected(widths)
-        return self.scale * found if self.power == 1 else 1 - max(1 - found, _TINY) ** self.power
+        return self.correction(self._uncorrected(widths))
 
     def correct(self, timed: TimedAllocation, widths: Widths) -> None:
-        """Take the share of work, and then the scale or the power, with which the measured time comes out."""
+        """Take the share of work with which the measured time comes out, as far as it does, and correct by what is left."""
         measured = max(1 - timed.seconds / timed.original, 0.0)
         layers, calls, work = self._saved(widths)
         if work > calls:
             self.for_work = min(max((measured - layers - calls) / (work - calls), 0.0), 1.0)
-        found, self.scale, self.power = self._uncorrected(widths), 1.0, 1.0
-        if measured > found > 0:
-            self.power = math.log(1 - measured) / math.log(1 - found)
-        elif found > 0:
-            self.scale = measured / found  # 0: such cuts save nothing, so none is made
+        self.timed.append((widths, measured))
+        self.correction = Correction([(self._uncorrected(one), saved) for one, saved in self.timed])
 
     def _uncorrected(self, widths: Widths) -> float:
         layers, calls, work = self._saved(widths)
@@ -294,17 +291,22 @@ class TimePrice:
                     "journal.jsonl: a timed network does not fit the sites of this one. Restore the run from a copy, or start "
                     "a new one."
                 )
-        around: Mapping[str, int] = {}  # filters removed by the network that was timed last
+        around: Mapping[str, int] = {}  # filters removed by the network that was timed last where most choices end
         found = self._solve(curves, around)
-        for number in range(1, CORRECTIONS + 1):
-            chosen = found[aimed(found, self.target_share)]
+        for number, share_of_most in enumerate(AIMS, 1):
+            chosen = found[aimed(found, self.target_share, share_of_most)]
             if not any(chosen.removed.values()):
                 break
-            timed = self._time(number, curves, chosen)
-            around = timed.removed
+            try:
+                timed = self._time(number, curves, chosen)
+            except EmptyLayer:  # nothing of the input reaches the output; less may be cut
+                continue
+            if self.target_share is not None or share_of_most == AIMS[-1]:  # the others only tell how far tables are right
+                around = timed.removed
             found = self._solve(curves, around)
             share, wanted = timed.seconds / timed.original, self.target_share
-            if abs(timed.predicted / timed.seconds - 1) <= CLOSE and (wanted is None or share <= wanted * (1 + CLOSE)):
+            close = abs(timed.predicted / timed.seconds - 1) <= CLOSE
+            if close and (share <= wanted * (1 + CLOSE) if wanted is not None else number > 1):
                 break
         dearer = PRICES if any(curve.curve.removed[-1] == len(curve.original) for curve in curves.values()) else ()
         return {1.0: found} | {price: self._solve(curves, around, price) for price in dearer}
@@ -376,16 +378,14 @@ class TimePrice:
         context, own = self.context, self.context.of_position
         removed = {name: m for name, m in chosen.removed.items() if m}
 
-        def masks() -> dict[str | Site, Tensor]:
-            sites = {name: context.site(context.original, name) for name in removed}
-            return {name: curves[name].keep(removed[name], site) for name, site in sites.items() if site is not None}
-
+        sites = {name: context.site(context.original, name) for name in removed}
+        graph = structure(context, {name: curves[name].keep(removed[name], site) for name, site in sites.items() if site})
         found = []
         for place, times in enumerate(self.times):
 
             def measure(place: int = place, times: EngineTimes = times) -> TimedAllocation:
                 context.progress.report("timed", place, len(self.times))
-                smaller = times.engine.network(structure(context, masks()))
+                smaller = times.engine.network(graph)
                 original, seconds = self.compared(place, [self.loads[place], smaller], _TIMED_ROUNDS).medians
                 predicted = original * (1 - times.saved(self.widths(removed)))
                 return TimedAllocation(number, removed, predicted, original, seconds, times.engine.batch, **own)
@@ -428,9 +428,9 @@ class TimePrice:
         return self.model.by_layer({}), self.model.by_layer(widths)
 
 
-def aimed(allocations: Sequence[Allocation], wanted: float | None) -> int:
-    """The index of the allocation that reaches the target first; without one, of the one with half of the largest saving."""
-    saving = allocations[-1].saved / 2 if wanted is None else 1 - wanted
+def aimed(allocations: Sequence[Allocation], wanted: float | None, share: float = AIMS[-1]) -> int:
+    """The index of the allocation that reaches the target first; without one, of the one with that `share` of the largest."""
+    saving = share * allocations[-1].saved if wanted is None else 1 - wanted
     return next((i for i, one in enumerate(allocations) if one.saved >= saving), len(allocations) - 1)
 
 
