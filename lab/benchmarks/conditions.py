@@ -57,8 +57,8 @@ def cpu_name() -> str:
 def keep_pages() -> None:
     """Let the allocator of Linux keep memory that is freed, for as long as the process lives.
 
-    It gives large tensors back and fetches them anew, page by page, or not: which of two networks that does it to is chance, and
-    makes up to half of the time at batches of 64.
+    It gives large tensors back and fetches them anew, page by page, or not: which of two networks that happens to is chance,
+    and makes up to half of the time at batches of 64.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
