@@ -37,8 +37,8 @@ from secateurs.pruning.forecast import Phase
 from secateurs.pruning.results import ComparedFrontiers, SiteCurve, Step, Trial
 from secateurs.pruning.speeds import BATCHES, LONGEST_PASS
 from secateurs.pruning.time_price import AIMS, PRICES
-from secateurs.repair.observe import CHUNK_BYTES, GRAM_BYTES, gram_size
-from secateurs.repair.solve import gram_features
+from secateurs.repair.observe import CHUNK_BYTES, EACH_FEATURE, GRAM_BYTES, ROWS, gram_size
+from secateurs.repair.solve import gram_features, groups_of
 from secateurs.scoring.engine.batches import free_memory
 from secateurs.scoring.ensemble import PILOT, ROUNDS
 from secateurs.speed.engines import TorchEngine, at_batch
@@ -54,8 +54,9 @@ _CURVE, _COMPARED = 8, 3  # points of a curve; cuts at which a portfolio compare
 _TIMED = 32  # examples
 _NETWORKS = 5  # alive together: the original, a smaller one, one that is repaired, one split at a site
 _ALIVE = 3  # of the largest activations of a batch, and of a layer's moments
-_SEARCHED, _CERTIFIED = 8, 13  # allocations that are tried: by bisection, and on the way from 0.4 of the saving to the edge
+_SEARCHED, _CERTIFIED = 8, 8  # allocations that are tried: by bisection, and on the way from 0.4 of the saving to the edge
 _TRAINED = 4  # that are trained, of those
+_GATHERED = 400  # products that a feature costs which is gathered for them
 _BUILT = 3  # single cuts that building a whole network takes as long as, with the solutions of its layers
 _RATES = 3 * 50  # steps of training by which a learning rate is found
 _ROUNDS = (18, 36)  # of a comparison that corrects tables, and of one that judges: as many as their spread takes, often
@@ -176,6 +177,7 @@ class _Prices:
     def __init__(self, context: PruningContext) -> None:
         self.context, self.recipe, self.journal = context, context.recipe, context.journal
         self.repairs = len(context.repair_examples) if self.recipe.repair != "none" else 0
+        self.few = len(context.few_repair_examples) if self.repairs else 0
         self.held_out, self.validation = len(context.held_out.examples), len(context.validation)
         self._timed = set[str]()  # layers that an earlier position has timed
 
@@ -220,22 +222,23 @@ class _Prices:
         whole = self.context.runtime.evaluate
         return self.passes(self.validation) if whole is None else whole.seconds
 
-    @cached_property
-    def moments(self) -> float:
-        """Passes that an image counts from which layers are solved: products of all inputs of a layer with one another."""
+    @cache  # noqa: B019  # lives as long as an estimate takes
+    def solved(self, images: int) -> float:
+        """Passes that an image counts as, of which every layer is solved: products of all that it reads with one another."""
         network, found = cost(self.context.original), 0.0
         for layer in network.layers:
             module = self.context.original.module.get_submodule(layer.name) if layer.macs and layer.name != ROOT else None
             if isinstance(module, WEIGHTED) and gram_size(module) <= GRAM_BYTES:
-                found += layer.macs * gram_features(module) / module.weight.shape[0]
+                features, places = gram_features(module), layer.macs / module.weight.numel()
+                used = min(places, math.ceil(min(ROWS, EACH_FEATURE * features) / max(images, 1)))
+                found += used * groups_of(module) * features * (features + _GATHERED)
         return 1 + found / max(network.macs, 1)
 
-    @property
-    def network(self) -> float:
-        """A whole network with all cuts made, and repaired."""
+    def network(self, repairs: int) -> float:
+        """A whole network with all cuts made, repaired and refitted on so many images."""
         refitted = self.recipe.repair in REFITTED
         sites = 1 if refitted else len(self.sites(self.context.positions[-1]))
-        return _BUILT * self.cut * sites + self.passes((1 + self.moments) * self.repairs * (1 if refitted else sites))
+        return _BUILT * self.cut * sites + self.passes((1 + self.solved(repairs)) * repairs * (1 if refitted else sites))
 
     def training(self, settings: TrainSettings) -> list[float]:
         """Seconds of every epoch."""
@@ -326,7 +329,7 @@ def _together(prices: _Prices) -> Iterator[Phase]:
         if by_time:
             yield Phase("times", tuple(prices.tables(shortcut)), "table")
         if prices.repairs:
-            observed = prices.passes((1 + prices.moments) * prices.repairs + _BACK * prices.held_out)
+            observed = prices.passes((1 + prices.solved(prices.repairs)) * prices.repairs + _BACK * prices.held_out)
             yield Phase("survey", (observed + _BUILT * prices.cut * math.sqrt(len(sites)),))
         costs = [0.0 if (site.name, site.node) in seen else _curve(prices, site) for site in sites]
         seen |= {(site.name, site.node) for site in sites}
@@ -343,7 +346,7 @@ def _together(prices: _Prices) -> Iterator[Phase]:
                 yield solved
                 frontiers += refitted
     if frontiers > 1 and not journal.of(ComparedFrontiers):
-        yield Phase("compare", (prices.network + prices.passes(2 * prices.held_out),) * frontiers, "trial")
+        yield Phase("compare", (prices.network(prices.few) + prices.passes(2 * prices.held_out),) * frontiers, "trial")
     yield from _tried(prices)
     if by_time:
         yield Phase("faster", (sum(prices.compared(batch, _ROUNDS[1]) for batch in prices.context.planned_batches),), "timer")
@@ -355,13 +358,15 @@ def _together(prices: _Prices) -> Iterator[Phase]:
 def _tried(prices: _Prices) -> Iterator[Phase]:
     """Whole networks: on the images that search, trained if the recipe says so, and on those that certify."""
     context, recipe = prices.context, prices.recipe
-    one, done = prices.network + prices.measured / (1 if context.metric.sides is None else 2), len(prices.journal.of(Trial))
-    yield Phase("divide", (one,) * max(_SEARCHED - done, 1), "trial")
+    certifies, done = context.metric.sides is not None, len(prices.journal.of(Trial))
+    measured = prices.measured / (2 if certifies else 1)
+    one, rough = prices.network(prices.repairs) + measured, prices.network(prices.few) + measured
+    yield Phase("divide", (rough if certifies else one,) * max(_SEARCHED - done, 1), "trial")
     if recipe.train_trials:
         training = math.fsum(prices.training(recipe.retrain)) if recipe.retrain else 0.0
         training += prices.own_training if context.runtime.finetune else 0.0
         yield Phase("trained", (one + training,) * _TRAINED, "training")
-    if context.metric.sides is not None:
+    if certifies:
         yield Phase("certify", (one,) * (3 if recipe.train_trials else _CERTIFIED), "trial")
 
 
