@@ -474,7 +474,7 @@ def test_the_loss_of_a_folded_branch_is_that_after_the_layers_behind_have_made_u
     assert abs(curves["a"].curve.loss[-1] - curves["a"].curve.loss[0]) < 0.01 * lost
     assert [(step.site, step.kept) for step in result.steps] == [("a", 0)]
     (compared,) = records(run, ComparedFrontiers)
-    assert [one.price for one in compared.tried] == [1.0, 2.0, 5.0]
+    assert [one.weighed for one in compared.tried] == ["time", "time, branches 2 times", "time, branches 5 times", "MACs"]
     assert compared.tried[0].rise < 0.01 * lost
 
 

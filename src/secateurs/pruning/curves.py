@@ -167,10 +167,13 @@ def counts_of(
 def measure_curve(
     context: PruningContext, prepared: PreparedSite, ranking: Ranking, widths: Sequence[int] | None = None
 ) -> SiteCurve:
-    """The held-out loss along the ranking, and what the cuts save: predicted and measured at two points, else all measured."""
+    """The held-out loss along the ranking, and what the cuts save: predicted and measured at two points, else all measured.
+
+    `widths` that run fast have points besides those of the grid: between them a cut saves nothing alone, but may in pairs.
+    """
     recipe, site = context.recipe, prepared.site
     folds = site.name in context.folding_sites
-    counts_at = partial(counts_of, site.channels, recipe.largest_share, context.round_to(site.name), widths, folds=folds)
+    counts_at = partial(counts_of, site.channels, recipe.largest_share, context.round_to(site.name), folds=folds)
     counts = counts_at(at=None)
     # on few examples seven points cost no more than two on many, and they are measured, not predicted
     predicts = ranking.predicted and len(context.held_out.examples) > len(context.held_out_few.examples)
@@ -178,7 +181,7 @@ def measure_curve(
     if losses:
         losses_at = tuple(losses[m] for m in counts)
     else:
-        counts = counts_at()
+        counts = tuple(sorted({*counts_at(), *counts_at(widths)}))
         losses_at = _measured_losses(context, prepared, ranking, counts, context.held_out)
     if not math.isfinite(losses_at[0]):
         raise NonFinite(

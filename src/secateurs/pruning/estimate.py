@@ -345,6 +345,7 @@ def _together(prices: _Prices) -> Iterator[Phase]:
             for _ in PRICES if folds else ():
                 yield solved
                 frontiers += refitted
+            frontiers += refitted  # that of MACs
     if frontiers > 1 and not journal.of(ComparedFrontiers):
         yield Phase("compare", (prices.network(prices.few) + prices.passes(2 * prices.held_out),) * frontiers, "trial")
     yield from _tried(prices)

@@ -1,4 +1,4 @@
-"""Frontiers of allocations, predicted loss against saving: one for each shortcut position and price of branches, joined."""
+"""Frontiers of allocations, predicted loss against saving: one for each shortcut position and weighing of cuts, joined."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _TINY = 1e-12  # sums of shares are rounded
 
 @dataclass(frozen=True, eq=False)
 class Frontier:
-    """Allocations of one shortcut position and one price of folded branches, each of which saves more than the last."""
+    """Allocations of one shortcut position and one weighing of cuts, each of which saves more than the last."""
 
     context: PruningContext  # of that position
     curves: Mapping[str, SiteCurve]
     allocations: Sequence[Allocation]
-    price: float = 1.0
+    weighed: str = ""
     reaches: bool = False  # the last one reaches all targets
 
     def network(self, allocation: Allocation) -> Graph:
@@ -45,18 +45,17 @@ class Frontier:
 
 
 def frontiers_of(context: PruningContext, curves: Mapping[str, SiteCurve]) -> list[Frontier]:
-    """The frontiers of the context's position: one, or where time counts and branches can be folded, one for each price."""
+    """The frontiers of the context's position: one, or where time counts, one for each way to weigh cuts."""
     if context.journal.of(ChosenAllocation):  # a resumed run has chosen
         return [Frontier(context, curves, ())]
     if not curves:
         return [Frontier(context, curves, (Allocation({}, 0.0, 0.0),))]
-    refits = context.recipe.repair in REFITTED
-    by_price = context.price.frontiers(curves)
-    return [_up_to_target(context, curves, found, price) for price, found in by_price.items() if refits or price == 1.0]
+    found = [_up_to_target(context, curves, each, by) for by, each in context.price.frontiers(curves).items()]
+    return found if context.recipe.repair in REFITTED else found[:1]
 
 
 def _up_to_target(
-    context: PruningContext, curves: Mapping[str, SiteCurve], allocations: Sequence[Allocation], price: float
+    context: PruningContext, curves: Mapping[str, SiteCurve], allocations: Sequence[Allocation], weighed: str
 ) -> Frontier:
     """The allocations up to the first whose cuts, made together, reach all targets; else all of them."""
     recipe = context.recipe
@@ -80,9 +79,9 @@ def _up_to_target(
         return enough and context.memory_left(smaller) <= (recipe.target_memory or 1.0)
 
     if not by_structure and share is None:
-        return Frontier(context, curves, allocations, price)
+        return Frontier(context, curves, allocations, weighed)
     last = bisect_left(range(len(allocations) - 1), True, key=reaches)
-    return Frontier(context, curves, allocations[: last + 1], price, reaches(last))
+    return Frontier(context, curves, allocations[: last + 1], weighed, reaches(last))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +103,8 @@ class JoinedFrontier:
 def joined(found: Sequence[Frontier]) -> JoinedFrontier:
     """The best allocations of all frontiers.
 
-    Predictions of different positions and prices are wrong by different factors: what cuts lose together is not what they lose
-    alone. So a network of each frontier is made and measured, and what the frontier predicts is multiplied by that factor.
+    Predictions of different positions and weighings are wrong by different factors: what cuts lose together is not what they
+    lose alone. So a network of each frontier is made and measured, and what the frontier predicts is multiplied by that factor.
     """
     losses = [1.0] if len(found) == 1 else [_factor(one) for one in _compared(found).tried]
     source: dict[int, Frontier] = {}
@@ -160,13 +159,13 @@ def _compared(found: Sequence[Frontier]) -> ComparedFrontiers:
             name = f"{context.shortcut} {sorted(chosen.removed.items())}"
             if name not in known:
                 known[name] = _rise(each, chosen)
-            tried.append(FrontierTrial(context.shortcut, each.price, chosen.saved, chosen.predicted_loss, known[name]))
+            tried.append(FrontierTrial(context.shortcut, each.weighed, chosen.saved, chosen.predicted_loss, known[name]))
         return ComparedFrontiers(tuple(tried))
 
     compared = journal.once(ComparedFrontiers, compare)
-    if [(one.shortcut, one.price) for one in compared.tried] != [(each.context.shortcut, each.price) for each in found]:
+    if [(one.shortcut, one.weighed) for one in compared.tried] != [(each.context.shortcut, each.weighed) for each in found]:
         raise RunError(
-            "journal.jsonl: the compared networks are of other shortcut positions or prices of branches than this run's. "
+            "journal.jsonl: the compared networks are of other shortcut positions or weighings than this run's. "
             "Restore the run from a copy, or start a new one."
         )
     return compared

@@ -49,8 +49,8 @@ class Price(Protocol):
     def alone(self, site: Site, ranking: Ranking, counts: Sequence[int]) -> tuple[float, ...]:
         """What cuts of a site save alone, by the number of filters removed: shares of the original network."""
 
-    def frontiers(self, curves: Mapping[str, SiteCurve]) -> Mapping[float, Sequence[Allocation]]:
-        """Allocations, each of which saves more than the last, by what the losses of folded branches are multiplied by."""
+    def frontiers(self, curves: Mapping[str, SiteCurve]) -> Mapping[str, Sequence[Allocation]]:
+        """Allocations, each of which saves more than the last, by what cuts were weighed by."""
 
     def paid(
         self,
@@ -108,9 +108,9 @@ class Counted:
         masks: dict[str | Site, Tensor] = {site.name: cuts_along(ranking.order, [count])[0]}
         return self.share(compact(self.context.original, masks, verify=False))
 
-    def frontiers(self, curves: Mapping[str, SiteCurve]) -> Mapping[float, Sequence[Allocation]]:
+    def frontiers(self, curves: Mapping[str, SiteCurve]) -> Mapping[str, Sequence[Allocation]]:
         """One."""
-        return {1.0: frontier([each.curve for each in curves.values()], self.context.branches(curves))}
+        return {self.currency: frontier([each.curve for each in curves.values()], self.context.branches(curves))}
 
     def paid(
         self,
@@ -135,6 +135,11 @@ class Counted:
         return
 
 
+def macs(context: PruningContext) -> Counted:
+    """Multiplications of the network."""
+    return Counted(context, "MACs", lambda graph: context.shares_removed(graph)[1])
+
+
 def price_for(context: PruningContext) -> Price:
     """Seconds where an engine is known and all sites are weighed together; else what the target counts, or MACs."""
     from secateurs.pruning.time_price import TimePrice
@@ -147,4 +152,4 @@ def price_for(context: PruningContext) -> Price:
     if recipe.target_macs is None and recipe.target_memory is not None:
         before = activations(context.original).total
         return Counted(context, "activations", lambda graph: 1 - activations(graph).total / before)
-    return Counted(context, "MACs", lambda graph: context.shares_removed(graph)[1])
+    return macs(context)

@@ -267,7 +267,7 @@ class FrontierTrial:
     """A network of one frontier, made and measured: by how much what the frontier predicts is wrong."""
 
     shortcut: Shortcut
-    price: float  # by which the losses of folded branches are multiplied
+    weighed: str  # what cuts were weighed by
     saved: float  # predicted share
     predicted: float  # rise of the loss
     rise: float  # measured on the held-out examples
@@ -275,7 +275,7 @@ class FrontierTrial:
 
 @dataclass(frozen=True)
 class ComparedFrontiers:
-    """Frontiers of several shortcut positions and prices of folded branches, each by one of its networks.
+    """Frontiers of several shortcut positions and several weighings, each by one of its networks.
 
     Each is measured with all its cuts in place: what makes up for one folded branch cannot make up for its neighbours too.
     """

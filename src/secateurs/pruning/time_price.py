@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from statistics import median
 from typing import TYPE_CHECKING
@@ -25,6 +25,8 @@ from secateurs.criteria.ranking import Ranking, cuts_along
 from secateurs.errors import EmptyLayer, RunError
 from secateurs.graph.sites import Site
 from secateurs.graph.trace import Graph
+from secateurs.pruning.engine_times import EngineTimes
+from secateurs.pruning.price import macs
 from secateurs.pruning.results import (
     ChosenAllocation,
     MeasuredSpeed,
@@ -35,12 +37,11 @@ from secateurs.pruning.results import (
     TimeTable,
 )
 from secateurs.pruning.speeds import fastest
-from secateurs.selection.allocation import Allocation
+from secateurs.selection.allocation import Allocation, Curve, frontier
 from secateurs.selection.knapsack import ascending, best_allocations
-from secateurs.speed.correction import Correction
 from secateurs.speed.engines import Engine, TorchEngine, at_batch, batch_like
 from secateurs.speed.nodes import node_seconds
-from secateurs.speed.sizes import Size, Sizing, Widths
+from secateurs.speed.sizes import Size, Sizing
 from secateurs.speed.tables import SECONDS, LatencyModel, NetworkModel, Rounds, Sizes, TableFile, fast_widths
 from secateurs.speed.timing import Compared, Load, compare, in_rounds
 from secateurs.speed.widths import candidates
@@ -58,50 +59,6 @@ _TIMED_ROUNDS = (12, 24)  # of two networks in turns, to correct the tables
 _MEASURED_ROUNDS = (5, 5)  # by a function of the user's own, which may take long
 _TINY = 1e-9
 _FEW_WIDTHS = 6  # at which whole networks are timed, for each site
-
-
-@dataclass(eq=False)
-class EngineTimes:
-    """The engine at one batch: its tables, and what measured networks taught about them.
-
-    What the whole network takes beyond its layers is spent between them: on calls, and on the work that they do. A call is gone
-    where a branch is folded; there is less work wherever a channel is gone. How the two share that time is what the first
-    measured network tells; until then all of it is for calls.
-    """
-
-    engine: Engine
-    model: LatencyModel | NetworkModel
-    original: float  # seconds of the whole network
-    for_work: float = 0.0  # share of the time between the layers that is for work, not for calls
-    timed: list[tuple[Widths, float]] = field(default_factory=list)  # networks, and what they were measured to save
-    correction: Correction = field(default_factory=Correction)
-
-    def saved(self, widths: Widths) -> float:
-        """Predicted share of the original network's time that is saved."""
-        return self.correction(self._uncorrected(widths))
-
-    def correct(self, timed: TimedAllocation, widths: Widths) -> None:
-        """Take the share of work with which the measured time comes out, as far as it does, and correct by what is left."""
-        measured = max(1 - timed.seconds / timed.original, 0.0)
-        layers, calls, work = self._saved(widths)
-        if work > calls:
-            self.for_work = min(max((measured - layers - calls) / (work - calls), 0.0), 1.0)
-        self.timed.append((widths, measured))
-        self.correction = Correction([(self._uncorrected(one), saved) for one, saved in self.timed])
-
-    def _uncorrected(self, widths: Widths) -> float:
-        layers, calls, work = self._saved(widths)
-        return layers + (1 - self.for_work) * calls + self.for_work * work
-
-    def _saved(self, widths: Widths) -> tuple[float, float, float]:
-        """Shares of the original network's time: saved by layers, and between them, if calls and if work were all it is for."""
-        whole, left = max(self.original, self._full), self.model.left_between(widths)
-        between = 1 - self._full / whole
-        return (self._full - self.model.seconds(widths)) / whole, between * (1 - left.calls), between * (1 - left.work)
-
-    @cached_property
-    def _full(self) -> float:
-        return self.model.seconds({})
 
 
 class TimePrice:
@@ -279,11 +236,11 @@ class TimePrice:
         seconds = [self.model.seconds({site.name: width}) for width in widths]
         return tuple((seconds[0] - each) / seconds[0] for each in seconds)
 
-    def frontiers(self, curves: Mapping[str, SiteCurve]) -> dict[float, tuple[Allocation, ...]]:
+    def frontiers(self, curves: Mapping[str, SiteCurve]) -> dict[str, tuple[Allocation, ...]]:
         """The allocations of least predicted loss for every share of the time saved, from nothing removed on.
 
-        By the price of folded branches, by which their losses are multiplied; only 1 if none can be folded. Everything measured
-        is journaled, so that a resumed run finds the same ones.
+        Where branches can be folded, also with their losses multiplied; and those of least loss for the MACs saved. Everything
+        measured is journaled, so that a resumed run finds the same ones.
         """
         for timed in self.journal.of(TimedAllocation, **self.context.of_position):
             if timed.round and any(name not in curves for name in timed.removed):
@@ -309,7 +266,22 @@ class TimePrice:
             if close and (share <= wanted * (1 + CLOSE) if wanted is not None else number > 1):
                 break
         dearer = PRICES if any(curve.curve.removed[-1] == len(curve.original) for curve in curves.values()) else ()
-        return {1.0: found} | {price: self._solve(curves, around, price) for price in dearer}
+        by_price = {f"time, branches {price:g} times": self._solve(curves, around, price) for price in dearer}
+        return {self.currency: found, **by_price, "MACs": self._by_macs(curves)}
+
+    def _by_macs(self, curves: Mapping[str, SiteCurve]) -> tuple[Allocation, ...]:
+        """What would be chosen by MACs, with the time that it saves.
+
+        Time is solved for around one network, so it misses cuts that save nothing alone and much in pairs; all MACs save some.
+        """
+        counted, weighed = macs(self.context), list[Curve]()
+        for name, curve in curves.items():
+            site = self.context.site(self.context.original, name)
+            assert site is not None
+            weighed.append(replace(curve.curve, saved=counted.alone(site, curve.ranking, curve.curve.removed)))
+        first_one, *others = frontier(weighed, self.context.branches(curves))
+        timed = [replace(one, saved=self.times[0].saved(self.widths(one.removed))) for one in others]
+        return ascending([first_one, *(one for one in timed if self._slower_alone(one) <= 0)])
 
     @property
     def target_share(self) -> float | None:
@@ -352,13 +324,17 @@ class TimePrice:
 
         weighed = []
         for name, curve in curves.items():
-            alone = {m: saved({**around, name: m}) for m in curve.curve.removed}
-            folded = [m == len(curve.original) for m in curve.curve.removed]
-            first = curve.curve.loss[0]
-            losses = [
-                first + price * (loss - first) if gone else loss for loss, gone in zip(curve.curve.loss, folded, strict=True)
-            ]
-            weighed.append(replace(curve.curve, loss=tuple(losses), saved=tuple(alone[m] - alone[0] for m in alone)))
+            site, channels, first = self.context.site(self.context.original, name), len(curve.original), curve.curve.loss[0]
+            assert site is not None
+            fast = self.widths_of(site)
+            losses = {
+                m: first + price * (loss - first) if m == channels else loss
+                for m, loss in zip(curve.curve.removed, curve.curve.loss, strict=True)
+                if m in (0, channels) or fast is None or channels - m in fast
+            }
+            alone = {m: saved({**around, name: m}) for m in losses}
+            savings = tuple(alone[m] - alone[0] for m in losses)
+            weighed.append(Curve(name, tuple(losses), tuple(losses.values()), savings))
 
         without: dict[frozenset[str], float] = {}  # what is saved where none of some sites is cut
 
