@@ -234,18 +234,21 @@ def sites_at(graph: Any, shortcut: Any, number: int = 0) -> list[Any]:
     return list(found.values())
 
 
-def moved_to_a_norm(graph: Any, site: Any, whole: Any) -> bool:
-    """Whether a site's mask lies at a norm over channels where that of its name in the uncut network does not.
+def moved(graph: Any, site: Any, whole: Any) -> bool:
+    """Whether a site's mask lies where that of its name in the uncut network does not: no masks of that give the same then.
 
-    Then no masks of the uncut network give the same: once a sum is folded away, the norm behind it takes statistics of the kept
-    channels, while the site before the sum handed it zeros.
+    At a norm over channels: once a sum is folded away, the norm behind it takes statistics of the kept channels, while the site
+    before the sum handed it zeros. Or later: once the first sum of a stream is folded away, what is left of it there may be the
+    network's input, of which no channel can go, while the uncut stream loses its channels from that sum on.
     """
     from secateurs.graph.flow import Norm, find_flows
 
     norms = {node.name for node, flow in find_flows(graph.module).of.items() if isinstance(flow, Norm)}
-    masked = norms & {point.node for point in site.points}
+    places = {point.node for point in site.points}
     uncut = [each for each in sites_at(whole, (("before", "after", "stream", "coupled", "widths"),)) if each.name == site.name]
-    return not all(masked <= {point.node for point in each.points} for each in uncut)
+    return any(
+        not norms & places <= {point.node for point in each.points} or each.points[0].node not in places for each in uncut
+    )
 
 
 def captured(
@@ -293,7 +296,7 @@ def examine(
     first = batches[0]
     at[:] = ["sites"]
     graph = whole
-    happened, moved = {"no sites"}, False
+    happened, elsewhere = {"no sites"}, False
     for number in range(3):
         ordinal = ("first", "second", "third")[number]
         at[:] = [f"{ordinal} sites"]
@@ -304,7 +307,7 @@ def examine(
         masks = choose(sites, number) if len(sites) else None
         if masks is None:
             break
-        moved |= "at once" in laws and any(moved_to_a_norm(graph, site, whole) for site in sites if site.name in masks)
+        elsewhere |= "at once" in laws and any(moved(graph, site, whole) for site in sites if site.name in masks)
         at[:] = [f"{ordinal} masked"]
         reference = masked(graph, masks)
         at[:] = [f"{ordinal} compact"]
@@ -365,7 +368,7 @@ def examine(
         for name in removed if known else ():
             if not set(removed[name]) <= set(there[name].original):
                 raise Broken(f"{name}: ids {removed[name]} are removed of {there[name].original}")
-        if known and not moved:
+        if known and not elsewhere:
             together = {name: ~torch.isin(torch.tensor(there[name].original), torch.tensor(removed[name])) for name in removed}
             same(output(graph.module, first), output(masked(whole, together), first))
     if "replay" in laws:
@@ -529,7 +532,7 @@ def as_file(failure: Failure) -> str:
         check_gradients,
         something_is_constant,
         sites_at,
-        moved_to_a_norm,
+        moved,
         captured,
         examine,
     ]
