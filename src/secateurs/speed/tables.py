@@ -26,7 +26,7 @@ from secateurs._util.decode import Malformed, checked, decode_json, read_text_fi
 from secateurs._util.download import home
 from secateurs._util.files import write_text
 from secateurs.compaction import compact
-from secateurs.compaction.nodes import narrow_layer_
+from secateurs.compaction.narrowing import narrow_layer_
 from secateurs.errors import InvalidInput
 from secateurs.graph.layers import Align, Offset
 from secateurs.graph.masking import copy_module, insert_behind_
