@@ -35,8 +35,9 @@ from secateurs.graph.capture.calls import ByPosition, call_for, tensors_in
 from secateurs.graph.layers import Align, Constant, SumInto
 from secateurs.graph.masking import copied
 from secateurs.graph.node_info import called_module, info, label_of, shape_of
+from secateurs.graph.other_sizes import attempt, other_batches
 from secateurs.graph.plan import Plan
-from secateurs.graph.trace import Example, Graph, attempt, dtype_of, like_network, other_batches, trace
+from secateurs.graph.trace import Example, Graph, dtype_of, like_network, trace
 
 TOLERANCE = 1e-9  # of the largest value, in float64
 
