@@ -14,7 +14,8 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import nn
 
-from secateurs._util.journal import Journal, disk_errors
+from secateurs._util.folders import disk_errors
+from secateurs._util.journal import Journal
 from secateurs._util.modules import Device, check_device, device_of, unwrapped
 from secateurs._util.tensors import digest
 from secateurs.config import Deploy, EngineName, Recipe, ShortcutChoice, TrainSettings, declarations

@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 
-from secateurs._util.journal import Journal, disk_errors, plain, record_from
+from secateurs._util.folders import disk_errors
+from secateurs._util.journal import Journal, plain, record_from
 from secateurs._util.modules import Device, network_digest
 from secateurs._util.tensors import digest
 from secateurs.compaction import replay

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from secateurs.data import Data
     from secateurs.graph.sites import Sites
     from secateurs.graph.trace import Example, Graph
-    from secateurs.speed.tables import NetworkTimes
+    from secateurs.speed.site_times import NetworkTimes
 
 _SHAPE = Parameter(negative="", consume_multiple=True, show_default="that of a built-in model")
 
@@ -126,7 +126,7 @@ def _site_times(graph: Graph, sites: Sites, engine: EngineName, batch: int, thre
     from secateurs.cli.progress import Status, display
     from secateurs.config import Recipe
     from secateurs.export.engines import engine_for
-    from secateurs.speed.tables import site_times
+    from secateurs.speed.site_times import site_times
 
     recipe = Recipe(engine=engine, latency_batch=batch, latency_threads=threads)
     with display() as screen:
