@@ -47,6 +47,7 @@ from secateurs.pruning.arguments import (
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.curves import chosen_sites
 from secateurs.pruning.estimate import Estimate, estimate, opening
+from secateurs.pruning.figures import KINDS, ResultFigures
 from secateurs.pruning.folder import (
     check_origin,
     create_folder,
@@ -60,7 +61,7 @@ from secateurs.pruning.folder import (
     recipe_digest,
 )
 from secateurs.pruning.forecast import Forecast
-from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start, Step
+from secateurs.pruning.results import Progress, Start, Step
 from secateurs.pruning.run import Run
 from secateurs.pruning.sanity import accuracy_note, better_than_guessing, shape_notes
 from secateurs.pruning.trainer import check_training

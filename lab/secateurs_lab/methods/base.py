@@ -36,8 +36,9 @@ from secateurs.metrics import (
     follows_helpers,
 )
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
+from secateurs.pruning.figures import KINDS
 from secateurs.pruning.folder import open_cache
-from secateurs.pruning.results import KINDS, Progress, SiteCurve
+from secateurs.pruning.results import Progress, SiteCurve
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.training.state import TrainState, packed, restore_
 from secateurs_lab.methods.teacher import RecallingTeacher

@@ -34,7 +34,8 @@ from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import Graph, like_network
 from secateurs.metrics import changed, display_name, fingerprints
 from secateurs.pruning.context import NetworkState, Stopwatch
-from secateurs.pruning.results import KINDS, Count, ResultFigures, Step, Structure, phase_seconds
+from secateurs.pruning.figures import KINDS, ResultFigures, phase_seconds
+from secateurs.pruning.results import Count, Step, Structure
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.training.resumable import CHECKPOINT
 
