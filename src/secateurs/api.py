@@ -7,22 +7,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import cached_property
-from numbers import Real
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
 
-from secateurs._util.journal import Journal, disk_errors
-from secateurs._util.modules import Device, check_device, device_of, unwrapped
+from secateurs._util.folders import disk_errors
+from secateurs._util.journal import Journal
+from secateurs._util.modules import Device, check_device, unwrapped
 from secateurs._util.tensors import digest
 from secateurs.config import Deploy, EngineName, Recipe, ShortcutChoice, TrainSettings, declarations
 from secateurs.criteria import named, resolved, taken_up, user_function
-from secateurs.data.dataset import class_labels
-from secateurs.data.drawn import open_loaders, reopen_loaders, save_drawn
-from secateurs.data.forms import PAIR, Forward
+from secateurs.data.dataset import Examples, class_labels
+from secateurs.data.drawn import reopen_loaders, save_drawn
+from secateurs.data.forms import PAIR, BatchForm, Forward
 from secateurs.data.splits import Data
+from secateurs.data.stream import Stream
 from secateurs.distributed import ALONE, Workers, join, restarts
 from secateurs.distributed import rank as torchrun_rank
 from secateurs.errors import InvalidInput, RunError, suggest
@@ -33,10 +34,12 @@ from secateurs.metrics import Measure, correct, cross_entropy, display_name, out
 from secateurs.pruning.arguments import (
     Ignore,
     check_autograd,
+    check_call,
     check_data,
     check_functions,
     check_trials,
     feasible,
+    open_sets,
     recipe_for,
     within_time_budget,
     without_ignored,
@@ -44,6 +47,7 @@ from secateurs.pruning.arguments import (
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime, Stopwatch
 from secateurs.pruning.curves import chosen_sites
 from secateurs.pruning.estimate import Estimate, estimate, opening
+from secateurs.pruning.figures import KINDS, ResultFigures
 from secateurs.pruning.folder import (
     check_origin,
     create_folder,
@@ -57,7 +61,7 @@ from secateurs.pruning.folder import (
     recipe_digest,
 )
 from secateurs.pruning.forecast import Forecast
-from secateurs.pruning.results import KINDS, Progress, ResultFigures, Start, Step
+from secateurs.pruning.results import Progress, Start, Step
 from secateurs.pruning.run import Run
 from secateurs.pruning.sanity import accuracy_note, better_than_guessing, shape_notes
 from secateurs.pruning.trainer import check_training
@@ -123,73 +127,29 @@ class Pruner(Run):
         workers = join() if distributed else ALONE
         folder = None if folder is None else Path(folder).expanduser()
         check_device(device)
-        if device_of(model).type == "meta":
-            raise InvalidInput(
-                "the model is on the meta device: it has shapes and no weights, so nothing can be measured. Build it on a real "
-                "device and load its weights: model.to_empty(device='cpu'), then model.load_state_dict(...)."
-            )
         functions = {"evaluate": evaluate, "finetune": finetune, "forward": forward, "loss": loss, "metric": metric}
-        check_functions(**functions, measure=measure, callback=callback)
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise InvalidInput(f"recipe: got {recipe!r:.40}, wanted a Recipe: Recipe(…), Recipe.fast(…) or Recipe.paper(…).")
-        if time_budget is not None and not (isinstance(time_budget, Real) and time_budget > 0):
-            raise InvalidInput(f"time_budget: got {time_budget!r:.40}, wanted a number of seconds above 0.")
+        check_call(model, recipe, time_budget, {**functions, "measure": measure, "callback": callback})
         finetune = with_step(finetune)
-        if evaluate is not None and test is not None:
-            raise InvalidInput(
-                "evaluate measures a set of its own, and cannot measure the test set: give no test, and measure result.model "
-                "on your test data."
-            )
-        owned, streams, form = not isinstance(train, Data), dict[str, Any](), PAIR
-        if isinstance(train, Data):
-            data = seen = train
-            if val is not None or test is not None or forward is not None:
-                raise InvalidInput("train is a Data, which has its validation and test sets: give no val, test or forward.")
-        else:
-            opened = open_loaders(
-                model,
-                *(train, val, test),
-                forward=forward,
-                own=_given(loss=loss, metric=metric),
-                seed=0 if recipe is None else recipe.seed,
-                folder=folder if workers.first else None,
-            )
-            data, form, streams = opened.data, opened.form, {"train": opened.train, "test": opened.test}
-            seen = replace(data, test=opened.first_test)
+        own, seed = _given(loss=loss, metric=metric), 0 if recipe is None else recipe.seed
+        place = folder if workers.first else None
+        opened = open_sets(model, train, val, test, evaluate, forward=forward, own=own, seed=seed, folder=place)
+        data, form = opened.data, opened.form
+        streams: dict[str, Any] = {"train": opened.train, "test": opened.test}
+        seen = replace(data, test=opened.first_test) if opened.train is not None else data
         notes += data.notes
         targets = {"target_macs": macs, "target_parameters": parameters, "target_latency": target_latency, "max_ms": max_ms}
-        own = {
-            "engine": engine,
-            "latency_batch": latency_batch,
-            "shortcut": shortcut,
-            "confidence": confidence,
-            "deploy": deploy,
-        }
-        asked = recipe_for(recipe, criterion, max_drop=max_drop, retrain=retrain, **own, **targets)
+        timing = {"engine": engine, "latency_batch": latency_batch}
+        kept = {"confidence": confidence, "deploy": deploy, "shortcut": shortcut}
+        asked = recipe_for(recipe, criterion, max_drop=max_drop, retrain=retrain, **timing, **kept, **targets)
         timed_in = _engine(asked, measure, device)
         graph = trace(model, example_for(model, data), leaves=leaves)
         asked = without_ignored(asked, graph, model, ignore)
         chosen_sites(asked, graph)  # an error here leaves no folder
-        loss_fn, metric_fn = (
-            form.measure(loss, output_loss if form.gives_loss else cross_entropy),
-            form.measure(metric, correct),
-        )
+        loss_fn, metric_fn = _measures(form, loss, metric)
         check_data(graph, seen, loss_fn, metric_fn, evaluate)
         notes += shape_notes(seen)
-        check_trials(asked, trains=finetune is not None)
-        if asked.finetune is not None and finetune is not None:
-            notes.append("your finetune takes the place of that of the recipe")
-        for settings in filter(None, (None if finetune else asked.finetune, asked.retrain)):
-            check_training(graph, settings, seen.train, streams.get("train"), loss_fn=loss_fn)
-        with workers.active():
-            whole = None if evaluate is None else WholeMetric.of(evaluate, graph)
-            if whole is not None:
-                whole.check_tells_networks_apart(graph)
-        if whole is not None and whole.count is None and asked.confidence:
-            asked = replace(asked, confidence=0.0)
-            notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
-        if asked.max_drop >= 1:
-            notes.append(f"max_drop={asked.max_drop:g} allows all accuracy to be lost: 0.01 is one point")
+        notes += _check_trainings(asked, finetune, graph, seen.train, opened.train, loss_fn)
+        whole = _whole_metric(evaluate, graph, workers)
         uncertified = recipe is None and confidence is None if uncertified is None else uncertified
         asked = feasible(asked, data, whole, trains=finetune is not None, given=not uncertified, notes=notes)
         if time_budget is not None:
@@ -199,14 +159,14 @@ class Pruner(Run):
             asked = within_time_budget(workers, time_budget, asked, graph, data, runtime, notes)
         measures = {"loss": loss_fn, "metric": evaluate or metric_fn, **({} if measure is None else {"time": measure})}
         _check_workers(workers, graph, data, asked, measures)
-        journal = Journal(None, KINDS, workers) if folder is None else None
-        if folder is not None:
+        if folder is None:
+            journal = Journal(None, KINDS, workers)
+        else:
             again = _given(**functions, measure=measure, test=test)
             known = provenance(graph, data, asked, measures=measures, again=again, notes=notes, store=store, origin=origin)
             journal = create_folder(folder, asked, known, workers)
-        assert journal is not None
         try:
-            if owned and folder is not None and workers.first:
+            if opened.train is not None and folder is not None and workers.first:
                 with disk_errors(folder):
                     data = save_drawn(data, folder, whole=form.whole or form.gives_loss)
             cache = open_cache(journal, store)
@@ -460,10 +420,7 @@ def resume(
         else:
             own = _given(loss=loss, metric=metric)
             data, form, streams = reopen_loaders(path, model, train, test, forward=forward, own=own)
-        loss_fn, metric_fn = (
-            form.measure(loss, output_loss if form.gives_loss else cross_entropy),
-            form.measure(metric, correct),
-        )
+        loss_fn, metric_fn = _measures(form, loss, metric)
         check_origin(path, data, {"loss": loss_fn, "metric": evaluate or metric_fn}, known)
         absent = {name for name, given in (("finetune", finetune), ("test", test)) if given is None}
         missing = [f"{name}=…" for name in known.get("again", ()) if name in absent]
@@ -534,6 +491,33 @@ def _own_store(named: str | None) -> Path | None:
 
 def _given(**options: object) -> list[str]:
     return [name for name, value in options.items() if value is not None]
+
+
+def _measures(form: BatchForm, loss: Measure | None, metric: Measure | None) -> tuple[Measure, Measure]:
+    """The loss and the metric of batches of that form."""
+    own_loss = form.measure(loss, output_loss if form.gives_loss else cross_entropy)
+    return own_loss, form.measure(metric, correct)
+
+
+def _whole_metric(evaluate: Evaluate | None, graph: Graph, workers: Workers) -> WholeMetric | None:
+    """The user's metric of the whole validation set, refused where it gives all networks the same."""
+    if evaluate is None:
+        return None
+    with workers.active():
+        whole = WholeMetric.of(evaluate, graph)
+        whole.check_tells_networks_apart(graph)
+    return whole
+
+
+def _check_trainings(
+    recipe: Recipe, own: object, graph: Graph, examples: Examples, stream: Stream | None, loss_fn: Measure
+) -> list[str]:
+    """Refuse trainings that cannot be; the user's `own` between the cuts takes the place of the recipe's, which is noted."""
+    check_trials(recipe, trains=own is not None)
+    for settings in filter(None, (None if own else recipe.finetune, recipe.retrain)):
+        check_training(graph, settings, examples, stream, loss_fn=loss_fn)
+    taken = recipe.finetune is not None and own is not None
+    return ["your finetune takes the place of that of the recipe"] if taken else []
 
 
 def _engine(recipe: Recipe, measure: Callable[[nn.Module], float] | None, device: Device) -> Engine | None:

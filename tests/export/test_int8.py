@@ -27,9 +27,10 @@ from secateurs.data import load as load_data
 from secateurs.errors import ArtefactError, InvalidInput, NonFinite, RecipeError, Uncertified, UnsupportedOp
 from secateurs.export import int8
 from secateurs.export.deliver import prepared
+from secateurs.export.float_model import FloatModel
 from secateurs.export.int8 import Quantiser, entropy_range, percentile_range
 from secateurs.export.programs import feed, onnx_bytes, start_session
-from secateurs.export.qdq import FloatModel, quantised_model, step_and_zero
+from secateurs.export.qdq import quantised_model, step_and_zero
 from secateurs.models import example_input
 from secateurs.pruning.measure import PerExample
 from secateurs.report.result import Result

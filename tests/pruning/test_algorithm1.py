@@ -28,8 +28,9 @@ from secateurs.graph.sites import find_sites
 from secateurs.metrics import correct, cross_entropy, evaluate
 from secateurs.models import build
 from secateurs.pruning.context import PruningContext, Runtime
+from secateurs.pruning.figures import RunResult
 from secateurs.pruning.measure import CERTIFYING
-from secateurs.pruning.results import ChosenAllocation, RunResult, Step
+from secateurs.pruning.results import ChosenAllocation, Step
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.scoring.engine import MaskedNetwork
 from secateurs.selection.contract import divide_images, paired_bound

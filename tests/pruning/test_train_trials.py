@@ -27,7 +27,8 @@ from secateurs.errors import InvalidInput, RecipeError, RunError, TrainingError
 from secateurs.graph.trace import Graph
 from secateurs.metrics import accuracy
 from secateurs.pruning.context import PruningContext
-from secateurs.pruning.results import Progress, RunResult, Trial
+from secateurs.pruning.figures import RunResult
+from secateurs.pruning.results import Progress, Trial
 from secateurs.pruning.trials import train_trial
 from secateurs.training import train_
 from torture.runs import differing_file, few_digits, perceptron, without_times

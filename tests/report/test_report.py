@@ -31,7 +31,8 @@ from secateurs.graph.sites import find_sites
 from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import trace
 from secateurs.models import build
-from secateurs.pruning.results import KINDS, ChosenAllocation, ResultFigures, SiteCurve, SiteCut, SiteOrder, Start, Step
+from secateurs.pruning.figures import KINDS, ResultFigures
+from secateurs.pruning.results import ChosenAllocation, SiteCurve, SiteCut, SiteOrder, Start, Step
 from secateurs.report import charts, plots, read_run, where_it_stands, write_report
 from secateurs.report.charts import accuracy, agreement, best, importances
 from secateurs.report.exports import note_exports

@@ -27,9 +27,9 @@ from secateurs._util.journal import Journal
 from secateurs.config import Recipe
 from secateurs.pruning.climb import choose_allocation
 from secateurs.pruning.curves import counts_of
+from secateurs.pruning.figures import KINDS as RECORDS
 from secateurs.pruning.judge import Judge, contract_of, judge_for
 from secateurs.pruning.measure import Side, divided
-from secateurs.pruning.results import KINDS as RECORDS
 from secateurs.pruning.results import ChosenAllocation, Start, Trial
 from secateurs.selection.allocation import Allocation, Curve, frontier
 from secateurs.selection.contract import Sides

@@ -26,8 +26,8 @@ from secateurs.config import GENTLE, PAPER_FINETUNE, PAPER_RETRAIN, TrainSetting
 from secateurs.data import Examples
 from secateurs.errors import Diverged, InvalidInput, TrainingError
 from secateurs.metrics import correct, cross_entropy
+from secateurs.pruning.figures import KINDS
 from secateurs.pruning.judge import Judge
-from secateurs.pruning.results import KINDS
 from secateurs.training import (
     EpochRecord,
     KeptWeights,

@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypedDict
 
 from torch import Tensor
 
-from secateurs._util.journal import Journal, disk_errors, plain, record_from
+from secateurs._util.folders import disk_errors
+from secateurs._util.journal import Journal, plain, record_from
 from secateurs._util.modules import Device, network_digest
 from secateurs._util.tensors import digest
 from secateurs.compaction import replay
@@ -35,8 +36,9 @@ from secateurs.metrics import (
     follows_helpers,
 )
 from secateurs.pruning.context import ProgressReporter, PruningContext, Runtime
+from secateurs.pruning.figures import KINDS
 from secateurs.pruning.folder import open_cache
-from secateurs.pruning.results import KINDS, Progress, SiteCurve
+from secateurs.pruning.results import Progress, SiteCurve
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.training.state import TrainState, packed, restore_
 from secateurs_lab.methods.teacher import RecallingTeacher

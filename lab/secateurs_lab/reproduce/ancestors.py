@@ -30,8 +30,8 @@ from secateurs.graph.sites import find_sites
 from secateurs.graph.trace import Graph, trace
 from secateurs.metrics import accuracy
 from secateurs.models import build, example_input
+from secateurs.pruning.figures import KINDS
 from secateurs.pruning.folder import environment
-from secateurs.pruning.results import KINDS
 from secateurs.scoring.evaluator import SiteEvaluator
 from secateurs.training.resumable import train_resumably_
 from secateurs.training.schedule import steps_in_epoch

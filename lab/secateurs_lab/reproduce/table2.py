@@ -28,8 +28,8 @@ from secateurs.errors import RunError
 from secateurs.graph.cost import cost
 from secateurs.graph.cost import table as layer_costs
 from secateurs.graph.sites import find_sites
+from secateurs.pruning.figures import Change, RunResult
 from secateurs.pruning.folder import read_provenance, recipe_digest
-from secateurs.pruning.results import Change, RunResult
 from secateurs.report import write_report
 from secateurs_lab.compare.command import Many
 from secateurs_lab.compare.rows import Count, append_row, read_rows

@@ -9,15 +9,12 @@ the line that they were written after, or the next line lists their digests.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
-import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -28,10 +25,11 @@ import torch
 from torch import Tensor
 
 from secateurs._util.decode import Malformed, brief, checked, decode_json
-from secateurs._util.files import LOCK, write_bytes
+from secateurs._util.files import write_bytes
+from secateurs._util.folders import disk_errors, lock, refuse_links
 from secateurs._util.tensors import Damaged, dump, parse
 from secateurs.distributed import ALONE, KeptAnswers, Workers
-from secateurs.errors import RunError, SecateursError
+from secateurs.errors import RunError
 
 JOURNAL, PROVENANCE, TRAINING = "journal.jsonl", "provenance.json", "training.json"
 ANSWERS = "answers"  # folder of what workers have measured of a unit of work under way
@@ -141,22 +139,6 @@ def _lines(file: IO[bytes], path: Path, before: str, kinds: Kinds) -> JournalLin
         digests.append(claimed)
         size += len(line)
     return JournalLines(tuple(records), tuple(digests), size, tuple(notes))
-
-
-def refuse_links(folder: Path) -> None:
-    """RunError if the folder, or a folder in it, holds anything but files and folders.
-
-    A link leads reading and writing to any place, and opening a pipe waits for ever; a folder may come from anybody.
-    """
-    for place, folders, files in os.walk(folder):
-        for path in (Path(place, name) for name in (*folders, *files)):
-            with suppress(FileNotFoundError):  # a run may be at work here
-                mode = path.lstat().st_mode
-                if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-                    raise RunError(
-                        f"{path}: is {'a link' if stat.S_ISLNK(mode) else 'no ordinary file'}, and a folder that may come from "
-                        f"anybody is read only without. If you know where it leads, put that in its place (cp -rL)."
-                    )
 
 
 def read_records(folder: Path, kinds: Kinds) -> list[Any]:
@@ -283,7 +265,7 @@ class Journal:
             return
         with disk_errors(path):
             refuse_links(path)
-        self._lock = _lock(path)
+        self._lock = lock(path)
         try:
             with disk_errors(path):
                 self._file = (path / JOURNAL).open("a+b", buffering=0)
@@ -434,33 +416,3 @@ def _advice(name: str) -> str:
         f"Restore it from a copy. Or delete {JOURNAL} and all of checkpoints/ but start.safetensors, and resume: the run "
         f"starts again, and uses what was measured."
     )
-
-
-def _lock(path: Path) -> IO[bytes]:
-    with disk_errors(path):
-        file = (path / LOCK).open("a+b")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise RunError(f"{path}: another process is working on this run. Wait for it, or stop it first.") from error
-    return file
-
-
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the disk, our own errors about them included, into a `RunError` that says what to do."""
-    try:
-        yield
-    except (OSError, SecateursError) as error:
-        cause = error if isinstance(error, OSError) else error.__cause__
-        if not isinstance(cause, OSError):
-            raise
-        if cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            what = f"the disk is full ({cause.strerror}). Free some space, then resume with: secateurs resume {path}"
-        elif cause.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):  # no entry: as within /proc
-            what = f"cannot be written ({cause.strerror}). Choose a folder that you may write to."
-        else:
-            path = Path(os.fsdecode(cause.filename2 or cause.filename or path))
-            what = f"{cause.strerror or cause}."
-        raise RunError(f"{path}: {what}") from cause

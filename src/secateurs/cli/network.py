@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,9 +21,25 @@ if TYPE_CHECKING:
     from secateurs.data import Data
     from secateurs.graph.sites import Sites
     from secateurs.graph.trace import Example, Graph
-    from secateurs.speed.tables import NetworkTimes
+    from secateurs.speed.site_times import NetworkTimes
 
 _SHAPE = Parameter(negative="", consume_multiple=True, show_default="that of a built-in model")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class LatencyFlags:
+    """How `secateurs sites --latency` times layers."""
+
+    engine: EngineName = "torch"
+    """With --latency: what runs the network."""
+    batch: int = 1
+    """With --latency: examples at once."""
+    threads: Annotated[int | None, Parameter(show_default="torch's")] = None
+    """With --latency: threads of the engine."""
+
+
+_LATENCY = LatencyFlags()
 
 
 def sites(
@@ -35,9 +51,7 @@ def sites(
     data_option: inputs.DataOptions = (),
     shortcut: inputs.ShortcutFlag = "before",
     latency: Annotated[bool, Parameter(negative="", show_default=False)] = False,
-    engine: EngineName = "torch",
-    batch: int = 1,
-    threads: Annotated[int | None, Parameter(show_default="torch's")] = None,
+    timing: LatencyFlags = _LATENCY,
     as_json: inputs.Json = False,
 ) -> None:
     """List the sites of a network: where filters can be removed, from which layers, and the cost of those for one example.
@@ -61,12 +75,6 @@ def sites(
         Or take an example from this data set.
     latency
         Time the layers of every site at other widths: what a filter costs, and which widths are faster than all larger ones.
-    engine
-        With --latency: what runs the network.
-    batch
-        With --latency: examples at once.
-    threads
-        With --latency: threads of the engine.
     """
     from secateurs.graph.cost import cost
     from secateurs.graph.obstacles import find_obstacles
@@ -78,7 +86,7 @@ def sites(
     found, costs = find_sites(graph, shortcut, head_widths=True), cost(graph)
     obstacles = find_obstacles(found)
     macs = {site.name: sum(layer.macs for layer in costs.layers if layer.name in site.layers) for site in found}
-    times = _site_times(graph, found, engine, batch, threads) if latency else None
+    times = _site_times(graph, found, timing) if latency else None
     if as_json:
         listed: list[dict[str, Any]] = [
             {"name": s.name, "channels": s.channels, "unit": s.unit, "layers": list(s.layers), "macs": macs[s.name]}
@@ -102,7 +110,8 @@ def sites(
     if any(s.inside for s in found):
         say("Features are within heads, the same in every head: `secateurs prune --head-widths` removes them too.")
     if times is not None:
-        say(f"In {engine} at batch {batch} the network takes {1e3 * times.network:.3g} ms. A cut changes these layers:")
+        took = f"{1e3 * times.network:.3g} ms"
+        say(f"In {timing.engine} at batch {timing.batch} the network takes {took}. A cut changes these layers:")
         shown = [
             (
                 t.site,
@@ -122,13 +131,13 @@ def sites(
         say(f"What locks the most, {share(obstacles[0].macs)[1]} of all MACs: {obstacles[0]}")
 
 
-def _site_times(graph: Graph, sites: Sites, engine: EngineName, batch: int, threads: int | None) -> NetworkTimes:
+def _site_times(graph: Graph, sites: Sites, timing: LatencyFlags) -> NetworkTimes:
     from secateurs.cli.progress import Status, display
     from secateurs.config import Recipe
     from secateurs.export.engines import engine_for
-    from secateurs.speed.tables import site_times
+    from secateurs.speed.site_times import site_times
 
-    recipe = Recipe(engine=engine, latency_batch=batch, latency_threads=threads)
+    recipe = Recipe(engine=timing.engine, latency_batch=timing.batch, latency_threads=timing.threads)
     with display() as screen:
         return site_times(
             graph,

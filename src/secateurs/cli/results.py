@@ -19,7 +19,8 @@ from secateurs.cli.trust import interrupted, resume_with
 if TYPE_CHECKING:
     from secateurs.api import Pruner
     from secateurs.config import Recipe
-    from secateurs.pruning.results import ResultFigures, RunResult, Step
+    from secateurs.pruning.figures import ResultFigures, RunResult
+    from secateurs.pruning.results import Step
     from secateurs.training import EpochRecord
 
 _EPOCH_COLUMNS = ("epoch", "loss", "accuracy while training", "accuracy on the validation set")
@@ -152,8 +153,9 @@ def report(
 def _show_run(run: Path, *, as_json: bool) -> None:
     from secateurs._util.journal import plain, read_records, records_of
     from secateurs.config import read_recipe, recipe_fields
+    from secateurs.pruning.figures import KINDS, ResultFigures
     from secateurs.pruning.folder import RECIPE, read_provenance
-    from secateurs.pruning.results import KINDS, ResultFigures, Step
+    from secateurs.pruning.results import Step
     from secateurs.report import state_of, where_it_stands
     from secateurs.scoring.cache import MeasurementCache
 

@@ -63,7 +63,8 @@ def is_training(path: Path) -> bool:
 
 def create(path: Path, origin: inputs.Origin, settings: TrainSettings, data: Data) -> None:
     """Create the folder of a training, which must not hold a training or a run."""
-    from secateurs._util.journal import PROVENANCE, disk_errors
+    from secateurs._util.folders import disk_errors
+    from secateurs._util.journal import PROVENANCE
     from secateurs.pruning.folder import FORMAT, environment
 
     if is_training(path) or (path / PROVENANCE).exists():
@@ -109,7 +110,8 @@ def train_in(
     on_epoch: Callable[[EpochRecord], None],
 ) -> list[EpochRecord]:
     """Train `model` to the end, from the last checkpoint if there is one; write the weights and return all epochs."""
-    from secateurs._util.journal import Journal, disk_errors
+    from secateurs._util.folders import disk_errors
+    from secateurs._util.journal import Journal
     from secateurs._util.tensors import dump
     from secateurs.training.resumable import train_resumably_
 

@@ -50,8 +50,8 @@ def run_origin(run: Path, given: Repeated, *, resumed: bool = False) -> Origin:
     """
     from secateurs._util.journal import changed_files, read_records, records_of
     from secateurs.config import read_recipe
+    from secateurs.pruning.figures import KINDS, ResultFigures
     from secateurs.pruning.folder import RECIPE, read_provenance
-    from secateurs.pruning.results import KINDS, ResultFigures
 
     record = read_provenance(run).get("origin") or {}
     ended = records_of(read_records(run, KINDS), ResultFigures)

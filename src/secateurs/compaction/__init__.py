@@ -25,21 +25,10 @@ from secateurs.graph.flow import analyse, find_flows
 from secateurs.graph.layers import Align, Constant
 from secateurs.graph.masking import Masks, copied, copy_module, masked
 from secateurs.graph.node_info import called_module, info, pass_on_
+from secateurs.graph.other_sizes import attempt, other_batches, other_sizes, repeated, smaller_images
 from secateurs.graph.plan import Plan, PlannedCut
 from secateurs.graph.sites import Site, check_masks, find_sites, node_masks, remember_sites_, resolve
-from secateurs.graph.trace import (
-    Graph,
-    as_example,
-    attempt,
-    dtype_of,
-    like_network,
-    other_batches,
-    other_sizes,
-    record_shapes_,
-    repeated,
-    smaller_images,
-    tensors_in,
-)
+from secateurs.graph.trace import Graph, as_example, dtype_of, like_network, record_shapes_, tensors_in
 from secateurs.graph.weight_norm import weight_norm_of
 
 LARGE = 2**17  # values of an example

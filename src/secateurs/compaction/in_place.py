@@ -21,7 +21,6 @@ from torch import Tensor, fx, nn
 
 from secateurs._util.modules import copyable, keeping_modes, unwrapped
 from secateurs.compaction import perturb_, replay
-from secateurs.compaction.additions import add_bias_
 from secateurs.compaction.stored_widths import (
     Write,
     find_stored_widths,
@@ -30,13 +29,15 @@ from secateurs.compaction.stored_widths import (
     second_forwards,
     sizes_by_module,
 )
+from secateurs.compaction.writes import find_writes, submodule, write_
 from secateurs.errors import InvalidInput, NotInPlace, PlanError
 from secateurs.graph.capture.calls import ByPosition, call_for, tensors_in
 from secateurs.graph.layers import Align, Constant, SumInto
 from secateurs.graph.masking import copied
 from secateurs.graph.node_info import called_module, info, label_of, shape_of
+from secateurs.graph.other_sizes import attempt, other_batches
 from secateurs.graph.plan import Plan
-from secateurs.graph.trace import Example, Graph, attempt, dtype_of, like_network, other_batches, trace
+from secateurs.graph.trace import Example, Graph, dtype_of, like_network, trace
 
 TOLERANCE = 1e-9  # of the largest value, in float64
 
@@ -68,7 +69,7 @@ def cut_(model: nn.Module, plan: Plan | Graph | str | Path, example_input: Examp
             raise PlanError(f"the graph's weights do not fit the {type(network).__name__}: {error}") from error
     trial = _Trial(network, example_input, before, after)
     attributes = trial.prove()
-    _write_(network, [*_writes(network, before, after, everything=graph is not None), *attributes], cuts)
+    write_(network, [*find_writes(network, before, after, everything=graph is not None), *attributes], cuts)
     if trial.notes:
         warnings.warn(
             f"numbers that evaluation does not read were set, or not, by the widths of that size around them: "
@@ -106,85 +107,6 @@ def _check_plan(plan: Plan, network: nn.Module) -> None:
             )
 
 
-def _writes(network: nn.Module, before: Graph, after: Graph, *, everything: bool) -> list[Write]:
-    """List what a cut changes in the modules of the graph: other tensors (or all), and the attributes that count them."""
-    homes = _homes(network, before.module)
-    writes: list[Write] = []
-    for path, part in after.module.named_modules():
-        old = _submodule(before.module, path)
-        if old is None:
-            continue  # an alignment, which the model has no need of if the trial succeeds
-        for name, tensor in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-            there = getattr(old, name, None)
-            same = isinstance(there, Tensor) and there.shape == tensor.shape
-            home = homes.get(f"{path}.{name}".lstrip("."), (path, name) if there is None else None)  # a bias that was added
-            if home is None and not (same and name in part._buffers):  # a constant, which the model computes
-                raise NotInPlace(
-                    f"{type(network).__name__} cannot be cut in place: it has no parameter {path}.{name} that could be "
-                    f"narrowed; its forward computes it. Leave that layer alone (ignore=...), or use the compacted one."
-                )
-            if home is not None and not same and isinstance(_submodule(network, home[0]), nn.MultiheadAttention):
-                raise NotInPlace(
-                    f"{type(network).__name__} cannot be cut in place: {home[0]!r} is an nn.MultiheadAttention, which "
-                    f"computes the width of a head from embed_dim and num_heads. Leave it alone, or use the compacted one."
-                )
-            # of a normed weight, the norms change where inputs go, and keep their shape
-            unchanged = isinstance(there, Tensor) and same and torch.equal(there, tensor)
-            if home is not None and (everything or not unchanged):
-                writes.append(Write(home[0], home[1], tensor.detach()))
-        owner = _submodule(network, path)
-        for name, value in vars(part).items():
-            changed = isinstance(value, int | tuple) and name in vars(old) and vars(old)[name] != value
-            if changed and name != "training" and hasattr(owner, name):
-                writes.append(Write(path, name, value))
-    return writes
-
-
-def _submodule(network: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return network.get_submodule(path)
-    except AttributeError:
-        return None
-
-
-def _homes(network: nn.Module, traced: nn.Module) -> dict[str, tuple[str, str]]:
-    """Return where the model holds each tensor of the traced network: under the same name, or the only one of equal values.
-
-    Tracing makes layers of functions that are called with parameters, and parts of torch's attention.
-    """
-    state = dict([*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False)])
-    ours = dict([*traced.named_parameters(remove_duplicate=False), *traced.named_buffers(remove_duplicate=False)])
-    names = {name: name for name in ours if name in state}
-    for name in ours.keys() - names.keys():
-        alike = [
-            n for n in state.keys() - names.keys() if state[n].shape == ours[name].shape and torch.equal(state[n], ours[name])
-        ]
-        if len(alike) == 1:
-            names[name] = alike[0]
-    return {name: (home.rpartition(".")[0], home.rpartition(".")[2]) for name, home in names.items()}
-
-
-def _write_(network: nn.Module, writes: list[Write], plan: Plan) -> None:
-    """Write tensors and attributes into the model; one of the same shape is copied into the old one, which may be shared."""
-    for cut in itertools.chain(*plan.steps):
-        for path in cut.biases:
-            add_bias_(network, path)
-    for write in writes:
-        owner: Any = network.get_submodule(write.path)
-        old: Any = getattr(owner, write.name, None)
-        if not isinstance(write.value, Tensor):
-            setattr(owner, write.name, write.value)
-        elif isinstance(old, Tensor) and old.shape == write.value.shape:
-            with torch.no_grad():
-                old.copy_(write.value)
-        elif isinstance(old, nn.Parameter):
-            narrower = write.value.to(old.device, old.dtype, copy=True)
-            setattr(owner, write.name, nn.Parameter(narrower, requires_grad=old.requires_grad))
-        else:
-            narrower = write.value.to(old.device, old.dtype, copy=True)
-            owner.register_buffer(write.name, narrower, persistent=write.name not in owner._non_persistent_buffers_set)
-
-
 class _Trial:
     """A copy of the model that is cut, compared with the compacted graph, and thrown away."""
 
@@ -198,7 +120,7 @@ class _Trial:
         perturb_(self.noisy.module, generator)
         with copyable(network):
             self.copy = copy.deepcopy(network).eval()
-        _write_(self.copy, _writes(network, before, self.noisy, everything=True), after.plan)
+        write_(self.copy, find_writes(network, before, self.noisy, everything=True), after.plan)
         with copyable(self.noisy.module):
             self.wanted = copy.deepcopy(self.noisy.module).eval()
         self.dtype = torch.float64
@@ -352,7 +274,7 @@ class _Trial:
                 pairs = zip(shape_of(node).dims or (), shape_of(later[node.name]).dims or (), strict=False)
                 found |= {(old, new) for old, new in pairs if old != new}
         for where, part in self.after.module.named_modules():
-            old_part = _submodule(self.before.module, where)
+            old_part = submodule(self.before.module, where)
             if old_part is not None and inside(where):
                 counts = [(vars(old_part).get(n), v) for n, v in vars(part).items() if type(v) is int]
                 found |= {(old, new) for old, new in counts if type(old) is int and old != new}

@@ -36,7 +36,7 @@ class Loaders:
     """The user's loaders, as a run reads them."""
 
     data: Data
-    train: Stream
+    train: Stream | None  # None: what `data` has is all there is
     test: Stream | None
     form: BatchForm
     first_test: Examples | None  # a few of its examples, to be checked before the work begins

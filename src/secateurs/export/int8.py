@@ -22,8 +22,9 @@ from secateurs._util.modules import eval_mode
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, NonFinite, UnsupportedOp
 from secateurs.export.deliver import CalibrationMethod, Inputs, Quantisation, prepared
+from secateurs.export.float_model import FloatModel, Int8Layer, pairs
 from secateurs.export.programs import check_packages, feed, onnx_bytes, start_session
-from secateurs.export.qdq import FloatModel, Int8Layer, Range, equalise_, pairs, quantised_model
+from secateurs.export.qdq import Range, equalise_, quantised_model
 from secateurs.graph.trace import Graph
 from secateurs.metrics import divergence
 from secateurs.speed.engines import cpu_flags

@@ -20,8 +20,8 @@ from torch.nn import functional
 from secateurs.data.dataset import Examples
 from secateurs.errors import InvalidInput, UnsupportedOp
 from secateurs.export.deliver import Quantisation, first_line, prepared, quiet
+from secateurs.export.float_model import Int8Layer
 from secateurs.export.int8 import Quantised, output_distance, weight_bits
-from secateurs.export.qdq import Int8Layer
 from secateurs.graph.cost import cost
 from secateurs.graph.node_info import forget_source_
 from secateurs.graph.trace import Graph

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from secateurs._util.decode import brief
-from secateurs._util.modules import eval_mode
+from secateurs._util.modules import device_of, eval_mode
 from secateurs.config import Recipe, declarations
 from secateurs.criteria import as_criterion, resolved
 from secateurs.data.dataset import class_labels, derive
+from secateurs.data.drawn import Loaders, open_loaders
+from secateurs.data.forms import PAIR, Forward
 from secateurs.data.splits import Data, refuse_nonfinite
 from secateurs.distributed import Workers
 from secateurs.errors import DataError, InvalidInput, suggest
@@ -113,7 +116,12 @@ def _unfound(one: Ignored, model: nn.Module) -> str:
 
 
 def feasible(recipe: Recipe, data: Data, whole: WholeMetric | None, *, trains: bool, given: bool, notes: list[str]) -> Recipe:
-    """The recipe, without its promise where the validation set is too small for it and no recipe was given."""
+    """The recipe, without its promise where nothing can be certified: by one number, or by too few examples and no recipe."""
+    if whole is not None and whole.count is None and recipe.confidence:
+        recipe = replace(recipe, confidence=0.0)
+        notes.append("evaluate gives one number for the whole set, so nothing can be certified: point estimates decide")
+    if recipe.max_drop >= 1:
+        notes.append(f"max_drop={recipe.max_drop:g} allows all accuracy to be lost: 0.01 is one point")
     count = len(data.search) if whole is None or whole.count is None else whole.count
     contract, labels = contract_of(recipe, trains=trains), class_labels(data.search.targets)
     try:
@@ -145,6 +153,36 @@ def check_autograd() -> None:
             "this is called inside torch.inference_mode(), whose tensors cannot be trained: call it outside, or under "
             "torch.no_grad()."
         )
+
+
+def check_call(model: nn.Module, recipe: object, time_budget: float | None, functions: Mapping[str, object]) -> None:
+    """Refuse what no call can be made with, before anything is read."""
+    if device_of(model).type == "meta":
+        raise InvalidInput(
+            "the model is on the meta device: it has shapes and no weights, so nothing can be measured. Build it on a real "
+            "device and load its weights: model.to_empty(device='cpu'), then model.load_state_dict(...)."
+        )
+    check_functions(**functions)
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InvalidInput(f"recipe: got {recipe!r:.40}, wanted a Recipe: Recipe(…), Recipe.fast(…) or Recipe.paper(…).")
+    if time_budget is not None and not (isinstance(time_budget, Real) and time_budget > 0):
+        raise InvalidInput(f"time_budget: got {time_budget!r:.40}, wanted a number of seconds above 0.")
+
+
+def open_sets(
+    model: nn.Module, train: Any, val: Any, test: Any, evaluate: object, *, forward: Forward | None, **options: Any
+) -> Loaders:
+    """Open loaders as `open_loaders` does; a `Data` in place of `train` has all three sets, in memory."""
+    if evaluate is not None and test is not None:
+        raise InvalidInput(
+            "evaluate measures a set of its own, and cannot measure the test set: give no test, and measure result.model "
+            "on your test data."
+        )
+    if not isinstance(train, Data):
+        return open_loaders(model, train, val, test, forward=forward, **options)
+    if val is not None or test is not None or forward is not None:
+        raise InvalidInput("train is a Data, which has its validation and test sets: give no val, test or forward.")
+    return Loaders(train, None, None, PAIR, None)
 
 
 def check_trials(recipe: Recipe, *, trains: bool) -> None:

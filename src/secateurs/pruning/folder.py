@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
 from secateurs._util.files import LOCK, write_text
-from secateurs._util.journal import JOURNAL, PROVENANCE, Journal, changed_files, disk_errors, read_records, records_of
+from secateurs._util.folders import disk_errors
+from secateurs._util.journal import JOURNAL, PROVENANCE, Journal, changed_files, read_records, records_of
 from secateurs._util.tensors import digest, dump, parse
 from secateurs.compaction import replay
 from secateurs.compaction.serialization import load, read, save
@@ -33,7 +34,8 @@ from secateurs.graph.structure import describe, nodes_from
 from secateurs.graph.trace import Graph, like_network
 from secateurs.metrics import changed, display_name, fingerprints
 from secateurs.pruning.context import NetworkState, Stopwatch
-from secateurs.pruning.results import KINDS, Count, ResultFigures, Step, Structure, phase_seconds
+from secateurs.pruning.figures import KINDS, ResultFigures, phase_seconds
+from secateurs.pruning.results import Count, Step, Structure
 from secateurs.scoring.cache import MeasurementCache
 from secateurs.training.resumable import CHECKPOINT
 

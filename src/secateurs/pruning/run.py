@@ -22,6 +22,7 @@ from secateurs.graph.trace import Graph
 from secateurs.metrics import Evaluation
 from secateurs.pruning.algorithm1 import algorithm1
 from secateurs.pruning.context import NetworkState, PreparedSite, PruningContext
+from secateurs.pruning.figures import NO_TEST, Change, ClassAccuracies, ResultFigures, RunResult, TestChange
 from secateurs.pruning.folder import (
     call_to_resume,
     describe_network,
@@ -30,17 +31,7 @@ from secateurs.pruning.folder import (
     save_start,
     save_step,
 )
-from secateurs.pruning.results import (
-    NO_TEST,
-    Change,
-    ChosenAllocation,
-    ClassAccuracies,
-    ResultFigures,
-    RunResult,
-    Start,
-    Step,
-    TestChange,
-)
+from secateurs.pruning.results import ChosenAllocation, Start, Step
 from secateurs.pruning.speeds import layer_times, measured_speeds
 from secateurs.pruning.together import together
 from secateurs.pruning.trainer import retrain, trainer_at_end

@@ -200,10 +200,7 @@ class Ours:
                     return state
                 if chosen[0].kept != (AVERAGE if history.last else END):
                     return context.measured(found)
-            last = history.epochs[-1] if history.epochs else None
-            if last is None or last.search_accuracy is None or last.search_loss is None or runtime.evaluate is not None:
-                return context.measured(found)
-            return replace(found, accuracy=last.search_accuracy, loss=last.search_loss)  # measured after its last epoch
+            return self._measured_last(found, history)
 
         def best_of(before: Mapping[str, Tensor], history: History) -> KeptWeights:
             """Leave the best of the weights before, after and in between in the module."""
@@ -211,6 +208,14 @@ class Ours:
             return replace(found, phase=phase, step=step, note=history.note)
 
         return trained(), chosen
+
+    def _measured_last(self, found: NetworkState, history: History) -> NetworkState:
+        """The network with what was measured after the last epoch, or is measured now where that was not."""
+        last = history.epochs[-1] if history.epochs else None
+        whole = self.context.runtime.evaluate
+        if last is None or last.search_accuracy is None or last.search_loss is None or whole is not None:
+            return self.context.measured(found)
+        return replace(found, accuracy=last.search_accuracy, loss=last.search_loss)
 
 
 def trainer_between(context: PruningContext) -> Trainer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,8 +15,7 @@ from secateurs.data.dataset import Examples
 from secateurs.distributed import active
 from secateurs.errors import InvalidInput
 from secateurs.graph.add_fusion import spread_sums
-from secateurs.graph.consumers import LayerConsumer, SumConsumer, find_consumers
-from secateurs.graph.features import kept_positions, select
+from secateurs.graph.consumers import Consumers, LayerConsumer, SumConsumer, find_consumers
 from secateurs.graph.flow import ELSEWHERE
 from secateurs.graph.flow.liveness import mentioned
 from secateurs.graph.layers import mask_channels
@@ -26,6 +25,7 @@ from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
 from secateurs.repair.reconstruction import LayerFit, Reconstruction, SumFit
 from secateurs.repair.solve import Moments, feature_source, gram, gram_features, groups_of, matrix_of, patches, target_rows
+from secateurs.repair.targets import converted, find_node
 
 ROWS = 2**16  # places of a consumer's output that are used, at most
 EACH_FEATURE = 128  # of them for each feature that it reads: more change its weights by less than other images would
@@ -254,20 +254,8 @@ def observe_sites(
     if len(examples) == 0:
         raise InvalidInput(f"repair of site {places[0].name!r}: got no examples, wanted at least one.")
     consumers = {place.name: find_consumers(graph, place) for place in places}
-    skipped: dict[str, dict[str, str]] = {name: dict(each.others) for name, each in consumers.items()}
-    layers: dict[str, LayerConsumer] = {}  # by node: one that reads several sites is tallied once
-    sums: list[tuple[str, SumConsumer]] = []
-    for name, each in consumers.items():
-        sums += [(name, total) for total in each.sums]
-        for consumer in each.layers:
-            layer: Any = graph.module.get_submodule(consumer.module)
-            if gram_size(layer) <= gram_bytes:
-                layers[consumer.node] = consumer
-            else:
-                skipped[name][consumer.node] = (
-                    f"layer {consumer.module!r} reads {gram_features(layer) - 1} features, whose Gram matrices would take "
-                    f"{gram_size(layer) / 2**30:.3g} GiB: more than gram_bytes={gram_bytes}"
-                )
+    layers, skipped = _tallied_layers(graph, consumers, gram_bytes)
+    sums = [(name, total) for name, each in consumers.items() for total in each.sums]
     module = spread_sums(masked(graph, masks) if masks else graph.module)
     adds = [find_node(module, total.node) for _, total in sums]
     inputs = [find_node(module, node).all_input_nodes[0] for node in layers]
@@ -327,6 +315,25 @@ def observe_sites(
     }
 
 
+def _tallied_layers(
+    graph: Graph, consumers: Mapping[str, Consumers], gram_bytes: int
+) -> tuple[dict[str, LayerConsumer], dict[str, dict[str, str]]]:
+    """The layers to tally, by node: one that reads several sites is tallied once. And by site what is left out, and why."""
+    layers: dict[str, LayerConsumer] = {}
+    skipped: dict[str, dict[str, str]] = {name: dict(each.others) for name, each in consumers.items()}
+    for name, each in consumers.items():
+        for consumer in each.layers:
+            layer: Any = graph.module.get_submodule(consumer.module)
+            if gram_size(layer) <= gram_bytes:
+                layers[consumer.node] = consumer
+            else:
+                skipped[name][consumer.node] = (
+                    f"layer {consumer.module!r} reads {gram_features(layer) - 1} features, whose Gram matrices would take "
+                    f"{gram_size(layer) / 2**30:.3g} GiB: more than gram_bytes={gram_bytes}"
+                )
+    return layers, skipped
+
+
 class _Observer(fx.Interpreter):
     """Runs a network and hands over what its consumers read, each when it is reached: nothing is kept for longer."""
 
@@ -363,15 +370,6 @@ def gram_size(layer: Any) -> int:
     return 2 * 8 * groups_of(layer) * gram_features(layer) ** 2
 
 
-def find_node(module: fx.GraphModule, name: str, *, whose: str = "the graph") -> fx.Node:
-    """Return the node of that name."""
-    nodes: list[fx.Node] = list(module.graph.nodes)
-    for node in nodes:
-        if node.name == name:
-            return node
-    raise InvalidInput(f"{whose} has no node {name!r}. Pass the untouched network that the graph was cut from.")
-
-
 def _sum_of(node: fx.Node, values: Sequence[Any], consumer: SumConsumer | None = None) -> Tensor:
     """Compute the sum at `node` from the values of its `mentioned` nodes; with `consumer`, without the site's contribution."""
     terms = iter(consumer.sources if consumer is not None else ())
@@ -391,43 +389,6 @@ def _sum_of(node: fx.Node, values: Sequence[Any], consumer: SumConsumer | None =
         result = node.target(*args, **kwargs)
     assert isinstance(result, Tensor)
     return result
-
-
-def converted(graph: Graph, original: Graph, consumer: LayerConsumer | SumConsumer) -> Callable[[Tensor], Tensor]:
-    """Return the function that turns a consumer's output in `original` into its target in `graph`.
-
-    It selects the channels that remain. Before a BatchNorm it also rescales them, so that the graph's BatchNorm gives what the
-    original's gives.
-    """
-    chosen = kept_positions(graph, original, consumer.node)
-    axis = consumer.axis if isinstance(consumer, SumConsumer) else channel_axis(graph.module.get_submodule(consumer.module))
-    if isinstance(consumer, SumConsumer) or consumer.norm is None:
-        return lambda value: select(value, chosen, axis)
-    gain, shift = affine(graph.module.get_submodule(consumer.norm))
-    their_gain, their_shift = (select(t, chosen, 0) for t in affine(original.module.get_submodule(consumer.norm)))
-    steady = gain.abs() > 1e-12 * gain.abs().max()  # where the norm gives a constant, its input does not matter
-    scale = torch.where(steady, their_gain / torch.where(steady, gain, 1.0), 1.0)
-    moved = torch.where(steady, (their_shift - shift) / torch.where(steady, gain, 1.0), 0.0)
-
-    def convert(value: Tensor) -> Tensor:
-        shape = [-1] + [1] * (-1 - axis)
-        return select(value, chosen, axis) * scale.to(value).view(shape) + moved.to(value).view(shape)
-
-    return convert
-
-
-def channel_axis(layer: Any) -> int:
-    """Return the channel axis of a layer's output, counted from the right."""
-    return -1 - len(getattr(layer, "kernel_size", ()))
-
-
-def affine(norm: Any) -> tuple[Tensor, Tensor]:
-    """Return a BatchNorm in eval mode as gain and shift of gain · x + shift, (C,) each, float64, on the CPU."""
-    gain = (norm.running_var.detach().cpu().double() + norm.eps).rsqrt()
-    if norm.weight is not None:
-        gain = gain * norm.weight.detach().cpu().double()
-    shift = -gain * norm.running_mean.detach().cpu().double()
-    return gain, shift if norm.bias is None else shift + norm.bias.detach().cpu().double()
 
 
 def layer_fit(graph: Graph, consumer: LayerConsumer, total: Moments | None, held: Moments | None) -> LayerFit:

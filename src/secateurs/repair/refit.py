@@ -21,22 +21,10 @@ from secateurs.graph.consumers import LastTerm, LayerConsumer, find_layers
 from secateurs.graph.features import kept_positions, select
 from secateurs.graph.masking import network_between
 from secateurs.graph.trace import Graph
-from secateurs.repair.observe import (
-    GRAM_BYTES,
-    ROWS,
-    LayerTally,
-    Take,
-    affine,
-    channel_axis,
-    converted,
-    find_node,
-    gram_size,
-    layer_fit,
-    tally_batches,
-    worth_sharing,
-)
+from secateurs.repair.observe import GRAM_BYTES, ROWS, LayerTally, Take, gram_size, layer_fit, tally_batches, worth_sharing
 from secateurs.repair.reconstruction import Errors, write_
 from secateurs.repair.solve import matrix_of
+from secateurs.repair.targets import affine, channel_axis, converted, find_node
 
 KEPT_BYTES = 2**31  # of activations between one layer and the next, for all examples
 

@@ -24,9 +24,10 @@ from secateurs.graph.node_info import values_of_an_example
 from secateurs.graph.sites import Site, resolve
 from secateurs.graph.trace import Graph
 from secateurs.metrics import Measure
-from secateurs.repair.observe import GRAM_BYTES, channel_axis, gram_size, observe_sites
+from secateurs.repair.observe import GRAM_BYTES, gram_size, observe_sites
 from secateurs.repair.reconstruction import Reconstruction
 from secateurs.repair.solve import groups_of
+from secateurs.repair.targets import channel_axis
 
 _BATCH = 64  # examples at once there and back, when all activations are in memory
 _ACTIVATION_BYTES = 2**31  # that they may take

@@ -22,7 +22,7 @@ from secateurs.graph.consumers import find_layers
 from secateurs.graph.features import kept_positions, select
 from secateurs.graph.masking import network_up_to
 from secateurs.graph.trace import Graph
-from secateurs.repair.observe import channel_axis, converted, find_node
+from secateurs.repair.targets import channel_axis, converted, find_node
 
 RATE, PASSES, BATCH = 1e-4, 8, 64
 

@@ -13,7 +13,8 @@ from secateurs._util.format import SPACE, MetricName, percent, plain, plural, re
 from secateurs.config import Recipe
 from secateurs.errors import InvalidInput, UnknownSite, suggest
 from secateurs.graph.structure import Node
-from secateurs.pruning.results import Change, Step
+from secateurs.pruning.figures import Change
+from secateurs.pruning.results import Step
 from secateurs.report import svg
 from secateurs.report.load import LayerChange, Measured, RunReport, SiteImportances, read_run, run_in_memory
 from secateurs.report.svg import MEDIUM, SMALL, Axis, Dot, Figure, Plot, number, padded

@@ -20,14 +20,12 @@ from secateurs.config import Recipe, read_recipe
 from secateurs.errors import RecipeError, RunError
 from secateurs.export.deliver import ExportFigures
 from secateurs.graph.structure import Node
+from secateurs.pruning.figures import KINDS, Change, ResultFigures, promised_bound
 from secateurs.pruning.folder import RECIPE, parse_provenance
 from secateurs.pruning.results import (
-    KINDS,
-    Change,
     ChosenAllocation,
     ComparedFrontiers,
     MeasuredSpeed,
-    ResultFigures,
     Retrained,
     SiteCurve,
     SiteCut,
@@ -37,7 +35,6 @@ from secateurs.pruning.results import (
     Step,
     Structure,
     Trial,
-    promised_bound,
 )
 from secateurs.report.exports import read_exports
 from secateurs.scoring.importance import Importance, scores

@@ -17,7 +17,8 @@ from secateurs.errors import InvalidInput
 from secateurs.graph.plan import Plan
 from secateurs.pruning.context import PruningContext
 from secateurs.pruning.estimate import to_weigh_time
-from secateurs.pruning.results import Change, ChosenAllocation, ResultFigures, RunResult, Step, promised_bound
+from secateurs.pruning.figures import Change, ResultFigures, RunResult, promised_bound
+from secateurs.pruning.results import ChosenAllocation, Step
 from secateurs.report.charts import Plots, plots
 from secateurs.report.page import write_report
 

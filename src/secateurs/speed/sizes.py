@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx, nn
 
-from secateurs.compaction.nodes import balanced
+from secateurs.compaction.narrowing import balanced
 from secateurs.graph.add_fusion import spread_sums
 from secateurs.graph.channels import all_of, none_of
 from secateurs.graph.flow import Join, Layer, Moved, Source, analyse, find_flows

@@ -20,23 +20,21 @@ from time import monotonic
 from typing import TypedDict
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from secateurs._util.decode import Malformed, checked, decode_json, read_text_file
 from secateurs._util.download import home
 from secateurs._util.files import write_text
 from secateurs.compaction import compact
-from secateurs.compaction.nodes import narrow_layer_
+from secateurs.compaction.narrowing import narrow_layer_
 from secateurs.errors import InvalidInput
-from secateurs.graph.layers import Align, Offset
-from secateurs.graph.masking import copy_module, insert_behind_
-from secateurs.graph.node_info import pass_on_
 from secateurs.graph.sites import Site
-from secateurs.graph.trace import Graph, shape_of, trace
+from secateurs.graph.trace import Graph, shape_of
+from secateurs.speed.aligned import ALIGNMENT, OFFSET, aligned_sums
 from secateurs.speed.engines import Engine, at_batch, machine
 from secateurs.speed.sizes import GONE, AlignedSum, Between, NarrowedLayer, Size, Sizing, Widths, spread
 from secateurs.speed.timing import compare, in_rounds
-from secateurs.speed.widths import PROBED, candidates, edges, multiple_at, preferred
+from secateurs.speed.widths import PROBED, candidates, edges, preferred
 
 Rounds = tuple[float, ...]
 """Seconds of the same work, one for each round."""
@@ -50,10 +48,6 @@ _MOST_REPEATS = 10
 _SHORTEST = 3e-3  # seconds of a layer in a round: many sizes are timed, and compared with one another
 _PROBED_BATCH = 4  # examples at most, where the multiple of widths is measured
 FEWEST_ALIGNED = 4  # channels of a sum: fewer are not worth a table
-ALIGNMENT, OFFSET = (
-    1,
-    2,
-)  # what is timed at a sum: the place of its network beside the plain one, and the second number of sizes
 _MOST_WEIGHTS = 1 << 27  # numbers, of all widths of a layer that are timed in turns
 
 
@@ -399,50 +393,6 @@ class LatencyModel:
         return [times.seconds(size)] * len(times.rounds[times.full])
 
 
-def aligned_sums(example: Tensor, axis: int) -> tuple[Graph, ...]:
-    """Three networks: a sum between two layers, the same with a term aligned, and with an offset behind the sum.
-
-    A quarter of the term's channels is dropped and as many zeros come in between, as compaction leaves it. Between layers,
-    because an engine may keep channels in another order there, and has to bring them back to pick them.
-    """
-    width = example.shape[axis]
-    plain = trace(_Sum(width, example.dim() - 2 if axis == 1 else 0).eval(), example)
-    place = torch.arange(width)
-    # of every four channels the first is dropped, and a zero is the last; a rest of fewer than four ends in a zero, too
-    take = (place + 1).where((place % 4 != 3) & (place + 1 < width), -1)
-    added = {ALIGNMENT: ("second", Align(take, axis)), OFFSET: ("add", Offset(place % 2 == 0, axis, example.dtype))}
-    return plain, *(_with_layer(plain, *added[kind]) for kind in (ALIGNMENT, OFFSET))
-
-
-def _with_layer(graph: Graph, name: str, layer: nn.Module) -> Graph:
-    module = copy_module(graph)
-    node = next(node for node in module.graph.nodes if node.name == name)
-    pass_on_(node, insert_behind_(module, node, f"{name}_extra", layer), "shape", "original_channels")
-    module.recompile()
-    return graph.with_module(module.eval())
-
-
-class _Sum(nn.Module):
-    """The sum of a residual block, between convolutions over `dims` axes, or linear layers where there are none."""
-
-    def __init__(self, channels: int, dims: int) -> None:
-        super().__init__()
-        with torch.random.fork_rng(devices=[]):  # fresh layers draw their weights
-            self.first, self.second, self.last = (_layer(channels, dims) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of `x`."""
-        x = self.first(x).relu()
-        found: Tensor = self.last((x + self.second(x)).relu())
-        return found
-
-
-def _layer(channels: int, dims: int) -> nn.Module:
-    if not dims:
-        return nn.Linear(channels, channels)
-    return (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](channels, channels, 1)
-
-
 class NetworkModel:
     """Predicts the time of a network under cuts from that of whole networks with one site cut: all that some engines can
     time. The savings of sites are added up; what aligning channels costs is part of what is measured."""
@@ -489,49 +439,6 @@ def fast_widths(model: LatencyModel | NetworkModel, site: Site, multiple: int) -
     rounds = model.site_rounds(site.name, candidates(model.sites[site.name].channels, multiple))
     medians = {width: median(seconds) for width, seconds in rounds.items()}
     return (edges(rounds) if len(rounds) > 1 else ()), dict(sorted(medians.items(), reverse=True))
-
-
-@dataclass(frozen=True)
-class SiteTimes:
-    """What a site costs in time: of the layers that a cut of it changes."""
-
-    site: str
-    seconds: float  # with all filters
-    a_filter: float  # seconds saved for each filter removed, on the way to the fastest width
-    widths: tuple[int, ...]  # that are faster than all larger ones
-
-
-@dataclass(frozen=True)
-class NetworkTimes:
-    """What a network and its sites cost in time."""
-
-    network: float  # seconds
-    sites: tuple[SiteTimes, ...]
-
-
-def site_times(
-    graph: Graph,
-    sites: Sequence[Site],
-    engine: Engine,
-    *,
-    seconds: float = SECONDS,
-    on_layer: Callable[[int, int], None] = lambda done, of: None,
-) -> NetworkTimes:
-    """Time a network and the layers of its sites in an engine, before anything is pruned."""
-    file = TableFile(engine)
-    multiple = preferred_multiple(engine, graph, file)
-    steps = {site.name: multiple_at(site.channels, multiple) for site in sites}
-    model = LatencyModel(Sizing(graph, sites), engine.batch)
-    sizes = model.wanted({site.name: candidates(site.channels, steps[site.name]) for site in sites})
-    model.measure(engine, sizes, file, seconds=seconds, on_layer=on_layer)
-    found = []
-    for site in sites:
-        widths, times = fast_widths(model, site, steps[site.name])
-        fastest = widths[-1] if widths else site.channels
-        saved = times.get(site.channels, 0.0) - times.get(fastest, 0.0)
-        found.append(SiteTimes(site.name, times.get(site.channels, 0.0), saved / max(site.channels - fastest, 1), widths))
-    whole = in_rounds({0: engine.network(graph)()}, threads=engine.threads)[0]
-    return NetworkTimes(median(whole), tuple(found))
 
 
 def _thinned(wanted: Sizes) -> Sizes:

@@ -4,7 +4,7 @@ Every op is listed once, in module, functional and method form together. An op w
 full width, and what it touches is not pruned. Users add rules with the same decorator.
 """
 
-from secateurs.graph.flow.rules import layers, values
-from secateurs.graph.flow.rules.shapes import PARTED, SPLITS
+from secateurs.graph.flow.rules import layers, shapes, values
+from secateurs.graph.flow.rules.parts import PARTED, SPLITS
 
-__all__ = ["PARTED", "SPLITS", "layers", "values"]
+__all__ = ["PARTED", "SPLITS", "layers", "shapes", "values"]
