@@ -81,6 +81,12 @@ def test_trials_grow_by_their_factor_up_to_the_largest(growth: float, most: int)
     assert len(trials) >= math.log(999 / 250) / math.log(growth)
 
 
+@pytest.mark.parametrize("most", [0.3, 0.999, 1.0, 1.7])
+def test_trials_end_however_much_is_saved(most: float) -> None:
+    found = [Allocation({"site": i}, most * i / 10, i / 100) for i in range(11)]
+    assert to_certify(found, 5)[-1] == 10
+
+
 def test_an_empty_frontier_has_no_trials() -> None:
     assert to_certify(allocations(1), 0) == ()
     assert choose_allocation(allocations(1), searched(0, 0), certified(0, [])).saved == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
@@ -12,6 +11,7 @@ from secateurs.selection.allocation import Allocation
 _TINY = 1e-12  # sums of shares are rounded
 _FIRST = (0.4, 0.5)  # of the saving at the predicted edge: the first allocations that are certified
 FINE = 1.12  # of the next allocation that is certified: its saving relative to the one before, or what that leaves to its own
+_LEAST_STEP = 0.005  # of the saving between two of them
 COARSE = 1.3  # the same where training follows, which a refusal makes harder to certify
 _TRAINED_FROM, _TRAINED_STEP = 0.7, 1.1  # of the saving at the edge before training: where trained trials begin; their steps
 
@@ -98,7 +98,8 @@ def to_certify(allocations: Sequence[Allocation], edge: int, growth: float = FIN
     savings = [share * allocations[max(edge, 1)].saved for share in _FIRST]
     while savings[-1] < allocations[-1].saved:
         # where much is saved, a little more of it is much faster: what is left shrinks by that factor at most
-        savings.append(min(savings[-1] * growth, 1 - (1 - savings[-1]) / growth) if savings[-1] < 1 else math.inf)
+        nearer = max(1 - (1 - savings[-1]) / growth, savings[-1] + _LEAST_STEP)
+        savings.append(min(savings[-1] * growth, nearer))
     reached = {bisect_right([each.saved for each in allocations], saving + _TINY) - 1 for saving in savings}
     return tuple(sorted(reached - {0}))
 
