@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loader, loaders, my_training, pruned, right, trained
+from digit_loaders import ONE_CUT, QUICK, RECIPE, build, digits, loader, loaders, my_training, right, trained
 from torch import nn
 
 import secateurs as sc
@@ -27,7 +27,6 @@ from secateurs.pruning.results import ChosenAllocation
 from secateurs.selection.contract import paired_bound
 from secateurs.training import KeptWeights
 from torture.runs import differing_file
-
 
 UNREPAIRED = replace(RECIPE, repair="none", max_drop=0.1, confidence=0.0)  # training has much to make up for
 
