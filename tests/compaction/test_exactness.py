@@ -679,7 +679,7 @@ class ExpandedTable(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv(x)
-        return self.table.expand_as(y) + y  # type: ignore[operator]
+        return self.table.expand_as(y) + y  # type: ignore[operator]  # a buffer
 
 
 def test_a_table_that_is_expanded_to_an_emptied_output_is_refused_as_an_empty_layer() -> None:

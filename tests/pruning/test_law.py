@@ -194,15 +194,15 @@ def test_where_the_deepest_cut_is_slower_one_that_is_less_deep_is_taken() -> Non
 
 
 class Int8(RandomEngine):
-    """In int8 narrow networks gain nothing, and the dense one is already four times as fast as in float."""
+    """An engine in which no network is faster than another."""
 
     name = "onnxruntime-int8"
 
     def whole(self, module: nn.Module, batch: int) -> float:
-        return 0.25 * super().whole(Net(24, (16, 16), residual=False, depthwise=False), batch)
+        return 1e-4 * batch
 
 
-def test_in_int8_the_dense_network_in_int8_is_what_is_to_be_beaten() -> None:
+def test_the_law_holds_for_a_network_that_is_deployed_in_int8() -> None:
     torch.manual_seed(0)
     network = Net(24, (16, 16), residual=False, depthwise=False)
     engine = Int8((1, 1), call=0.0, work=0.3, align=0.0, between=1.0, rest=0.0)

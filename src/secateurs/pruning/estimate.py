@@ -235,7 +235,7 @@ class _Prices:
         return 1 + found / max(network.macs, 1)
 
     def network(self, repairs: int) -> float:
-        """A whole network with all cuts made, repaired and refitted on so many images."""
+        """A whole network with all cuts made, repaired, and refitted on that number of images."""
         refitted = self.recipe.repair in REFITTED
         sites = 1 if refitted else len(self.sites(self.context.positions[-1]))
         return _BUILT * self.cut * sites + self.passes((1 + self.solved(repairs)) * repairs * (1 if refitted else sites))

@@ -136,7 +136,7 @@ class PerExample:
 
     def _evaluated(self, graph: Graph, examples: Examples) -> Evaluation:
         measures = {"loss_fn": self.loss_fn, "metric": self.metric, "device": self.batches.device}
-        return self.batches.run(lambda batch: evaluate(graph.module, examples, batch=batch, **measures))  # type: ignore[arg-type]
+        return self.batches.run(lambda batch: evaluate(graph.module, examples, batch=batch, **measures))  # type: ignore[arg-type]  # of a dict
 
     def measured(self, graph: Graph) -> tuple[float, float]:
         """Mean metric and loss on the validation set."""
@@ -227,7 +227,7 @@ class WholeSet:
 
     def _loss(self, graph: Graph, examples: Examples) -> float:
         measure = {"loss_fn": self.loss_fn, "device": self.batches.device}
-        return self.batches.run(lambda batch: loss(graph.module, examples, batch=batch, **measure))  # type: ignore[arg-type]
+        return self.batches.run(lambda batch: loss(graph.module, examples, batch=batch, **measure))  # type: ignore[arg-type]  # of a dict
 
     def _side(self, every: Tensor, side: Side) -> Tensor:
         if self.sides is None:

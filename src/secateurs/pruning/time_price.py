@@ -57,7 +57,6 @@ SERVED = 64  # examples at once where the data do not say
 LONGEST_SERVED = 1.0  # seconds: a batch that takes longer is timed at half of it
 _TIMED_ROUNDS = (12, 24)  # of two networks in turns, to correct the tables
 _MEASURED_ROUNDS = (5, 5)  # by a function of the user's own, which may take long
-_TINY = 1e-9
 _FEW_WIDTHS = 6  # at which whole networks are timed, for each site
 
 

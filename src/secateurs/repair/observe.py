@@ -38,8 +38,8 @@ HELD = 3  # every third example is held back to choose a ridge
 class LayerTally:
     """Moments of a layer's features, and of its targets if they are given, over all examples and over those held back.
 
-    With more than `rows` places in `examples` examples, or than so many features need, the same number is drawn from each
-    example, from a seed: the batch size changes nothing.
+    With more places in `examples` examples than `rows`, or than `EACH_FEATURE` for each feature, the same number is drawn from
+    each example, from a seed: the batch size changes nothing.
     """
 
     def __init__(self, layer: Any, *, examples: int, rows: int | None, seed: int) -> None:

@@ -228,7 +228,7 @@ class Loop:
             start = place * settings.batch
             end = len(examples) if place == self.per_epoch - 1 else start + settings.batch
             rows = order[start:end].to(examples.place)
-            chosen = examples.stored.mapped(lambda part, rows=rows: part[rows])  # type: ignore[misc]
+            chosen = examples.stored.mapped(lambda part, rows=rows: part[rows])  # type: ignore[misc]  # mypy infers no default
             stored = augment(chosen.inputs, settings.augment, pad=settings.pad, generator=crops)
             if settings.mixup:  # before the batch is shared out: the number of workers changes no mixture
                 stored = mix(examples.scaled(stored), settings.mixup, generator=mixtures)
